@@ -1,0 +1,14 @@
+"""A: latent cross-attention with a mergeable log-sum-exp state."""
+
+from .api import attention_state, latent_attention, remove_from_state
+from .state import AttentionState, Removal, empty_state, merge_states
+
+__all__ = [
+    "AttentionState",
+    "Removal",
+    "attention_state",
+    "empty_state",
+    "latent_attention",
+    "merge_states",
+    "remove_from_state",
+]

@@ -1,0 +1,203 @@
+"""Latent cross-attention with a mergeable state: what users call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends import choose
+from ..checks import FLOATING, wrong
+from .reference import attention_reference, state_dtype
+from .schema import attention_op, check_offsets
+from .state import AttentionState, Removal, check_state, merge_states, subtract_state
+
+
+def latent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """softmax(scale Q K') V, for few queries and any number of keys, in memory that does not grow with them.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16.
+        key: (B, H, N, D), any strides; N may be 0.
+        value: (B, H, N, E).
+        key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
+        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: packs S ragged sets into the one row of keys of a batch of 1; the result, and an
+            unshared query, have batch S.
+        scale: of the scores; None means D ** -0.5.
+        impl: "auto", "reference", "native" or "triton".
+
+    Returns:
+        (B, H, L, E) in the dtype of query; 0 where a query sees no key. Differentiable to any order in query, key and value.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+        RuntimeError: `impl` cannot run here.
+
+    Source: Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
+    >>> cmab_kernels.latent_attention(latents, points, points).shape
+    torch.Size([2, 4, 16, 8])
+    """
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale)
+    return _state(inputs, None, impl).out.to(inputs.query.dtype)
+
+
+def attention_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    state: AttentionState | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> AttentionState:
+    """The state that these keys leave behind, merged into `state` if one is given: O(new keys), whatever came before.
+
+    Arguments and errors as in `latent_attention`; `state` is of the same queries over other keys: out (B, H, L, E) in float32 (float64 for
+    float64 inputs), lse (B, H, L) in float64. It is not changed. Gradients flow to query, key, value and to the state's `out` and `lse`.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
+    >>> state = None
+    >>> for chunk in points.split(100, dim=2):
+    ...     state = cmab_kernels.attention_state(latents, chunk, chunk, state=state)
+    >>> torch.allclose(state.out, cmab_kernels.latent_attention(latents, points, points), atol=1e-5)
+    True
+    """
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale)
+    if state is not None:
+        _check_incoming(state, inputs)
+    return _state(inputs, state, impl)
+
+
+def remove_from_state(
+    state: AttentionState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Removal:
+    """`state` as it would be had it never seen these keys: O(removed keys).
+
+    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left the cancellation leaves fewer than half of the
+    digits, and `reliable` (B, H, L) is False; a row left with nothing is empty.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
+    >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])
+    >>> torch.allclose(state.out, cmab_kernels.attention_state(q, k[:, :, 4:], v[:, :, 4:]).out, atol=1e-4), bool(reliable.all())
+    (True, True)
+    """
+    inputs = _inputs(query, key, value, key_padding_mask, None, scale)
+    _check_incoming(state, inputs)
+    return subtract_state(state, _state(inputs, None, impl))
+
+
+class _Inputs(NamedTuple):
+    """Validated arguments: query (B, H, L, D) expanded over the batch, in the autocast dtype if one is on."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+
+
+def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
+    shape = (*inputs.query.shape[:-1], inputs.value.shape[-1])
+    check_state(state, shape, state_dtype(inputs.query.dtype), inputs.query.device)
+
+
+def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
+    tensors = inputs[:3]
+    chosen = choose("attention", impl, *tensors)
+    if chosen == "reference":
+        _check_offsets_now(inputs)
+        with torch.autocast(inputs.query.device.type, enabled=False):
+            new = AttentionState(*attention_reference(*inputs))
+        return new if state is None else merge_states(state, new)
+    arguments = (*inputs[:-1], *(state or (None, None)), inputs.scale, chosen)
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *(state or ())))
+    return AttentionState(*(attention_op if differentiated else torch.ops.cmab.attention.default)(*arguments))
+
+
+def _check_offsets_now(inputs: _Inputs) -> None:
+    """The reference has no operator in which to read the offsets at run time: a compiled graph cannot check them."""
+    if not torch.compiler.is_compiling():
+        check_offsets(inputs.cu_seqlens, inputs.key.shape[2])
+
+
+def _inputs(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float | None
+) -> _Inputs:
+    _check_tensors(query, key, value)
+    sets = key.shape[0] if cu_seqlens is None else _check_offsets_shape(cu_seqlens, key)
+    shape = (sets, key.shape[1], query.shape[-2], key.shape[-1])
+    if query.shape != shape[4 - query.dim() :]:
+        allowed = f"with key of shape {tuple(key.shape)} (B, H, L, D) = ({sets}, {shape[1]}, L, {shape[3]}), or (H, L, D) without B, is needed"
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+    if key_padding_mask is not None:
+        _check_mask(key_padding_mask, key)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if scale is None:
+        scale = shape[3] ** -0.5
+    return _Inputs(query.expand(shape), key, value, key_padding_mask, cu_seqlens, float(scale))
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+        if tensor.dtype not in FLOATING:
+            raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+        if tensor.device != query.device:
+            raise ValueError(wrong(name, f"is on {tensor.device}", f"query is on {query.device}; move them together"))
+        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise TypeError(wrong(name, f"is {tensor.dtype}", f"query is {query.dtype}; cast them alike"))
+    if query.dim() not in (3, 4):
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
+    if key.dim() != 4 or key.shape[-1] == 0:
+        raise ValueError(wrong("key", f"has shape {tuple(key.shape)}", "(B, H, N, D) with D >= 1 is needed"))
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or value.shape[-1] == 0:
+        allowed = f"(B, H, N, E) = ({', '.join(map(str, key.shape[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("value", f"has shape {tuple(value.shape)}", allowed))
+
+
+def _check_mask(mask: Tensor, key: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
+    wanted = (key.shape[0], key.shape[2])
+    if mask.shape != wanted:
+        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"))
+    if mask.device != key.device:
+        raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+
+
+def _check_offsets_shape(cu_seqlens: Tensor, key: Tensor) -> int:
+    """The number of packed sets."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(wrong("cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}", "(S + 1,) offsets of S sets are needed"))
+    if cu_seqlens.device != key.device:
+        raise ValueError(wrong("cu_seqlens", f"is on {cu_seqlens.device}", f"key is on {key.device}"))
+    if key.shape[0] != 1:
+        raise ValueError(wrong("key", f"has batch {key.shape[0]}", "cu_seqlens packs all sets into one row of keys, batch 1"))
+    return cu_seqlens.shape[0] - 1

@@ -1,0 +1,92 @@
+"""The definition of latent cross-attention, in plain PyTorch.
+
+For each query row q and the keys k_i, values v_i that it may see, with S_i = scale q k_i':
+
+    lse = log sum_i exp(S_i)            out = sum_i exp(S_i - lse) v_i
+
+(Constant Memory Attention Block, Feng et al.; online softmax, Milakov and Gimelshein). No key at all: out = 0, lse = -inf.
+Gradient, with P_i = exp(S_i - lse), given dout and dlse:
+
+    dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
+
+Dense in N: it is what the kernels are compared with, and the road to derivatives of second order and beyond.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are held in float32, or in float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """(B, N) bool, True where batch element b may not see key i; None when it sees all."""
+    if cu_seqlens is None:
+        return key_padding_mask
+    position = torch.arange(key.shape[2], device=key.device)
+    outside = (position < cu_seqlens[:-1, None]) | (position >= cu_seqlens[1:, None])
+    return outside if key_padding_mask is None else outside | key_padding_mask
+
+
+def visible(key: Tensor, ignore: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values (B, H, N, *), zero where they are ignored: a NaN in padding is nobody's business."""
+    key = key.to(dtype)
+    return key if ignore is None else key.masked_fill(ignore[:, None, :, None], 0.0)
+
+
+def attention_scores(query: Tensor, key: Tensor, ignore: Tensor | None, scale: float) -> Tensor:
+    """S (B, H, L, N), -inf where a key is ignored."""
+    scores = scale * (query @ key.mT)
+    return scores if ignore is None else scores.masked_fill(ignore[:, None, None, :], -math.inf)
+
+
+def attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the definition above; out in `state_dtype`, lse in float64."""
+    dtype = state_dtype(query.dtype)
+    ignore = ignored_keys(key, key_padding_mask, cu_seqlens)
+    value = visible(value, ignore, dtype)
+    scores = attention_scores(query.to(dtype), visible(key, ignore, dtype), ignore, scale)
+    if scores.shape[-1] == 0:
+        return scores @ value, scores.new_full(scores.shape[:-1], -math.inf, dtype=torch.float64)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weight = (scores - top).exp()
+    total = weight.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (top.double() + total.double().log()).masked_fill(empty, -math.inf)
+    return weight / total @ value, lse.squeeze(-1)
+
+
+def attention_backward_reference(
+    dout: Tensor,
+    dlse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue) by the formula above, in the dtypes of query, key, value; `out` and `lse` may include an earlier state."""
+    dtype = out.dtype
+    ignore = ignored_keys(key, key_padding_mask, cu_seqlens)
+    q, k, v = query.to(dtype), visible(key, ignore, dtype), visible(value, ignore, dtype)
+    seen = lse.masked_fill(lse == -math.inf, 0.0)[..., None]
+    weight = (attention_scores(q, k, ignore, scale).double() - seen).exp().to(dtype)
+    dweight = dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None].to(dtype)
+    dscores = scale * weight * dweight
+    dkey, dvalue = dscores.mT @ q, weight.mT @ dout
+    if cu_seqlens is not None:  # one row of keys serves every set: each key's gradient is its own set's
+        dkey, dvalue = dkey.sum(0, keepdim=True), dvalue.sum(0, keepdim=True)
+    return (dscores @ k).to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)

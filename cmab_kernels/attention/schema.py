@@ -1,0 +1,174 @@
+"""Family A as `torch.library` operators, and the `torch.autograd.Function` that calls them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..autograd import differentiable
+from ..backends import FAMILIES
+from ..checks import wrong
+from .reference import attention_backward_reference, state_dtype
+
+LIB = torch.library.Library("cmab", "DEF")
+LIB.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? cu_seqlens, "
+    "Tensor? state_out, Tensor? state_lse, float scale, str impl) -> (Tensor out, Tensor lse)"
+)
+LIB.define(
+    "attention_backward(Tensor dout, Tensor dlse, Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? cu_seqlens, "
+    "Tensor out, Tensor lse, float scale, bool[3] needs, str impl) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
+)
+
+
+def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
+    """Raise unless the offsets rise from 0 to `length`. Their values are read here, at run time: inside a compiled graph too."""
+    if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return  # a capture cannot read them; the kernels clamp
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
+        raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
+
+
+def _implementation(impl: str) -> Any:
+    return importlib.import_module(FAMILIES["attention"][impl])
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    *state_and_scale, impl = rest
+    check_offsets(cu_seqlens, key.shape[2])
+    return _implementation(impl).attention_forward(query, key, value, mask, cu_seqlens, *state_and_scale)
+
+
+def _attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, impl = args
+    return _implementation(impl).attention_backward(*rest)
+
+
+LIB.impl("attention", _attention, "CompositeExplicitAutograd")
+LIB.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("cmab::attention", lib=LIB)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=state_dtype(query.dtype))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("cmab::attention_backward", lib=LIB)
+def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs = rest[-2]
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip((query, key, value), needs, strict=True))
+
+
+def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
+    """How many scores there are: packed sets share one row of keys."""
+    batch, heads, latents, _ = query
+    return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
+
+
+@register_flop_formula(torch.ops.cmab.attention)
+def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
+    """Two products: S = Q K', O = P V."""
+    return 2 * _scores(query, key, cu_seqlens) * (query[-1] + value[-1])
+
+
+@register_flop_formula(torch.ops.cmab.attention_backward)
+def _attention_backward_flops(dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
+    """Five products: S, dP, dV, dQ, dK; those of gradients that nobody asked for are left out."""
+    needs_query, needs_key, needs_value = rest[-2]
+    needs_scores = needs_query or needs_key
+    widths = query[-1] * (1 + needs_query + needs_key) + value[-1] * (needs_scores + needs_value)
+    return 2 * _scores(query, key, cu_seqlens) * widths
+
+
+# ---- vmap: fold the mapped dimension into the batch -------------------------------------------------------------------------------------
+
+
+def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """(B, ...) mapped along `dim`, or not mapped at all, as (size * B, ...)."""
+    if tensor is None:
+        return None
+    mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+def _folding_rule(operator: Callable, tensors: int) -> Callable:
+    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets cannot be folded and are looped over."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        cu_seqlens = args[tensors - 3]
+        if cu_seqlens is not None:
+            calls = [[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
+            outputs = [torch.stack(parts) for parts in zip(*(operator(*call) for call in calls), strict=True)]
+        else:
+            folded = [_fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
+            results = operator(*folded, *args[tensors:])
+            outputs = [r if r.dim() == 1 else r.unflatten(0, (info.batch_size, -1)) for r in results]
+        return tuple(outputs), tuple(None if o.dim() == 1 else 0 for o in outputs)
+
+    return rule
+
+
+torch.library.register_vmap("cmab::attention", _folding_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
+torch.library.register_vmap("cmab::attention_backward", _folding_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.impl = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, mask, cu_seqlens, state_out, state_lse, out, lse = ctx.saved_tensors
+    needs = tuple(ctx.needs_input_grad[:3])
+    grads: tuple[Any, ...] = (None, None, None)
+    if any(needs):
+        grads = _backward_op(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, ctx.scale, needs, ctx.impl)
+        grads = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+    dstate = (None, None)
+    if any(ctx.needs_input_grad[5:7]):
+        dstate = _state_gradient(dout, dlse, state_out, state_lse, out, lse)
+    return *grads, None, None, *dstate, None, None
+
+
+def _state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
+    """The incoming state is one more key, of score state_lse and value state_out."""
+    share = (state_lse - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    dout64 = dout.double()
+    dscore = (dout64 * (state_out.double() - out.double())).sum(-1) + dlse
+    return (share.unsqueeze(-1) * dout64).to(state_out.dtype), share * dscore
+
+
+def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.needs, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second order and beyond through the formula, which is dense in N: rare, and right.
+
+    `out` and `lse` are inputs like any other: their graph leads back to the forward operator, and with it to the incoming state.
+    (`once_differentiable` would not do: under `torch.autograd.grad` its error node is never reached, and the number is wrong.)
+    """
+    dout, dlse, query, key, value, mask, cu_seqlens, out, lse = ctx.saved_tensors
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
+        inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (dout, dlse, query, key, value, out, lse)]
+        first = attention_backward_reference(*inputs[:5], mask, cu_seqlens, *inputs[5:], ctx.scale)
+        asked = [(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need]
+        partials = torch.autograd.grad(*zip(*asked, strict=True), inputs, create_graph=create_graph, allow_unused=True)
+    return *partials[:5], None, None, *partials[5:], None, None, None
+
+
+attention_op = differentiable(lambda *args: torch.ops.cmab.attention.default(*args), _save, _backward)
+_backward_op = differentiable(lambda *args: torch.ops.cmab.attention_backward.default(*args), _save_backward, _double_backward)

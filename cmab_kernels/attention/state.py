@@ -1,0 +1,116 @@
+"""What a set of keys leaves behind, and its algebra: merge, remove. O(L E), whatever N was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import wrong
+
+
+class AttentionState(NamedTuple):
+    """The state of latent cross-attention over the keys seen so far.
+
+    `_asdict()` gives a plain dict of tensors, `AttentionState(**d)` takes it back.
+    """
+
+    out: Tensor
+    """(B, H, L, E), float32, or float64 for float64 inputs: the attention output."""
+    lse: Tensor
+    """(B, H, L), float64: natural log of the sum of exponentials; -inf where no key was seen."""
+
+
+class Removal(NamedTuple):
+    """A state with keys taken out, and where that can be trusted."""
+
+    state: AttentionState
+    reliable: Tensor
+    """(B, H, L) bool: False where so much of the mass went that half of the digits, or more, went with it."""
+
+
+def empty_state(
+    batch: int, heads: int, latents: int, width: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> AttentionState:
+    """The state of no keys, the identity of `merge_states`: out 0 (batch, heads, latents, width), lse -inf (batch, heads, latents).
+
+    `dtype` is float32 or float64 (`TypeError` otherwise).
+
+    >>> state = cmab_kernels.empty_state(1, 2, 3, 4)
+    >>> state.out.shape, float(state.lse.max())
+    (torch.Size([1, 2, 3, 4]), -inf)
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(wrong("dtype", f"is {dtype}", "a state is held in torch.float32 or torch.float64"))
+    shape = (batch, heads, latents)
+    if min(*shape, width) < 0:
+        raise ValueError(wrong("batch, heads, latents, width", f"are {(*shape, width)}", "each must be >= 0"))
+    return AttentionState(
+        torch.zeros(*shape, width, dtype=dtype, device=device),
+        torch.full(shape, -math.inf, dtype=torch.float64, device=device),
+    )
+
+
+def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
+    """The state of the union of disjoint key sets; associative, commutative, differentiable.
+
+    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device of
+    the first (`ValueError`, `TypeError`). Empty states weigh nothing; the merge of empties is empty.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
+    >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
+    >>> merged = cmab_kernels.merge_states(*halves)
+    >>> torch.allclose(merged.out, cmab_kernels.attention_state(q, k, v).out, atol=1e-6)
+    True
+    """
+    states = (first, *others)
+    for position, state in enumerate(states):
+        check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+    if not others:
+        return first
+    lse = torch.stack([state.lse for state in states])
+    top = lse.detach().amax(0)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weight = (lse - top).exp()
+    total = weight.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    share = (weight / total).unsqueeze(-1)
+    out = sum(share[i] * state.out.double() for i, state in enumerate(states))
+    return AttentionState(out.to(first.out.dtype), (top + total.log()).masked_fill(empty, -math.inf))  # type: ignore[union-attr]
+
+
+def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
+    """`state` without `part`, the state of a subset of its keys.
+
+    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. The cancellation costs 1 / (1 - share) digits,
+    where share is the part's share of the mass: rows left with less than sqrt(eps) of it are not reliable; rows left with nothing are empty.
+    """
+    nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
+    gap = part.lse.masked_fill(nothing_removed, 0.0) - state.lse.masked_fill(nothing_there, 0.0)
+    share = gap.clamp(max=0.0).exp().masked_fill(nothing_removed, 0.0)
+    left = 1.0 - share
+    gone = nothing_there | (left <= 0)
+    log_left = torch.log1p(-share.masked_fill(gone, 0.0))
+    lse = (state.lse + log_left).masked_fill(gone, -math.inf)
+    growth = (-log_left).exp().unsqueeze(-1)
+    out = growth * state.out.double() - growth * share.masked_fill(gone, 0.0).unsqueeze(-1) * part.out.double()
+    out = out.masked_fill(gone.unsqueeze(-1), 0.0).to(state.out.dtype)
+    enough = left >= torch.finfo(state.out.dtype).eps ** 0.5
+    return Removal(AttentionState(out, lse), nothing_removed | (enough & ~nothing_there))
+
+
+def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
+    """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
+    if not isinstance(state, AttentionState):
+        raise TypeError(wrong(name, f"is a {type(state).__name__}", "an AttentionState(out, lse) is needed"))
+    for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
+        if tensor.shape != wanted:
+            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))
+        if tensor.dtype != wanted_dtype:
+            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{wanted_dtype} is needed"))
+        if tensor.device != device:
+            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))

@@ -1,0 +1,123 @@
+"""Which implementation runs, and why.
+
+Each operator family has several implementations of one definition. Asked for by name, one runs or raises with the reason; `auto` takes the
+first that supports the inputs, in the order of `FAMILIES`, and the reference last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import wrong
+
+FAMILIES: dict[str, dict[str, str]] = {
+    "attention": {"native": "cmab_kernels.attention.native", "triton": "cmab_kernels.attention.kernels"},
+}
+"""family -> implementation -> the module that holds it, imported when first used; `reference` is always there."""
+
+OPERATORS: dict[str, str] = {
+    "latent_attention": "attention",
+    "attention_state": "attention",
+    "remove_from_state": "attention",
+}
+"""public operator -> family"""
+
+
+class Explanation(NamedTuple):
+    """Whether an implementation can run given inputs, and if not, why."""
+
+    impl: str
+    usable: bool
+    reason: str
+
+
+def _names(family: str) -> tuple[str, ...]:
+    return (*FAMILIES[family], "reference")
+
+
+def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
+    if impl == "reference":
+        return None
+    try:
+        module = importlib.import_module(FAMILIES[family][impl])
+    except ImportError as error:
+        return str(error)
+    return module.unsupported(*tensors)
+
+
+class use_impl:
+    """Choose the implementation of every operator, from now on or within a `with` block.
+
+    `impl` is "auto", "reference", "native" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it. The choice is the
+    process's, like `torch.set_num_threads`.
+
+    >>> with cmab_kernels.use_impl("reference"):
+    ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
+    """
+
+    current = "auto"
+
+    def __init__(self, impl: str) -> None:
+        known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
+        if impl not in known:
+            raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of {', '.join(known)}"))
+        self._previous = use_impl.current
+        use_impl.current = impl
+
+    def __enter__(self) -> use_impl:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        use_impl.current = self._previous
+
+
+def choose(family: str, impl: str, *tensors: Tensor) -> str:
+    """The implementation that runs: `impl`, or what `use_impl` says, or the first that supports `tensors`.
+
+    `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
+    """
+    if impl == "auto":
+        impl = use_impl.current
+    if impl == "auto":
+        return _first_usable(family, tensors)
+    if impl not in _names(family):
+        raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
+    reason = _unsupported(family, impl, tensors)
+    if reason is not None:
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", reason))
+    return impl
+
+
+def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
+    reasons = {}
+    for impl in FAMILIES[family]:
+        reason = _unsupported(family, impl, tensors)
+        if reason is None:
+            return impl
+        reasons[impl] = reason
+    if not torch.compiler.is_compiling():
+        why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
+        warnings.warn(f"cmab_kernels runs its PyTorch reference, which is dense in the number of keys ({why})", RuntimeWarning, stacklevel=4)
+    return "reference"
+
+
+def explain(operator: str, *tensors: Any) -> list[Explanation]:
+    """Which implementations of `operator` can run these inputs, and why not the others, in the order in which `auto` looks.
+
+    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]
+    Explanation(impl='reference', usable=True, reason='runs anywhere')
+    """
+    if operator not in OPERATORS:
+        raise ValueError(wrong("operator", f"is {operator!r}", f"it must be one of {', '.join(OPERATORS)}"))
+    family = OPERATORS[operator]
+    reasons = [(impl, _unsupported(family, impl, tensors)) for impl in FAMILIES[family]]
+    rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
+    return [*rows, Explanation("reference", True, "runs anywhere")]
