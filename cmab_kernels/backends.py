@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +41,34 @@ def _names(family: str) -> tuple[str, ...]:
     return (*FAMILIES[family], "reference")
 
 
+_MODULES: dict[str, ModuleType] = {}
+_PROBLEMS: dict[str, str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _import_problem(path: str) -> str:
+    """Import the module once and say why it cannot be ("" when it can); a compiler tracing the caller sees the answer only."""
+    if path not in _PROBLEMS:
+        try:
+            _MODULES[path] = importlib.import_module(path)
+            _PROBLEMS[path] = ""
+        except ImportError as error:
+            _PROBLEMS[path] = str(error)
+    return _PROBLEMS[path]
+
+
+def implementation(family: str, impl: str) -> ModuleType:
+    """The module of an implementation that `choose` chose."""
+    _import_problem(FAMILIES[family][impl])
+    return _MODULES[FAMILIES[family][impl]]
+
+
 def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
+    """Why `impl` cannot run `tensors`; None when it can."""
     if impl == "reference":
         return None
-    try:
-        module = importlib.import_module(FAMILIES[family][impl])
-    except ImportError as error:
-        return str(error)
-    return module.unsupported(*tensors)
+    path = FAMILIES[family][impl]
+    return _import_problem(path) or _MODULES[path].unsupported(*tensors)
 
 
 class use_impl:
@@ -102,7 +123,9 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         reasons[impl] = reason
     if not torch.compiler.is_compiling():
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
-        warnings.warn(f"cmab_kernels runs its PyTorch reference, which is dense in the number of keys ({why})", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"cmab_kernels runs its PyTorch reference, which is dense in the number of keys ({why})", RuntimeWarning, stacklevel=4
+        )
     return "reference"
 
 

@@ -149,7 +149,9 @@ def _inputs(
     sets = key.shape[0] if cu_seqlens is None else _check_offsets_shape(cu_seqlens, key)
     shape = (sets, key.shape[1], query.shape[-2], key.shape[-1])
     if query.shape != shape[4 - query.dim() :]:
-        allowed = f"with key of shape {tuple(key.shape)} (B, H, L, D) = ({sets}, {shape[1]}, L, {shape[3]}), or (H, L, D) without B, is needed"
+        allowed = (
+            f"with key of shape {tuple(key.shape)} (B, H, L, D) = ({sets}, {shape[1]}, L, {shape[3]}), or (H, L, D) without B, is needed"
+        )
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
     if key_padding_mask is not None:
         _check_mask(key_padding_mask, key)
@@ -185,7 +187,9 @@ def _check_mask(mask: Tensor, key: Tensor) -> None:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
     wanted = (key.shape[0], key.shape[2])
     if mask.shape != wanted:
-        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"))
+        raise ValueError(
+            wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}")
+        )
     if mask.device != key.device:
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..autograd import differentiable
-from ..backends import FAMILIES
+from ..backends import implementation
 from ..checks import wrong
 from .reference import attention_backward_reference, state_dtype
 
@@ -36,19 +35,17 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
 
 
-def _implementation(impl: str) -> Any:
-    return importlib.import_module(FAMILIES["attention"][impl])
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
     *state_and_scale, impl = rest
     check_offsets(cu_seqlens, key.shape[2])
-    return _implementation(impl).attention_forward(query, key, value, mask, cu_seqlens, *state_and_scale)
+    return implementation("attention", impl).attention_forward(query, key, value, mask, cu_seqlens, *state_and_scale)
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *rest, impl = args
-    return _implementation(impl).attention_backward(*rest)
+    return implementation("attention", impl).attention_backward(*rest)
 
 
 LIB.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -80,7 +77,9 @@ def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: An
 
 
 @register_flop_formula(torch.ops.cmab.attention_backward)
-def _attention_backward_flops(dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
+def _attention_backward_flops(
+    dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
+) -> int:
     """Five products: S, dP, dV, dQ, dK; those of gradients that nobody asked for are left out."""
     needs_query, needs_key, needs_value = rest[-2]
     needs_scores = needs_query or needs_key
@@ -100,18 +99,20 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets cannot be folded and are looped over."""
+    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets share a batch of 1 and are looped over."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         cu_seqlens = args[tensors - 3]
         if cu_seqlens is not None:
-            calls = [[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)] for i in range(info.batch_size)]
-            outputs = [torch.stack(parts) for parts in zip(*(operator(*call) for call in calls), strict=True)]
-        else:
-            folded = [_fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
-            results = operator(*folded, *args[tensors:])
-            outputs = [r if r.dim() == 1 else r.unflatten(0, (info.batch_size, -1)) for r in results]
-        return tuple(outputs), tuple(None if o.dim() == 1 else 0 for o in outputs)
+            mapped = list(zip(args[:tensors], in_dims, strict=False))
+            calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]
+            outputs = [torch.stack(parts) for parts in zip(*(operator(*call, *args[tensors:]) for call in calls), strict=True)]
+            return tuple(outputs), (0,) * len(outputs)
+        folded = [_fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
+        results = operator(*folded, *args[tensors:])
+        unneeded = [r.dim() == 1 for r in results]  # a gradient that nobody asked for is an empty vector
+        outputs = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
+        return outputs, tuple(None if skip else 0 for skip in unneeded)
 
     return rule
 
@@ -165,8 +166,8 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
         inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (dout, dlse, query, key, value, out, lse)]
         first = attention_backward_reference(*inputs[:5], mask, cu_seqlens, *inputs[5:], ctx.scale)
-        asked = [(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need]
-        partials = torch.autograd.grad(*zip(*asked, strict=True), inputs, create_graph=create_graph, allow_unused=True)
+        outputs, weights = zip(*[(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need], strict=True)
+        partials = torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)
     return *partials[:5], None, None, *partials[5:], None, None, None
 
 

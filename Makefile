@@ -1,0 +1,45 @@
+# Two commands do all the set-up on a fresh machine with Python >= 3.10 and a C++ compiler: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+
+.PHONY: demo test nightly bench lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m cmab_kernels demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+nightly: $(VENV)/.test
+	$(BIN)/python -m pytest -m "nightly or not nightly"
+
+bench: $(VENV)/.test
+	$(BIN)/python -m pytest bench --quick
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
+
+# One environment; a stamp says which extras are in it, and is remade when what is built changes.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --editable ".[$*]"
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --editable ".[lint]"
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build *.egg-info cmab_kernels/_C*.so cmab_kernels/_build.json

@@ -1,0 +1,85 @@
+"""`python -m cmab_kernels info`: what is installed, what was built, what runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from . import __version__
+from .backends import OPERATORS, explain
+
+_CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
+
+
+def report() -> str:
+    """A page of text: versions, the native extension, the processor, the GPU, and what `auto` takes for each operator."""
+    sections = {
+        "Versions": _versions(),
+        "Native extension": _extension(),
+        "Processor": _processor(),
+        "GPU": _gpu(),
+        "Implementations": _implementations(),
+    }
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def _versions() -> Iterator[str]:
+    yield f"{'cmab_kernels':<14}{__version__}"
+    yield f"{'python':<14}{platform.python_version()} on {platform.platform()}"
+    for package in ("torch", "triton", "numpy"):
+        found = importlib.util.find_spec(package) is not None
+        yield f"{package:<14}{importlib.metadata.version(package) if found else 'not installed'}"
+
+
+def build_report() -> dict[str, object]:
+    """What setup.py noted of the build: `built`, `reason`, `compiler`, `targets`."""
+    path = Path(__file__).with_name("_build.json")
+    return json.loads(path.read_text()) if path.exists() else {"built": False, "reason": "the package was never built: pip install ."}
+
+
+def _extension() -> Iterator[str]:
+    build = build_report()
+    if not build["built"]:
+        yield f"not built: {build['reason']}"
+        yield "with a C++17 compiler (g++ or clang++), reinstall; CMAB_KERNELS_BUILD=1 makes a failed build an error"
+        return
+    yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"  # type: ignore[call-overload]
+    from .attention import native
+
+    yield f"runs {native.instruction_set()} on this processor"
+
+
+def _processor() -> Iterator[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = dict(part.split(":", 1) for part in reversed(lines) if ":" in part)
+    fields = {name.strip(): text.strip() for name, text in fields.items()}
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    yield f"{fields.get('model name', platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
+    yield " ".join(flag for flag in _CPU_FEATURES if flag in flags) or "features unknown"
+
+
+def _gpu() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield "none that torch can use"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        yield f"{index}: {properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, {memory:.0f} GiB"
+
+
+def _implementations() -> Iterator[str]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for operator in OPERATORS:
+        for device in devices:
+            sample = torch.zeros(1, 1, 1, 16, device=device)
+            rows = explain(operator, sample, sample, sample)
+            taken = next(row.impl for row in rows if row.usable)
+            others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
+            yield f"{operator:<20}{device:<6}auto = {taken:<11}{f'({others})' if others else ''}".rstrip()
