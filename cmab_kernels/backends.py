@@ -74,8 +74,8 @@ def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | N
 class use_impl:
     """Choose the implementation of every operator, from now on or within a `with` block.
 
-    `impl` is "auto", "reference", "native" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it. The choice is the
-    process's, like `torch.set_num_threads`.
+    `impl` is "auto", "reference", "native" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it. The
+    choice is the process's, like `torch.set_num_threads`.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .backends import OPERATORS, explain
+from .backends import OPERATORS, explain, implementation
 
 _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 
@@ -50,9 +50,7 @@ def _extension() -> Iterator[str]:
         yield "with a C++17 compiler (g++ or clang++), reinstall; CMAB_KERNELS_BUILD=1 makes a failed build an error"
         return
     yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"  # type: ignore[call-overload]
-    from .attention import native
-
-    yield f"runs {native.instruction_set()} on this processor"
+    yield f"runs {implementation('attention', 'native').instruction_set()} on this processor"
 
 
 def _processor() -> Iterator[str]:
@@ -70,8 +68,8 @@ def _gpu() -> Iterator[str]:
         yield "none that torch can use"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        memory = properties.total_memory / 2**30
-        yield f"{index}: {properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs, {memory:.0f} GiB"
+        size = f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB"
+        yield f"{index}: {properties.name}, sm_{properties.major}{properties.minor}, {size}"
 
 
 def _implementations() -> Iterator[str]:

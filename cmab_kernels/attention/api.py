@@ -31,8 +31,8 @@ def latent_attention(
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
-        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: packs S ragged sets into the one row of keys of a batch of 1; the result, and an
-            unshared query, have batch S.
+        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: packs S ragged sets into the one row of keys of a batch of 1; the result,
+            and an unshared query, have batch S.
         scale: of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
@@ -94,8 +94,8 @@ def remove_from_state(
 ) -> Removal:
     """`state` as it would be had it never seen these keys: O(removed keys).
 
-    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left the cancellation leaves fewer than half of the
-    digits, and `reliable` (B, H, L) is False; a row left with nothing is empty.
+    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left, the cancellation leaves fewer than
+    half of the digits, and `reliable` (B, H, L) is False; a row left with nothing is empty.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])
@@ -149,9 +149,8 @@ def _inputs(
     sets = key.shape[0] if cu_seqlens is None else _check_offsets_shape(cu_seqlens, key)
     shape = (sets, key.shape[1], query.shape[-2], key.shape[-1])
     if query.shape != shape[4 - query.dim() :]:
-        allowed = (
-            f"with key of shape {tuple(key.shape)} (B, H, L, D) = ({sets}, {shape[1]}, L, {shape[3]}), or (H, L, D) without B, is needed"
-        )
+        fitting = f"({sets}, {shape[1]}, L, {shape[3]})"
+        allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
     if key_padding_mask is not None:
         _check_mask(key_padding_mask, key)
@@ -187,9 +186,8 @@ def _check_mask(mask: Tensor, key: Tensor) -> None:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
     wanted = (key.shape[0], key.shape[2])
     if mask.shape != wanted:
-        raise ValueError(
-            wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}")
-        )
+        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
 

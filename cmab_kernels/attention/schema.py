@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return  # a capture cannot read them; the kernels clamp
     offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
 
@@ -87,7 +88,7 @@ def _attention_backward_flops(
     return 2 * _scores(query, key, cu_seqlens) * widths
 
 
-# ---- vmap: fold the mapped dimension into the batch -------------------------------------------------------------------------------------
+# ---- vmap: fold the mapped dimension into the batch
 
 
 def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -99,7 +100,7 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets share a batch of 1 and are looped over."""
+    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets, which share a batch of 1, loop."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         cu_seqlens = args[tensors - 3]
@@ -111,8 +112,8 @@ def _folding_rule(operator: Callable, tensors: int) -> Callable:
         folded = [_fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
         results = operator(*folded, *args[tensors:])
         unneeded = [r.dim() == 1 for r in results]  # a gradient that nobody asked for is an empty vector
-        outputs = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
-        return outputs, tuple(None if skip else 0 for skip in unneeded)
+        unfolded = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
+        return unfolded, tuple(None if skip else 0 for skip in unneeded)
 
     return rule
 
@@ -121,7 +122,7 @@ torch.library.register_vmap("cmab::attention", _folding_rule(torch.ops.cmab.atte
 torch.library.register_vmap("cmab::attention_backward", _folding_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------------------------------
+# ---- gradients
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -165,7 +166,8 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
         inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (dout, dlse, query, key, value, out, lse)]
-        first = attention_backward_reference(*inputs[:5], mask, cu_seqlens, *inputs[5:], ctx.scale)
+        dout, dlse, query, key, value, out, lse = inputs
+        first = attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, ctx.scale)
         outputs, weights = zip(*[(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need], strict=True)
         partials = torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)
     return *partials[:5], None, None, *partials[5:], None, None, None

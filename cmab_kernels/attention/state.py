@@ -57,8 +57,8 @@ def empty_state(
 def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
     """The state of the union of disjoint key sets; associative, commutative, differentiable.
 
-    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device of
-    the first (`ValueError`, `TypeError`). Empty states weigh nothing; the merge of empties is empty.
+    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
+    of the first (`ValueError`, `TypeError`). Empty states weigh nothing; the merge of empties is empty.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -86,8 +86,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     """`state` without `part`, the state of a subset of its keys.
 
-    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. The cancellation costs 1 / (1 - share) digits,
-    where share is the part's share of the mass: rows left with less than sqrt(eps) of it are not reliable; rows left with nothing are empty.
+    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. With share the part's share of the
+    mass, errors grow by 1 / (1 - share): rows left with less than sqrt(eps) of it are not reliable; rows left with nothing are empty.
     """
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
     gap = part.lse.masked_fill(nothing_removed, 0.0) - state.lse.masked_fill(nothing_there, 0.0)
