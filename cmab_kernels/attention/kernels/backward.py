@@ -1,0 +1,401 @@
+"""Gradients in one pass over the keys, without atomics: those of a tile of keys are stored when it is done, the queries' are summed by run.
+
+With P = exp(S - lse), recomputed tile by tile: dV = P' dout, dS = P * (dout V' - rowsum(dout * out) + dlse), dQ = scale dS K, dK = scale dS' Q.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import alignment, backward_tiles, mask_bytes, on_device, precision, triton_dtype
+from .runs import cut_keys, first_slot, locate, run_length, set_bounds
+from .tiles import LOG2_E, kept_keys, load_tile, product, tile_at
+
+
+@triton.jit
+def _row_terms(dout, dlse, out, lse, douts, high, low, delta, strides, sizes, E: tl.constexpr, ROWS: tl.constexpr):
+    """What backward needs of each query row: dout as an operand, lse in base 2 as a pair (high, low), and rowsum(dout * out) - dlse."""
+    DTYPE: tl.constexpr = high.dtype.element_ty
+    E_PAD: tl.constexpr = triton.next_power_of_2(E)
+    dout_strides, dlse_strides = strides
+    B, H, L = sizes
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, E_PAD)
+    inside = row < tl.cast(B, tl.int64) * H * L
+    tile = inside[:, None] & (columns < E)[None, :]
+    batch, head, query = row // L // H, row // L % H, row % L
+    start = batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
+    slopes = tl.load(dout + start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3], mask=tile, other=0.0)
+    outs = tl.load(out + row[:, None] * E + columns[None, :], mask=tile, other=0.0)
+    tl.store(douts + row[:, None] * E + columns[None, :], slopes.to(douts.dtype.element_ty), mask=tile)
+
+    start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
+    term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
+    log2 = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
+    empty = log2 == float("-inf")  # and weighs nothing: 2**(score - inf) = 0
+    log2 = tl.where(empty, 0.0, log2)
+    rounded = log2.to(DTYPE)
+    tl.store(high + row, tl.where(empty, float("inf"), rounded), mask=inside)
+    tl.store(low + row, (log2 - rounded.to(tl.float64)).to(DTYPE), mask=inside)
+    tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
+
+
+@triton.jit
+def _load_rows(
+    query,
+    douts,
+    high,
+    low,
+    delta,
+    strides,
+    sizes,
+    batch,
+    head,
+    block,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """A block of queries and their terms; behind the last query, rows that weigh nothing."""
+    _, H, L, _ = sizes
+    rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
+    inside = rows < L
+    queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), inside, D).to(OPERAND)
+    row = (tl.cast(batch, tl.int64) * H + head) * L + rows
+    slopes = load_tile(douts + (row[:, None] * E + tl.arange(0, E_PAD)[None, :]), inside, E)
+    highs = tl.load(high + row, mask=inside, other=float("inf"))
+    return queries, slopes, highs, tl.load(low + row, mask=inside, other=0.0), tl.load(delta + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The weights P of a tile and the slopes dS of its scores, both (keys, queries), as dV and dK need them."""
+    queries, douts, high, low, delta = rows
+    scores = product(keys, tl.trans(queries), OPERAND, PRECISION)
+    weights = tl.exp2((scores * log2_scale - high[None, :]) - low[None, :])
+    if keep is not None:
+        weights = tl.where(keep[:, None], weights, 0.0)
+    slopes = weights
+    if SLOPES:
+        slopes = weights * (product(values, tl.trans(douts), OPERAND, PRECISION) - delta[None, :])
+    return weights.to(OPERAND), slopes.to(OPERAND)
+
+
+@triton.jit
+def _store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl.constexpr):
+    """One tile of a contiguous gradient. Ignored keys get exact zeros, also where dout is not finite."""
+    _, H, _, N = sizes
+    keys = start + tl.arange(0, tile.shape[0])
+    columns = tl.arange(0, tile.shape[1])
+    if keep is not None:
+        tile = tl.where(keep[:, None], tile, 0.0)
+    row = (tl.cast(batch, tl.int64) * H + head) * N + keys
+    tl.store(
+        gradient + (row[:, None] * WIDTH + columns[None, :]),
+        tile.to(gradient.dtype.element_ty),
+        mask=(keys < last)[:, None] & (columns < WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def _pull(
+    dq,
+    rows,
+    key,
+    value,
+    mask,
+    dkey,
+    dvalue,
+    strides,
+    sizes,
+    batch,
+    head,
+    start,
+    last,
+    scale,
+    log2_scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    QUERY: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """One tile of keys: its own gradients are stored, its share of the queries' is added to dq."""
+    SLOPES: tl.constexpr = QUERY or dkey is not None
+    _, key_strides, value_strides, mask_strides = strides
+    queries, douts, _, _, _ = rows
+    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
+    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D).to(OPERAND)
+    values = keys
+    if SLOPES:
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+    weights, slopes = _weigh(keys, values, rows, keep, log2_scale, SLOPES, OPERAND, PRECISION)
+    if dvalue is not None:
+        _store_keys(dvalue, product(weights, douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
+    if dkey is not None:
+        _store_keys(dkey, product(slopes, queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
+    if QUERY:
+        dq += product(tl.trans(slopes), keys, OPERAND, PRECISION)
+    return dq
+
+
+@triton.jit
+def _backward(
+    query,
+    key,
+    value,
+    mask,
+    cu_seqlens,
+    douts,
+    high,
+    low,
+    delta,
+    dquery,
+    dkey,
+    dvalue,
+    strides,
+    sizes,
+    cut,
+    scale: tl.float64,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BISECT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One run of keys with a block of queries at hand, whose share of the gradient goes to the run's slot of dquery.
+
+    The gradients of keys and values are whole only if that block holds every query: else they are left to `_backward_keys`.
+    """
+    DTYPE: tl.constexpr = high.dtype.element_ty
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    QUERY: tl.constexpr = dquery is not None
+    B, H, L, N = sizes
+    blocks = tl.cdiv(L, BLOCK_L)
+    block = tl.program_id(0) % blocks
+    slot_head = tl.program_id(0) // blocks
+    head = slot_head % H
+    batch, first, last = locate(slot_head // H, cu_seqlens, B, N, cut, BISECT)
+    rows = _load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
+    if cu_seqlens is not None:
+        batch = 0
+    scale_ = tl.full([1], scale, DTYPE)
+    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    for start in range(first, whole, BLOCK_N):
+        dq = _pull(
+            dq,
+            rows,
+            key,
+            value,
+            mask,
+            dkey,
+            dvalue,
+            strides,
+            sizes,
+            batch,
+            head,
+            start,
+            last,
+            scale_,
+            log2_scale,
+            D,
+            E,
+            D_PAD,
+            E_PAD,
+            BLOCK_N,
+            ALIGN,
+            QUERY,
+            OPERAND,
+            PRECISION,
+            False,
+        )
+    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
+        dq = _pull(
+            dq,
+            rows,
+            key,
+            value,
+            mask,
+            dkey,
+            dvalue,
+            strides,
+            sizes,
+            batch,
+            head,
+            start,
+            last,
+            scale_,
+            log2_scale,
+            D,
+            E,
+            D_PAD,
+            E_PAD,
+            BLOCK_N,
+            ALIGN,
+            QUERY,
+            OPERAND,
+            PRECISION,
+            True,
+        )
+    if QUERY:
+        row = block * BLOCK_L + tl.arange(0, BLOCK_L)
+        columns = tl.arange(0, D_PAD)
+        into = (slot_head.to(tl.int64) * L + row)[:, None] * D + columns[None, :]
+        tl.store(dquery + into, dq, mask=(row < L)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def _backward_keys(
+    query,
+    key,
+    value,
+    mask,
+    cu_seqlens,
+    douts,
+    high,
+    low,
+    delta,
+    dkey,
+    dvalue,
+    strides,
+    sizes,
+    cut,
+    scale: tl.float64,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BISECT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One run of keys where there are several blocks of queries: a tile of keys is at hand, and the blocks pass by."""
+    DTYPE: tl.constexpr = high.dtype.element_ty
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    B, H, L, N = sizes
+    query_strides, key_strides, value_strides, mask_strides = strides
+    head = tl.program_id(0) % H
+    batch, first, last = locate(tl.program_id(0) // H, cu_seqlens, B, N, cut, BISECT)
+    store = batch if cu_seqlens is None else 0
+    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    for start in tl.range(first, last, BLOCK_N, num_stages=1):
+        keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
+        keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN), keep, D).to(OPERAND)
+        values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN), keep, E).to(OPERAND)
+        dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
+        dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
+        for block in range(0, tl.cdiv(L, BLOCK_L)):
+            rows = _load_rows(
+                query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND
+            )
+            queries, slopes, _, _, _ = rows
+            weights, score_slopes = _weigh(keys, values, rows, keep, log2_scale, dkey is not None, OPERAND, PRECISION)
+            if dvalue is not None:
+                dv += product(weights, slopes, OPERAND, PRECISION)
+            if dkey is not None:
+                dk += product(score_slopes, queries, OPERAND, PRECISION)
+        if dvalue is not None:
+            _store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
+        if dkey is not None:
+            _store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
+
+
+@triton.jit
+def _sum_runs(run_dquery, cu_seqlens, dquery, sizes, cut, scale: tl.float64, D: tl.constexpr, CHUNK: tl.constexpr, BISECT: tl.constexpr):
+    """The query's gradient of one row: the shares of all runs, in their order."""
+    DTYPE: tl.constexpr = run_dquery.dtype.element_ty
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    _, H, L, N = sizes
+    runs, most_runs = cut
+    row = tl.program_id(0) % L
+    head = tl.program_id(0) // L % H
+    batch = tl.program_id(0) // L // H
+    first, last = set_bounds(cu_seqlens, batch, N)
+    count = tl.cdiv(last - first, run_length(last - first, most_runs))
+    stride = tl.cast(H, tl.int64) * L
+    start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+    columns = tl.arange(0, D_PAD)
+    total = tl.zeros([D_PAD], DTYPE)
+    for chunk in range(0, count, CHUNK):
+        run = chunk + tl.arange(0, CHUNK)
+        shares = run_dquery + (start + run * stride)[:, None] * D + columns[None, :]
+        total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
+    total *= tl.full([1], scale, DTYPE)
+    tl.store(dquery + tl.program_id(0).to(tl.int64) * D + columns, total.to(dquery.dtype.element_ty), mask=columns < D)
+
+
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; an empty tensor for what is not needed."""
+    (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
+    mask = mask_bytes(key_padding_mask)
+    cut = cut_keys(B, L, N, cu_seqlens is not None)
+    tiles = backward_tiles(query.dtype, max(D, E), L)
+    sums = torch.promote_types(query.dtype, torch.float32)
+    # float16 cannot hold the slopes of 1e6 keys, or of a scaled loss; tf32 has its 11 bits and the exponents of float32.
+    operand, products = (torch.float32, "tf32") if query.dtype == torch.float16 else (query.dtype, precision(query.dtype))
+    fresh = torch.empty_like if L else torch.zeros_like  # no query, no kernel
+    grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
+    dquery, dkey, dvalue = grads
+    with on_device(query):
+        douts = query.new_empty((B, H, L, E), dtype=operand)
+        high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
+        _row_terms[(triton.cdiv(B * H * L, 16),)](
+            dout, dlse, out, lse, douts, high, low, delta, strides=(dout.stride(), dlse.stride()), sizes=(B, H, L), E=E, ROWS=16
+        )
+        inputs = (query, key, value, mask, cu_seqlens, douts, high, low, delta)
+        options = {
+            "strides": (query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
+            "sizes": (B, H, L, N),
+            "cut": (cut.runs, cut.most_runs),
+            "scale": scale,
+            "D": D,
+            "E": E,
+            "ALIGN": alignment(query, key, value, douts),
+            "BISECT": cut.bisect,
+            "OPERAND": triton_dtype(operand),
+            "PRECISION": products,
+            **tiles._asdict(),
+        }
+        blocks = triton.cdiv(L, tiles.BLOCK_L)
+        if blocks > 1 and (dkey is not None or dvalue is not None):
+            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options)
+            dkey = dvalue = None
+        shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
+        if not (shares is None and dkey is None and dvalue is None):
+            _backward[(cut.slots * H * blocks,)](*inputs, shares, dkey, dvalue, **options)
+        if shares is not None:
+            _sum_runs[(B * H * L,)](
+                shares, cu_seqlens, dquery, (B, H, L, N), (cut.runs, cut.most_runs), scale, D=D, CHUNK=32, BISECT=cut.bisect
+            )
+    dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
+    return dquery, dkey, dvalue

@@ -1,0 +1,212 @@
+"""The state (out, lse) of each run of keys, and their merge."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import alignment, forward_tiles, mask_bytes, on_device, precision, triton_dtype
+from .runs import cut_keys, first_slot, locate, run_length, set_bounds
+from .tiles import LN_2, LOG2_E, kept_keys, load_tile, product, tile_at
+
+
+@triton.jit
+def _absorb(peak, total, acc, queries, keys, values, keep, scale, LIFT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The running maximum, sum and weighted values with one tile more. Scale and maximum meet the scores in one multiply-add."""
+    scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
+    if keep is not None:
+        scores = tl.where(keep[None, :], scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * scale - (anchor - LIFT)[:, None])
+    fade = tl.exp2(peak - anchor)
+    acc = acc * fade[:, None] + product(weights, values, OPERAND, PRECISION)
+    return higher, total * fade + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def _forward(
+    query,
+    key,
+    value,
+    mask,
+    cu_seqlens,
+    out,
+    lse,
+    strides,
+    sizes,
+    cut,
+    scale: tl.float64,
+    sign,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BISECT: tl.constexpr,
+    LIFT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One run of keys against one block of queries.
+
+    A maximum follows a positive scale only, so `sign` goes with the queries. Weights are at most 2**LIFT: float16 has few digits below 2**-14.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    B, H, L, N = sizes
+    query_strides, key_strides, value_strides, mask_strides = strides
+    blocks = tl.cdiv(L, BLOCK_L)
+    block = tl.program_id(0) % blocks
+    slot_head = tl.program_id(0) // blocks
+    head = slot_head % H
+    batch, first, last = locate(slot_head // H, cu_seqlens, B, N, cut, BISECT)
+    rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
+    queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), rows < L, D)
+    queries = (queries * sign).to(query.dtype.element_ty)
+    if cu_seqlens is not None:
+        batch = 0
+
+    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
+    total = tl.zeros([BLOCK_L], DTYPE)
+    acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    for start in range(first, whole, BLOCK_N):
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, LIFT, OPERAND, PRECISION)
+    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, LIFT, OPERAND, PRECISION)
+
+    row = slot_head.to(tl.int64) * L + rows
+    columns = tl.arange(0, E_PAD)
+    acc = acc / tl.where(total == 0, 1, total)[:, None]
+    peak = tl.where(peak == float("-inf"), 0.0, peak).to(tl.float64)
+    tl.store(out + row[:, None] * E + columns[None, :], acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
+    tl.store(lse + row, (peak - LIFT) * LN_2 + tl.log(total.to(tl.float64)), mask=rows < L)
+
+
+@triton.jit
+def _merge(
+    run_out,
+    run_lse,
+    state_out,
+    state_lse,
+    cu_seqlens,
+    out,
+    lse,
+    strides,
+    sizes,
+    cut,
+    E: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BISECT: tl.constexpr,
+):
+    """The runs of one row and the incoming state in one state. MOST and CHUNK, and with them the order of the sums, follow from L alone."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    _, H, L, N = sizes
+    out_strides, lse_strides = strides
+    runs, most_runs = cut
+    row = tl.program_id(0) % L
+    head = tl.program_id(0) // L % H
+    batch = tl.program_id(0) // L // H
+    first, last = set_bounds(cu_seqlens, batch, N)
+    count = tl.cdiv(last - first, run_length(last - first, most_runs))
+    stride = tl.cast(H, tl.int64) * L
+    start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+
+    run = tl.arange(0, MOST)
+    parts = tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf"))
+    state = tl.full([1], float("-inf"), tl.float64)
+    if state_lse is not None:
+        state = tl.load(tile_at(state_lse, lse_strides, batch, head, row, 1, 1, 1)).reshape([1])
+    peak = tl.maximum(tl.max(parts, 0), tl.max(state, 0))
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    merged = peak + tl.log(tl.sum(tl.exp(parts - peak), 0) + tl.sum(tl.exp(state - peak), 0))
+    anchor = tl.where(merged == float("-inf"), 0.0, merged)
+
+    columns = tl.arange(0, E_PAD)
+    acc = tl.zeros([1, E_PAD], DTYPE)
+    for chunk in range(0, count, CHUNK):
+        run = chunk + tl.arange(0, CHUNK)
+        weights = tl.exp(tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf")) - anchor).to(DTYPE)
+        pointers = run_out + (start + run * stride)[:, None] * E + columns[None, :]
+        outs = tl.load(pointers, mask=(run < count)[:, None] & (columns < E)[None, :], other=0.0)
+        acc += tl.sum(weights[:, None] * outs, 0)[None, :]
+    if state_lse is not None:
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 1), mask=(columns < E)[None, :], other=0.0)
+        acc += tl.exp(state - anchor).to(DTYPE)[:, None] * outs
+    tl.store(out + tl.program_id(0).to(tl.int64) * E + columns[None, :], acc, mask=(columns < E)[None, :])
+    tl.store(lse + tl.program_id(0), merged)
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all keys, merged with the incoming state."""
+    (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
+    mask = mask_bytes(key_padding_mask)
+    cut = cut_keys(B, L, N, cu_seqlens is not None)
+    tiles = forward_tiles(query.dtype, max(D, E), L)
+    with on_device(query):
+        out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
+        lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)
+        _forward[(cut.slots * H * triton.cdiv(L, tiles.BLOCK_L),)](
+            query,
+            key,
+            value,
+            mask,
+            cu_seqlens,
+            out,
+            lse,
+            strides=(query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
+            sizes=(B, H, L, N),
+            cut=(cut.runs, cut.most_runs),
+            scale=abs(scale) or 1.0,
+            sign=float((scale > 0) - (scale < 0)),
+            D=D,
+            E=E,
+            ALIGN=alignment(query, key, value),
+            BISECT=cut.bisect,
+            LIFT=14 if query.dtype == torch.float16 else 0,
+            OPERAND=triton_dtype(query.dtype),
+            PRECISION=precision(query.dtype),
+            **tiles._asdict(),
+        )
+        if state_lse is None and cu_seqlens is None and cut.runs == 1:
+            return out, lse
+        merged_out, merged_lse = out.new_empty((B, H, L, E)), lse.new_empty((B, H, L))
+        most = triton.next_power_of_2(cut.most_runs)
+        _merge[(B * H * L,)](
+            out,
+            lse,
+            state_out,
+            state_lse,
+            cu_seqlens,
+            merged_out,
+            merged_lse,
+            strides=((0,) * 4, (0,) * 4) if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0)),
+            sizes=(B, H, L, N),
+            cut=(cut.runs, cut.most_runs),
+            E=E,
+            MOST=most,
+            CHUNK=min(most, 32),
+            BISECT=cut.bisect,
+            num_warps=4,
+        )
+    return merged_out, merged_lse
