@@ -1,12 +1,8 @@
-"""How every error of the package reads: which argument, what was given, what is allowed."""
+"""How every error of the package reads."""
 
 from __future__ import annotations
 
-import torch
-
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def wrong(argument: str, given: str, allowed: str) -> str:
-    """The text of an error: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
+    """Which argument, what was given, what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
     return f"`{argument}` {given}: {allowed}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from . import __version__
 from .backends import OPERATORS, explain, implementation
+from .extension import build_report
 
 _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 
@@ -37,19 +37,13 @@ def _versions() -> Iterator[str]:
         yield f"{package:<14}{importlib.metadata.version(package) if found else 'not installed'}"
 
 
-def build_report() -> dict[str, object]:
-    """What setup.py noted of the build: `built`, `reason`, `compiler`, `targets`."""
-    path = Path(__file__).with_name("_build.json")
-    return json.loads(path.read_text()) if path.exists() else {"built": False, "reason": "the package was never built: pip install ."}
-
-
 def _extension() -> Iterator[str]:
     build = build_report()
     if not build["built"]:
         yield f"not built: {build['reason']}"
         yield "with a C++17 compiler (g++ or clang++), reinstall; CMAB_KERNELS_BUILD=1 makes a failed build an error"
         return
-    yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"  # type: ignore[call-overload]
+    yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"
     yield f"runs {implementation('attention', 'native').instruction_set()} on this processor"
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import FLOATING, wrong
-from .reference import attention_reference, state_dtype
+from ..checks import wrong
+from ..dtypes import FLOATING, state_dtype
+from .reference import attention_reference
 from .schema import attention_op, check_offsets
 from .state import AttentionState, Removal, check_state, merge_states, subtract_state
 

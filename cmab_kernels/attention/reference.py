@@ -19,10 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums are held in float32, or in float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from ..dtypes import state_dtype
 
 
 def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ..autograd import differentiable
 from ..backends import implementation
 from ..checks import wrong
-from .reference import attention_backward_reference, state_dtype
+from ..dtypes import state_dtype
+from .reference import attention_backward_reference
 
 LIB = torch.library.Library("cmab", "DEF")
 LIB.define(

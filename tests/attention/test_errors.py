@@ -1,0 +1,121 @@
+"""Bad input: which argument, what was given, what is allowed; before any work, the state unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cmab_kernels as ck
+from cmab_kernels import AttentionState
+
+Q, K, V = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
+STATE = ck.empty_state(2, 3, 4, 5)
+PACKED = torch.randn(1, 3, 9, 8)
+
+BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "query of two dimensions": (ValueError, r"`query` has shape \(4, 8\).*\(B, H, L, D\)", {"query": Q[0, 0]}),
+    "query of another batch": (ValueError, r"`query` has shape \(3, 3, 4, 8\).*\(2, 3, L, 8\)", {"query": torch.randn(3, 3, 4, 8)}),
+    "query of other heads": (ValueError, r"`query` has shape \(2, 4, 8\)", {"query": Q[0, :2]}),
+    "query of another width": (ValueError, r"`query` has shape \(2, 3, 4, 7\)", {"query": Q[..., :7]}),
+    "query that is a list": (TypeError, r"`query` is a list", {"query": Q.tolist()}),
+    "integer query": (TypeError, r"`query` is torch.int64.*float32", {"query": Q.long()}),
+    "complex key": (TypeError, r"`key` is torch.complex64", {"key": K.to(torch.complex64)}),
+    "key of another dtype": (TypeError, r"`key` is torch.float64.*query is torch.float32", {"key": K.double()}),
+    "key on another device": (ValueError, r"`key` is on meta.*cpu", {"key": K.to("meta")}),
+    "key of three dimensions": (ValueError, r"`key` has shape \(3, 9, 8\)", {"key": K[0]}),
+    "key of no width": (ValueError, r"`key` has shape.*D >= 1", {"key": K[..., :0], "query": Q[..., :0]}),
+    "fewer values than keys": (ValueError, r"`value` has shape \(2, 3, 8, 5\).*\(2, 3, 9, E\)", {"value": V[:, :, 1:]}),
+    "mask too long": (ValueError, r"`key_padding_mask` has shape \(2, 10\).*\(2, 9\)", {"key_padding_mask": torch.zeros(2, 10).bool()}),
+    "mask for one": (ValueError, r"`key_padding_mask` has shape \(9,\)", {"key_padding_mask": torch.zeros(9).bool()}),
+    "additive mask": (TypeError, r"`key_padding_mask` is torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
+    "unknown impl": (ValueError, r"`impl` is 'cuda'.*auto, native, triton, reference", {"impl": "cuda"}),
+}
+
+BAD_OFFSETS: dict[str, tuple[type[Exception], str, torch.Tensor]] = {
+    "falling": (ValueError, r"`cu_seqlens` is \[0, 5, 3, 9\].*N = 9", torch.tensor([0, 5, 3, 9])),
+    "short": (ValueError, r"`cu_seqlens` is \[0, 5, 6, 8\].*N = 9", torch.tensor([0, 5, 6, 8])),
+    "long": (ValueError, r"`cu_seqlens` is \[0, 5, 6, 10\]", torch.tensor([0, 5, 6, 10])),
+    "late": (ValueError, r"`cu_seqlens` is \[1, 5, 6, 9\]", torch.tensor([1, 5, 6, 9])),
+    "negative": (ValueError, r"`cu_seqlens` is \[0, -5, 6, 9\]", torch.tensor([0, -5, 6, 9])),
+    "a matrix": (ValueError, r"`cu_seqlens` has shape \(1, 4\)", torch.tensor([[0, 5, 6, 9]])),
+    "nothing": (ValueError, r"`cu_seqlens` has shape \(0,\)", torch.tensor([], dtype=torch.int64)),
+    "floats": (TypeError, r"`cu_seqlens` is torch.float32", torch.tensor([0.0, 5.0, 6.0, 9.0])),
+}
+
+BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
+    "a tuple": (TypeError, r"`state` is a tuple.*AttentionState", tuple(STATE)),
+    "other width": (ValueError, r"`state.out` has shape \(2, 3, 4, 6\).*\(2, 3, 4, 5\)", ck.empty_state(2, 3, 4, 6)),
+    "other batch": (ValueError, r"`state.out` has shape \(1, 3, 4, 5\)", ck.empty_state(1, 3, 4, 5)),
+    "other lse": (ValueError, r"`state.lse` has shape \(2, 3, 3\)", AttentionState(STATE.out, STATE.lse[:, :, 1:])),
+    "double out": (TypeError, r"`state.out` is torch.float64.*float32", ck.empty_state(2, 3, 4, 5, dtype=torch.float64)),
+    "float lse": (TypeError, r"`state.lse` is torch.float32.*float64", AttentionState(STATE.out, STATE.lse.float())),
+    "elsewhere": (ValueError, r"`state.out` is on meta", ck.empty_state(2, 3, 4, 5, device="meta")),
+}
+
+
+@pytest.mark.parametrize("operator", [ck.latent_attention, ck.attention_state])
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments(operator: Callable, case: str) -> None:
+    error, message, changed = BAD_ARGUMENTS[case]
+    with pytest.raises(error, match=message):
+        operator(**{"query": Q, "key": K, "value": V, **changed})
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("case", BAD_OFFSETS)
+def test_bad_offsets(case: str, impl: str) -> None:
+    error, message, offsets = BAD_OFFSETS[case]
+    with pytest.raises(error, match=message):
+        ck.latent_attention(Q[0], PACKED, PACKED, cu_seqlens=offsets, impl=impl)
+
+
+def test_packed_keys_have_batch_one() -> None:
+    with pytest.raises(ValueError, match=r"`key` has batch 2.*batch 1"):
+        ck.latent_attention(Q, K, V, cu_seqlens=torch.tensor([0, 4, 9]))
+    with pytest.raises(ValueError, match=r"`query` has shape \(2, 3, 4, 8\).*\(3, 3, L, 8\)"):
+        ck.latent_attention(Q, PACKED, PACKED, cu_seqlens=torch.tensor([0, 4, 5, 9]))
+
+
+def test_bad_offsets_inside_a_compiled_graph() -> None:
+    compiled = torch.compile(lambda o: ck.latent_attention(Q[0], PACKED, PACKED, cu_seqlens=o), fullgraph=True, backend="aot_eager")
+    compiled(torch.tensor([0, 5, 6, 9]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        compiled(torch.tensor([0, 5, 3, 9]))
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_bad_states(case: str) -> None:
+    error, message, state = BAD_STATES[case]
+    with pytest.raises(error, match=message):
+        ck.attention_state(Q, K, V, state=state)
+    with pytest.raises(error, match=message):
+        ck.remove_from_state(state, Q, K, V)
+
+
+def test_merge_of_foreign_states() -> None:
+    with pytest.raises(ValueError, match=r"`states\[1\].out` has shape \(2, 3, 4, 6\)"):
+        ck.merge_states(STATE, ck.empty_state(2, 3, 4, 6))
+    with pytest.raises(TypeError, match=r"`states\[2\].out` is torch.float64"):
+        ck.merge_states(STATE, STATE, ck.empty_state(2, 3, 4, 5, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"`dtype` is torch.bfloat16"):
+        ck.empty_state(1, 1, 1, 1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"are \(1, -1, 1, 1\)"):
+        ck.empty_state(1, -1, 1, 1)
+
+
+def test_the_state_is_never_changed() -> None:
+    state = ck.attention_state(Q, K, V)
+    before = [t.clone() for t in state]
+    ck.attention_state(Q, K, V, state=state)
+    ck.remove_from_state(state, Q, K, V)
+    with pytest.raises(ValueError):
+        ck.attention_state(Q, K[..., :3], V, state=state)
+    assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))
+
+
+def test_an_impl_that_cannot_run_here_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"`impl` is 'triton'.*cannot run here"):
+        ck.latent_attention(Q, K, V, impl="triton")

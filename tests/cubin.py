@@ -1,0 +1,91 @@
+"""What the launches of a call compile to, for GPUs that need not be at hand.
+
+`record(call)` keeps the launches of a call on CPU tensors instead of running them, and `compiled(launch, capability)` compiles one as the launcher
+would have, with the same specialisation of its arguments, and reads the figures of the machine code.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+
+_TOOLS = Path(nvidia.__file__).parent / "bin"
+
+
+class Launch(NamedTuple):
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Figures(NamedTuple):
+    """Machine code in numbers. `local` counts the instructions that go to local memory: what did not fit in registers."""
+
+    kernel: str
+    capability: int
+    registers: int
+    shared: int
+    local: int
+    matrix: int
+    instructions: Counter[str]
+    ptx: str
+
+
+def record(call: Callable[[], Any]) -> list[Launch]:
+    """The launches of `call`, none of them run."""
+    launches: list[Launch] = []
+
+    def keep(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        launches.append(Launch(self, grid, args, options))
+
+    with mock.patch.object(JITFunction, "run", keep):
+        call()
+    return launches
+
+
+def source(launch: Launch, capability: int) -> tuple[ASTSource, dict[str, Any]]:
+    """The kernel as this launch specialises it, and its options."""
+    kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", capability, 32))
+    options = {**launch.options, "debug": False, "instrumentation_mode": ""}
+    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*launch.args, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, rest)
+    return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
+
+
+def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
+    """Figures of the launch for one compute capability; `folder` is for the object file."""
+    code, options = source(launch, capability)
+    kernel = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    cubin = folder / f"{launch.kernel.__name__}.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    instructions = Counter(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", _tool("cuobjdump", "--dump-sass", cubin), re.M))
+    return Figures(
+        launch.kernel.__name__.strip("_"),
+        capability,
+        int(re.findall(r"REG:(\d+)", usage)[-1]),
+        kernel.metadata.shared,
+        sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL")),
+        sum(count for name, count in instructions.items() if "MMA" in name.split(".")[0]),
+        instructions,
+        kernel.asm["ptx"],
+    )
+
+
+def _tool(name: str, *arguments: object) -> str:
+    return subprocess.run([_TOOLS / name, *map(str, arguments)], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,89 @@
+"""Which implementation runs and why, what `info` prints, and that importing starts nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import cmab_kernels as ck
+from cmab_kernels import backends
+
+Q, K = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_import_starts_nothing() -> None:
+    """No Triton, no extension, no GPU: they are imported when first used."""
+    code = "import sys, torch, cmab_kernels; print([m for m in ('triton', 'cmab_kernels._C') if m in sys.modules], torch.cuda.is_initialized())"
+    assert _run(code).strip() == "[] False"
+
+
+def test_explain_names_every_implementation_with_a_reason() -> None:
+    rows = ck.explain("latent_attention", Q, K, K)
+    assert [row.impl for row in rows] == ["native", "triton", "reference"]
+    assert all(row.reason for row in rows) and not rows[1].usable and "GPU" in rows[1].reason
+    with pytest.raises(ValueError, match=r"`operator` is 'nothing'.*latent_attention"):
+        ck.explain("nothing", Q, K, K)
+
+
+def test_explain_sees_what_an_implementation_cannot_do() -> None:
+    wide = torch.randn(1, 1, 2, 300)
+    native = ck.explain("latent_attention", wide, wide, wide)[0]
+    assert not native.usable and "256" in native.reason
+    with pytest.raises(RuntimeError, match="256"):
+        ck.latent_attention(wide, wide, wide, impl="native")
+
+
+def test_use_impl_as_context_and_as_call() -> None:
+    with ck.use_impl("reference"):
+        assert backends.choose("attention", "auto", Q, K, K) == "reference"
+        with ck.use_impl("auto"):
+            assert backends.choose("attention", "auto", Q, K, K) == "native"
+        assert backends.choose("attention", "auto", Q, K, K) == "reference"
+        assert backends.choose("attention", "native", Q, K, K) == "native", "the call's own choice wins"
+    assert backends.choose("attention", "auto", Q, K, K) == "native"
+    try:
+        ck.use_impl("reference")
+        assert backends.choose("attention", "auto", Q, K, K) == "reference"
+    finally:
+        ck.use_impl("auto")
+    with pytest.raises(ValueError, match=r"`impl` is 'fast'.*auto, native, reference, triton"):
+        ck.use_impl("fast")
+
+
+def test_use_impl_is_undone_by_an_exception() -> None:
+    with pytest.raises(KeyError), ck.use_impl("reference"):
+        raise KeyError
+    assert backends.use_impl.current == "auto"
+
+
+def test_the_reference_is_never_taken_silently() -> None:
+    wide = torch.randn(1, 1, 2, 300)
+    with pytest.warns(RuntimeWarning, match=r"PyTorch reference.*256"):
+        ck.latent_attention(wide, wide, wide)
+
+
+def test_without_the_extension_everything_still_runs() -> None:
+    code = """
+import sys, warnings
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    cmab_kernels.latent_attention(q, k, k)
+print(cmab_kernels.explain("latent_attention", q, k, k)[0].usable, len(caught))
+"""
+    assert _run(code).strip() == "False 1"
+
+
+def test_info() -> None:
+    text = subprocess.run([sys.executable, "-m", "cmab_kernels", "info"], check=True, capture_output=True, text=True).stdout
+    for word in ("Versions", "torch", "Native extension", "Processor", "GPU", "latent_attention", "remove_from_state", "auto = "):
+        assert word in text
