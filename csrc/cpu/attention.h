@@ -1,8 +1,8 @@
 // Latent cross-attention on the CPU: what the driver and the kernels of the instruction sets owe each other.
 //
 // The driver (attention_forward.cpp, attention_backward.cpp) owns threads, the split over keys, the order of merges and
-// the workspace. A kernel owns arithmetic and layout: how queries are packed, what a partial state looks like in memory,
-// how a tile of keys is converted. It sees one head: a block of query rows against a range of keys.
+// the workspace. A kernel owns arithmetic and layout: how queries are packed, what a partial state looks like in
+// memory, how a tile of keys is converted. It sees one head: a block of query rows against a range of keys.
 //
 // Rules for a kernel. It allocates nothing and starts no thread; every buffer that it gets is 64-byte aligned and
 // uninitialised. What it computes for a query row depends on that row, on the keys and on how the calls cut them into
@@ -30,10 +30,10 @@ struct Matrix {
 
 // What is the same for every head.
 struct Shape {
-  DType dtype;        // of query, key and value
-  int key_width;      // D, 1 .. kMaxWidth
-  int value_width;    // E, 1 .. kMaxWidth
-  double scale;       // logits are scale * q k'
+  DType dtype;      // of query, key and value
+  int key_width;    // D, 1 .. kMaxWidth
+  int value_width;  // E, 1 .. kMaxWidth
+  double scale;     // logits are scale * q k'
 };
 
 // A range of keys of one head, with their values. An ignored key counts as absent: nothing of it, not even a NaN, may
@@ -65,7 +65,7 @@ struct ForwardKernel {
 // double of any size, and a float32 of 1e4 is off by 5e-4. A row with lse = -inf saw no key: P is 0.
 struct QueryRows {
   Matrix query;
-  const void* dout;     // rows of E, of DType dout_type
+  const void* dout;  // rows of E, in the type of sums: float32, float64 for float64
   int64_t dout_row_stride;
   int64_t dout_col_stride;
   const double* lse;    // [rows], natural log
@@ -83,8 +83,8 @@ struct BackwardBlock {
   void* state;
 };
 
-// Where gradients of a range of keys go: rows next to each other, (count, D) and (count, E). Null: not needed. Every row
-// is written, those of ignored keys with zeros. `type` is Shape::dtype (round to nearest even), or the type of sums
+// Where gradients of a range of keys go: rows next to each other, (count, D) and (count, E). Null: not needed. Every
+// row is written, those of ignored keys with zeros. `type` is Shape::dtype (round to nearest even), or the type of sums
 // (float32, float64 for float64) where the driver adds the parts of several groups of queries.
 struct KeyGradient {
   void* dkey;
@@ -118,8 +118,10 @@ extern const AttentionKernels attention_portable[2];  // [0] float64, [1] the re
 extern const AttentionKernels attention_avx2[2];
 extern const AttentionKernels attention_avx512[2];
 // bfloat16 inputs only. A null member leaves that direction to the AVX-512 kernel above.
-extern const AttentionKernels attention_avx512bf16;
-extern const AttentionKernels attention_amx;
+extern const AttentionKernels attention_avx512bf16 __attribute__((weak));
+extern const AttentionKernels attention_amx __attribute__((weak));
+__attribute__((weak)) bool
+amx_usable();  // whether the CPU has it and the kernel lets this process use it; asks once (ARCH_REQ_XCOMP_PERM)
 #endif
 
 }  // namespace cmab::cpu

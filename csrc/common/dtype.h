@@ -1,0 +1,64 @@
+// Conversions between float32 and the two 16-bit types, on raw bits: branch-free, so that loops over them vectorise.
+// Everything is static: files compiled for different instruction sets must not share one copy.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace cmab {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+static inline float float_from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+static inline uint32_t bits_from_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+static inline float widen(BFloat16 x) { return float_from_bits(uint32_t(x.bits) << 16); }
+
+// The exponent moves by 112 through a product, which also makes subnormals right.
+static inline float widen(Float16 x) {
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  return float_from_bits(bits_from_float(float_from_bits(magnitude << 13) * 0x1p112f) | special | sign);
+}
+
+static inline float widen(float x) { return x; }
+static inline double widen(double x) { return x; }
+
+static inline void narrow(float x, float* to) { *to = x; }
+static inline void narrow(double x, double* to) { *to = x; }
+
+// Round to nearest, ties to even; a NaN stays a NaN.
+static inline void narrow(float x, BFloat16* to) {
+  const uint32_t bits = bits_from_float(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  to->bits = uint16_t(x != x ? (bits >> 16) | 0x40u : rounded);
+}
+
+static inline void narrow(float x, Float16* to) {
+  const uint32_t bits = bits_from_float(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Normal results: drop 13 bits with rounding. Subnormal ones: let a float addition round at the right bit.
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t subnormal = bits_from_float(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+  const uint32_t overflow = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  to->bits = uint16_t(sign | (magnitude >= 0x477ff000u ? overflow : finite));
+}
+
+}  // namespace cmab

@@ -1,0 +1,22 @@
+// Which instruction set the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace cmab::cpu {
+
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+
+std::vector<std::string> usable_instruction_sets();
+
+// Throws std::runtime_error where CMAB_KERNELS_ISA asks for what there is not.
+Isa instruction_set();
+const char* name(Isa);
+
+const ForwardKernel& forward_kernel(DType);
+const BackwardKernel& backward_kernel(DType);
+
+}  // namespace cmab::cpu
