@@ -45,9 +45,8 @@ _MODULES: dict[str, ModuleType] = {}
 _PROBLEMS: dict[str, str] = {}
 
 
-@torch.compiler.assume_constant_result
 def _import_problem(path: str) -> str:
-    """Import the module once and say why it cannot be ("" when it can); a compiler tracing the caller sees the answer only."""
+    """Import the module once and say why it cannot be ("" when it can)."""
     if path not in _PROBLEMS:
         try:
             _MODULES[path] = importlib.import_module(path)
@@ -55,6 +54,10 @@ def _import_problem(path: str) -> str:
         except ImportError as error:
             _PROBLEMS[path] = str(error)
     return _PROBLEMS[path]
+
+
+# A compiler tracing the caller sees the answer only. This is `torch.compiler.assume_constant_result` without importing the compiler for it.
+_import_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def implementation(family: str, impl: str) -> ModuleType:

@@ -55,3 +55,12 @@ def bound(dtype: torch.dtype, score: float, torch_error: Tensor | float, factor:
     eps = torch.finfo(dtype).eps
     floor = max(1e-12 if dtype == torch.float64 else 32 * eps, 4 * eps * score)
     return factor * (3 * own).clamp(min=floor)
+
+
+def gradient_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the gradients' rows would be if nothing cancelled: the size that rounding errors go by. (All keys equal: dQ is exactly 0.)"""
+    scale = query.shape[-1] ** -0.5
+    with torch.no_grad():
+        weight = (scale * query @ key.mT - lse[..., None]).exp()
+        slope = scale * weight * (dout.abs() @ value.abs().mT + (dout * out).abs().sum(-1, keepdim=True))
+        return slope @ key.abs(), slope.mT @ query.abs(), weight.mT @ dout.abs()
