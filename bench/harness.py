@@ -1,0 +1,165 @@
+"""What is common to all benchmarks: the implementations of a case take turns, and a speed counts only with a right result."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from cmab_kernels.measure import Task, available_memory, interleave, peak_memory
+
+ERROR_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Relative RMS error of a result beyond which it is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
+
+COLD_BYTES = 2**28
+"""Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
+
+TIME_LIMIT = 60.0
+"""Seconds for a first call, in a process of its own: peers have been seen to hang."""
+
+
+class Case(Protocol):
+    """One operation at one shape: what is the same for all rows of a group."""
+
+    quick: bool
+    dtype: torch.dtype
+    baseline: str
+    """The implementation that ratios are to."""
+
+    def __str__(self) -> str: ...
+
+    @property
+    def implementations(self) -> Mapping[str, Callable[[Any], Sequence[Tensor]]]:
+        """name -> function of the inputs that returns its results, all the same ones."""
+
+    def inputs(self, seed: int) -> Any:
+        """A tuple with the tensors that the implementations take."""
+
+    def oracle(self, inputs: Any) -> Sequence[Tensor]:
+        """The results in float64, by other means."""
+
+    def small(self) -> Case:
+        """The same on little data: it starts thread pools and loads libraries."""
+
+    def refusal(self, implementation: str) -> str | None:
+        """Why an implementation cannot be measured here; None when it can."""
+
+
+@dataclass
+class Row:
+    """What was measured of one implementation of a case; `problem` says why there is nothing, and is an error if `wrong`."""
+
+    samples: list[float] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    wrong: bool = False
+
+
+def measure(case: Case, names: Iterable[str], budget: float) -> dict[str, Row]:
+    """Each implementation of `case`: memory, result and FLOPs one by one, then time with all of them in turn for about `budget` seconds."""
+    rows, inputs = {}, case.inputs(seed=0)
+    expected = case.oracle(inputs)
+    for name in names:
+        rows[name] = _examine(case, name, inputs, expected)
+    sound = [name for name, row in rows.items() if not row.problem]
+    copies = [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))]
+    if sound:
+        _time(case, {name: rows[name] for name in sound}, copies, budget)
+    return rows
+
+
+def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> Row:
+    """All but the time."""
+    if reason := case.refusal(name):
+        return Row(problem=reason)
+    run = partial(case.implementations[name], inputs)
+    try:
+        peak = peak_memory(prepare, case, name, warm_up=(case.small(), name), limit=TIME_LIMIT)
+        results, flops = count_flops(run)
+    except (RuntimeError, TimeoutError) as error:
+        return Row(problem=str(error), wrong=True)
+    error = relative_error(results, expected)
+    if not error <= ERROR_BOUND[case.dtype]:
+        return Row(problem=f"wrong: relative RMS error {error:.1e}, allowed {ERROR_BOUND[case.dtype]:.0e}", wrong=True)
+    moved = sum(tensor.nbytes for tensor in (*inputs, *results))
+    return Row(info={"extra_memory": peak.extra, "result_memory": peak.results, "flops": flops, "bytes": moved, "error": error})
+
+
+def prepare(case: Case, name: str) -> Task:
+    """A case as a task whose memory can be measured in a process of its own."""
+    return partial(case.implementations[name], case.inputs(seed=0))
+
+
+def count_flops(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], int]:
+    """Results, and the floating-point operations of the matrix products that torch's counter sees."""
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        results = run()
+    return results, counter.get_total_flops()
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(dout: Any, query: Any, key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    return sdpa_backward_flop_count(dout, query, key, value)
+
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""torch counts its attention on GPUs, but not that on CPUs."""
+
+
+def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Of the worst result: RMS of the difference over RMS of what is expected; infinity for anything not finite or of another shape."""
+    if [r.shape for r in results] != [e.shape for e in expected]:
+        return math.inf
+    errors = [float((r.double() - e).norm() / e.norm()) for r, e in zip(results, expected, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+def _copies(inputs: Iterable[Tensor]) -> int:
+    size = sum(tensor.nbytes for tensor in inputs)
+    return min(max(math.ceil(COLD_BYTES / size), 1), 8)
+
+
+def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: float) -> None:
+    calls = {name: _rotating(case.implementations[name], copies) for name in rows}
+    once = {name: max(samples) for name, samples in interleave(calls, 2).items()}
+    repeats = max(1, min(1000, int(2e-3 / min(once.values()))))
+    rounds = max(5, min(50, int(budget / (repeats * sum(once.values())))))
+    for name, samples in interleave(calls, rounds, repeats=repeats).items():
+        rows[name].samples = samples
+        rows[name].info |= {"repeats": repeats, "gflops": rows[name].info["flops"] / statistics.median(samples) / 1e9}
+    if case.baseline in rows:
+        for row in rows.values():
+            row.info |= ratio(row.samples, rows[case.baseline].samples) | {"baseline": case.baseline}
+
+
+def _rotating(implementation: Callable[[Any], Any], copies: Sequence[Any]) -> Callable[[], Any]:
+    """Each call takes the next copy of the inputs."""
+    following = itertools.cycle(copies)
+    return lambda: implementation(next(following))
+
+
+def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
+    """Of the medians, and the quartiles of the ratios within each round, which are its spread."""
+    within = sorted(a / b for a, b in zip(samples, baseline, strict=True))
+    low, _, high = statistics.quantiles(within, n=4, method="inclusive")
+    return {"ratio": statistics.median(samples) / statistics.median(baseline), "ratio_quartiles": [low, high]}
+
+
+def lacking_memory(needed: float) -> str | None:
+    """Says so when `needed` bytes would take more than half of what is left."""
+    left = available_memory()
+    return f"needs {needed / 2**30:.1f} GiB, of {left / 2**30:.1f} available" if needed > left / 2 else None

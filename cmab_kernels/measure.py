@@ -1,0 +1,195 @@
+"""How the demo and the benchmarks measure: time side by side, and the peak of memory.
+
+On a GPU, time is taken with events and memory is the allocator's. On a CPU, memory is the resident high-water mark of a process of its
+own, in which the inputs were built and touched and a small call was made before, so that neither they nor libraries nor thread pools count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Task = Callable[[], Iterable[Tensor]]
+"""Work to be measured: returns the tensors that it made."""
+
+
+class Peak(NamedTuple):
+    """What a task took of memory, in bytes."""
+
+    extra: int
+    """Most that was held at once beyond the inputs: intermediates and results."""
+    results: int
+    """Of the tensors that it returned, which no implementation can do without."""
+
+
+def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu", repeats: int = 1) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` samples: all take turns within a round, and take turns in going first.
+
+    So a change of clock frequency, or a neighbour on the machine, meets all of them. A sample is the mean of `repeats` calls in a row. The
+    first calls count too: make one of each before.
+
+    >>> samples = cmab_kernels.measure.interleave({"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}, rounds=3)
+    >>> {name: len(seconds) for name, seconds in samples.items()}
+    {'one': 3, 'other': 3}
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        for name in order:
+            samples[name].append(seconds(calls[name], device, repeats))
+        order.append(order.pop(0))
+    return samples
+
+
+def seconds(call: Callable[[], Any], device: str = "cpu", repeats: int = 1) -> float:
+    """Seconds a call takes, the mean of `repeats` in a row; what the calls return is freed inside the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return (_gpu_seconds if torch.device(device).type == "cuda" else _cpu_seconds)(call, repeats) / repeats
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _cpu_seconds(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in itertools.repeat(None, repeats):
+        call()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(call: Callable[[], Any], repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in itertools.repeat(None, repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[Any, ...], device: str = "cpu", limit: float = 120.0) -> Peak:
+    """The most memory that `prepare(*arguments)()` holds at once, beyond what `prepare` has built.
+
+    `prepare` is a function of a module (it is pickled), its task returns its results; `prepare(*warm_up)()` is a small task of the same
+    kind. On Linux good to about 0.3 MiB, which is how finely the kernel counts; a lower bound where the mark cannot be reset (macOS).
+    On a CPU, `TimeoutError` after `limit` seconds, `RuntimeError` when the task failed or the process died.
+    """
+    if torch.device(device).type == "cuda":
+        _hold_results(prepare(*warm_up))
+        return _gpu_peak(prepare(*arguments))
+    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    if sys.platform != "win32":
+        context.set_forkserver_preload(["torch", "cmab_kernels"])  # type: ignore[attr-defined]  # imported once, before the children split off
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))  # type: ignore[attr-defined]
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise TimeoutError(f"not done after {limit:g} s")
+        answer = receiver.recv()
+    except EOFError:
+        child.join()
+        raise RuntimeError(f"the process died with exit code {child.exitcode}: out of memory?") from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return Peak(*answer)
+
+
+def readable(seconds: float) -> str:
+    """Three digits and a unit.
+
+    >>> cmab_kernels.measure.readable(0.01234)
+    '12.3 ms'
+    """
+    unit, scale = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if seconds >= s or u == "us")
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def available_memory(device: str = "cpu") -> float:
+    """Bytes that can still be had; infinity where the system does not say."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return min(int(found[1]) * 1024 if found else float("inf"), _left_in_container())
+
+
+def _left_in_container() -> float:
+    """Bytes left of the limit of this control group."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return float("inf")
+
+
+def _gpu_peak(task: Task) -> Peak:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = _hold_results(task)
+    torch.cuda.synchronize()
+    return Peak(torch.cuda.max_memory_allocated() - before, results)
+
+
+def _measure_in_child(answer: Connection, prepare: Callable[..., Task], arguments: tuple, warm_up: tuple, threads: int) -> None:
+    try:
+        torch.set_num_threads(threads)
+        _hold_results(prepare(*warm_up))
+        task = prepare(*arguments)
+        _return_free_memory()
+        before = _reset_high_water()
+        results = _hold_results(task)
+        answer.send((max(_high_water() - before, 0), results))
+    except Exception as error:
+        answer.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _hold_results(task: Task) -> int:
+    """Runs it and gives the bytes of its results, which live together until here."""
+    return sum(result.nbytes for result in task())
+
+
+def _return_free_memory() -> None:
+    """What building the inputs left behind in the allocator would hide what the task takes."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset_high_water() -> int:
+    """Bytes: the mark, lowered to what is resident now if the system allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _high_water()
+
+
+def _high_water() -> int:
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    if found:
+        return int(found[1]) * 1024
+    import resource  # not on every system that has no /proc
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
