@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..autograd import differentiable
 from ..backends import implementation
 from ..checks import wrong
 from ..dtypes import state_dtype
+from ..flops import flop_formula
 from .reference import attention_backward_reference
 
 LIB = torch.library.Library("cmab", "DEF")
@@ -72,13 +72,13 @@ def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
     return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
 
 
-@register_flop_formula(torch.ops.cmab.attention)
+@flop_formula(torch.ops.cmab.attention)
 def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
     """Two products: S = Q K', O = P V."""
     return 2 * _scores(query, key, cu_seqlens) * (query[-1] + value[-1])
 
 
-@register_flop_formula(torch.ops.cmab.attention_backward)
+@flop_formula(torch.ops.cmab.attention_backward)
 def _attention_backward_flops(
     dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
 ) -> int:

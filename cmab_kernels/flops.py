@@ -1,0 +1,59 @@
+"""FLOP formulas for `torch.utils.flop_counter`, registered when somebody imports it.
+
+That module imports Triton, which `import cmab_kernels` must not; and a counter copies the registry when it is made, so that the first call
+of an operator would be too late.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_COUNTER = "torch.utils.flop_counter"
+_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+def flop_formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate the formula of a `torch.ops` operator: it gets the arguments with shapes in place of tensors."""
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        _FORMULAS[operator] = formula
+        if _COUNTER in sys.modules:
+            _hand_over(sys.modules[_COUNTER])
+        return formula
+
+    return register
+
+
+def _hand_over(counter: ModuleType) -> None:
+    for operator in list(_FORMULAS):
+        counter.register_flop_formula(operator)(_FORMULAS.pop(operator))
+
+
+class _Notice(MetaPathFinder):
+    """Sees the counter being imported, and hands the formulas over when it is."""
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_hand_over(module: ModuleType) -> None:
+            execute(module)
+            _hand_over(module)
+
+        spec.loader.exec_module = execute_and_hand_over  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _Notice())
