@@ -18,9 +18,7 @@ struct DotEngine {
   template <bool kAccumulate>
   static void multiply(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t rows,
                        int64_t pairs, int64_t vectors) {
-    for (; vectors >= 4; vectors -= 4, c += 64, b += 64) panel<4, kAccumulate>(c, ldc, a, lda, b, ldb, rows, pairs);
-    if (vectors == 3) panel<3, kAccumulate>(c, ldc, a, lda, b, ldb, rows, pairs);
-    if (vectors == 2) panel<2, kAccumulate>(c, ldc, a, lda, b, ldb, rows, pairs);
+    for (; vectors >= 2; vectors -= 2, c += 32, b += 32) panel<2, kAccumulate>(c, ldc, a, lda, b, ldb, rows, pairs);
     if (vectors == 1) panel<1, kAccumulate>(c, ldc, a, lda, b, ldb, rows, pairs);
   }
 
@@ -28,30 +26,36 @@ struct DotEngine {
   template <int kVectors, bool kAccumulate>
   static void panel(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t rows,
                     int64_t pairs) {
-    constexpr int kRows = kVectors > 2 ? 4 : 8;  // enough independent sums to hide the latency
-    for (; rows >= kRows; rows -= kRows, c += kRows * ldc, a += kRows * lda) {
-      square<kRows, kVectors, kAccumulate>(c, ldc, a, lda, b, ldb, pairs);
+    for (; rows >= 8; rows -= 8, c += 8 * ldc, a += 8 * lda) {
+      square<8, kVectors, kAccumulate>(c, ldc, a, lda, b, ldb, pairs);
     }
-    if (rows > 0) square<kRowStep, kVectors, kAccumulate>(c, ldc, a, lda, b, ldb, pairs);
+    if (rows > 0) square<4, kVectors, kAccumulate>(c, ldc, a, lda, b, ldb, pairs);
   }
 
   template <int kRows, int kVectors, bool kAccumulate>
   static void square(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t pairs) {
     __m512 sum[kRows][kVectors];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = kAccumulate ? _mm512_loadu_ps(c + r * ldc + 16 * v) : _mm512_setzero_ps();
       }
     }
     for (int64_t p = 0; p < pairs; ++p, b += ldb) {
       __m512bh lanes[kVectors];
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) lanes[v] = (__m512bh)_mm512_loadu_si512(b + 16 * v);
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * lda + p]));
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], lanes[v], broadcast);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + r * ldc + 16 * v, sum[r][v]);
     }
   }

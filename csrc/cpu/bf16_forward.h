@@ -23,10 +23,11 @@ class Bf16Forward {
 
   static int64_t lanes_of(int rows) { return round_up(rows, 16); }
   static int64_t key_pairs(const Shape& shape) { return round_up((shape.key_width + 1) / 2, Engine::kPairStep); }
+  static int64_t value_pairs(const Shape& shape) { return (shape.value_width + 1) / 2; }
   static int64_t value_rows(const Shape& shape) { return round_up(shape.value_width, Engine::kRowStep); }
 
-  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as rounded for
-  // the product, and O' of [value_rows][lanes].
+  // A partial state: for each query the largest logit (base 2), the sum of the weights, the sum of the weights as
+  // rounded for the product, and O' of [value_rows][lanes].
   struct State {
     float *top, *sum, *rounded_sum, *acc;
     size_t bytes;
@@ -43,16 +44,14 @@ class Bf16Forward {
   };
 
   struct Scratch {
-    Pair *key, *value, *interleaved, *value_transposed, *weights;
+    Pair *key, *value, *value_transposed, *weights;
     float* scores;
     size_t bytes;
 
     Scratch(const Shape& shape, const void* workspace) {
       Carver carver(workspace);
-      const int64_t columns = round_up(shape.value_width, 16);
-      key = carver.take<Pair>(kTileKeys * key_pairs(shape));
-      value = carver.take<Pair>(kTileKeys * columns / 2);
-      interleaved = carver.take<Pair>(kTileKeys / 2 * columns);
+      key = carver.take<Pair>(kTileKeys * key_pairs(shape) + kSlack);
+      value = carver.take<Pair>(kTileKeys * value_pairs(shape) + kSlack);
       value_transposed = carver.take<Pair>(value_rows(shape) * (kTileKeys / 2));
       weights = carver.take<Pair>(kTileKeys / 2 * kLanes);
       scores = carver.take<float>(kTileKeys * kLanes);
@@ -61,7 +60,8 @@ class Bf16Forward {
   };
 
   static size_t packed_bytes(const Shape& shape, int rows) {
-    return 2 * sizeof(Pair) * key_pairs(shape) * lanes_of(rows);  // by pairs, and the rows from which they are made
+    return sizeof(Pair) *
+           (2 * key_pairs(shape) * lanes_of(rows) + kSlack);  // by pairs, and the rows from which they are made
   }
   static size_t state_bytes(const Shape& shape, int rows) { return State(shape, rows, nullptr).bytes; }
   static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
@@ -75,7 +75,7 @@ class Bf16Forward {
       fetch(query, first, shape.key_width, (uint64_t{1} << count) - 1, 16, pairs, by_rows + first * pairs);
     }
     apply_sign(shape, lanes * pairs, by_rows);
-    transpose(by_rows, lanes, pairs, pairs, by_pairs);
+    rows_to_lanes(by_rows, lanes, pairs, by_pairs);
   }
 
   static void clear(const Shape& shape, int rows, void* workspace) {
@@ -118,14 +118,13 @@ class Bf16Forward {
   }
 
   static void load_tile(const Shape& shape, const Keys& keys, int64_t first, uint64_t present, const Scratch& scratch) {
-    const int64_t columns = round_up(shape.value_width, 16);
+    const int64_t pairs = value_pairs(shape);
     fetch(keys.key, first, shape.key_width, present, kTileKeys, key_pairs(shape), scratch.key);
-    fetch(keys.value, first, shape.value_width, present, kTileKeys, columns / 2, scratch.value);
-    interleave(scratch.value, kTileKeys, columns / 2, columns, scratch.interleaved);
-    transpose(scratch.interleaved, kTileKeys / 2, columns, value_rows(shape), scratch.value_transposed);
+    fetch(keys.value, first, shape.value_width, present, kTileKeys, pairs, scratch.value);
+    columns_to_rows(scratch.value, kTileKeys, pairs, value_rows(shape), scratch.value_transposed);
   }
 
-  // Turns scores of 16 kVectors queries into weights relative to each query's largest score so far.
+  // Turns scores of 16 kVectors queries into weights relative to each query's largest logit so far.
   template <int kVectors>
   static void weigh(const Shape& shape, const Scratch& scratch, int64_t vector, int64_t tile, uint64_t present,
                     const State& state, int64_t lane, int64_t lanes) {
@@ -135,18 +134,16 @@ class Bf16Forward {
       for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(row + 16 * v, _mm512_set1_ps(-__builtin_inff()));
     }
     const __m512 factor = _mm512_set1_ps(score_factor(shape) * kLog2e);
-    __m512 top[kVectors];
-    raise_top<kVectors>(scores, tile, factor, state, lane, value_rows(shape), lanes, top);
-
-    __m512 sum[kVectors], rounded_sum[kVectors];
+    __m512 reference[kVectors], sum[kVectors], rounded_sum[kVectors];
+    raise_top<kVectors>(scores, tile, factor, state, lane, value_rows(shape), lanes, reference);
     for (int v = 0; v < kVectors; ++v) sum[v] = rounded_sum[v] = _mm512_setzero_ps();
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     Pair* weights = scratch.weights + 16 * vector;
     for (int64_t k = 0; k < tile; k += 2, weights += kLanes) {
       for (int v = 0; v < kVectors; ++v) {
         const float* score = scores + k * kLanes + 16 * v;
-        const __m512 even = exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(score), top[v]), factor));
-        const __m512 odd = exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(score + kLanes), top[v]), factor));
+        const __m512 even = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, reference[v]));
+        const __m512 odd = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(score + kLanes), factor, reference[v]));
         const __m512i pair = pair_weights(even, odd);
         sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(even, odd));
         rounded_sum[v] = _mm512_dpbf16_ps(rounded_sum[v], (__m512bh)pair, ones);
@@ -161,34 +158,30 @@ class Bf16Forward {
     }
   }
 
-  // Raises each query's largest score to that of the tile, and scales what was summed against the old one. The result
-  // is what to subtract: 0 where every score so far is -infinity, so that those weights become 0 and not NaN.
+  // Raises each query's largest logit to that of the tile, and scales what was summed against the old one. The result
+  // is what to subtract: 0 where every logit so far is -infinity, so that those weights become 0 and not NaN.
   template <int kVectors>
   static void raise_top(const float* scores, int64_t tile, __m512 factor, const State& state, int64_t lane,
-                        int64_t rows, int64_t lanes, __m512 (&top)[kVectors]) {
+                        int64_t rows, int64_t lanes, __m512 (&reference)[kVectors]) {
     const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
-    __m512 odd[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      top[v] = _mm512_loadu_ps(state.top + lane + 16 * v);
-      odd[v] = nothing;
-    }
-    for (int64_t k = 0; k < tile; k += 2) {  // max(score, top) is top where the score is NaN
+    __m512 even[kVectors], odd[kVectors];
+    for (int v = 0; v < kVectors; ++v) even[v] = odd[v] = nothing;
+    for (int64_t k = 0; k < tile; k += 2) {  // max(score, largest) is the second where the score is NaN
       for (int v = 0; v < kVectors; ++v) {
-        top[v] = _mm512_max_ps(_mm512_loadu_ps(scores + k * kLanes + 16 * v), top[v]);
+        even[v] = _mm512_max_ps(_mm512_loadu_ps(scores + k * kLanes + 16 * v), even[v]);
         odd[v] = _mm512_max_ps(_mm512_loadu_ps(scores + (k + 1) * kLanes + 16 * v), odd[v]);
       }
     }
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + 16 * v;
       const __m512 old = _mm512_loadu_ps(state.top + at);
-      top[v] = _mm512_max_ps(odd[v], top[v]);
-      _mm512_storeu_ps(state.top + at, top[v]);
-      const __mmask16 moved = _mm512_cmp_ps_mask(top[v], old, _CMP_NEQ_UQ);
-      top[v] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top[v], nothing, _CMP_NEQ_UQ), top[v]);
+      const __m512 top = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(even[v], odd[v]), factor), old);
+      reference[v] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top, nothing, _CMP_NEQ_UQ), top);
+      const __mmask16 moved = _mm512_cmp_ps_mask(top, old, _CMP_NEQ_UQ);
       if (moved == 0) continue;
-      const __m512 one = _mm512_set1_ps(1.0f);
+      _mm512_storeu_ps(state.top + at, top);
       const __m512 shrink =
-          _mm512_mask_mov_ps(one, moved, exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(old, top[v]), factor)));
+          _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), moved, exp2_lanes(_mm512_sub_ps(old, reference[v])));
       scale_lanes(state.sum + at, 1, lanes, shrink);
       scale_lanes(state.rounded_sum + at, 1, lanes, shrink);
       scale_lanes(state.acc + at, rows, lanes, shrink);
@@ -209,10 +202,9 @@ class Bf16Forward {
   static void read(const Shape& shape, int rows, const void* workspace, double* reference, double* sum, double* acc) {
     const State state(shape, rows, workspace);
     const int64_t lanes = lanes_of(rows);
-    const double factor = static_cast<double>(score_factor(shape)) * static_cast<double>(kLog2e);
     for (int row = 0; row < rows; ++row) {
       const bool empty = state.top[row] == -__builtin_inff();
-      reference[row] = empty ? -__builtin_inf() : factor * state.top[row];
+      reference[row] = state.top[row];
       sum[row] = state.sum[row];
       // The mean is taken with the weights as they were multiplied; the sum of the state is the exact one.
       const double correction = empty ? 0.0 : sum[row] / state.rounded_sum[row];

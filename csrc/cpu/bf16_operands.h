@@ -4,8 +4,8 @@
 // holds two bfloat16 that are next to each other along the contraction. A product C = A B therefore takes
 //   A, the broadcast operand, as [row][pair], simply the rows of a row-major matrix, and
 //   B, the lane operand, as [pair][lane].
-// Three primitives make every operand of the forward and the backward out of the caller's matrices, zero-filled to the
-// extents that an engine works in: fetch (rows as they are), interleave (rows 2i and 2i+1 to pairs) and transpose.
+// fetch copies rows of the caller's matrix into a zero-filled tile, which is operand A of that matrix; the other
+// operands are rearrangements of such a tile.
 #pragma once
 
 // GCC 12 takes the deliberately undefined pass-through operand in its own header for a mistake (its bug 105593).
@@ -66,38 +66,49 @@ inline uint64_t present_keys(const Keys& keys, int64_t first) {
 }
 
 // Rows first .. of a matrix of bfloat16 to tile[rows][pairs]; zeros beyond its width and in rows that are not present.
+// Whole vectors are stored, so that up to kSlack pairs after the tile are overwritten. The rows after these are on
+// their way to the cache meanwhile.
+constexpr int64_t kSlack = 16;
+
 inline void fetch(const Matrix& matrix, int64_t first, int64_t width, uint64_t present, int64_t rows, int64_t pairs,
                   Pair* tile) {
-  const uint16_t* source = static_cast<const uint16_t*>(matrix.data) + first * matrix.row_stride;
-  for (int64_t r = 0; r < rows; ++r, tile += pairs) {
+  const uint16_t* row = static_cast<const uint16_t*>(matrix.data) + first * matrix.row_stride;
+  const int64_t whole = width / 32 * 16;  // pairs in whole vectors
+  const __mmask32 rest = (1u << width % 32) - 1;
+  for (int64_t r = 0; r < rows; ++r, tile += pairs, row += matrix.row_stride) {
     const bool kept = (present >> r & 1) != 0;
-    const uint16_t* row = source + r * matrix.row_stride;
     if (kept && matrix.col_stride != 1) {
       const auto entry = [&](int64_t c) { return c < width ? Pair{row[c * matrix.col_stride]} : Pair{0}; };
       for (int64_t p = 0; p < pairs; ++p) tile[p] = entry(2 * p) | entry(2 * p + 1) << 16;
       continue;
     }
-    for (int64_t p = 0; p < pairs; p += 16) {
-      const int64_t left = kept ? width - 2 * p : 0;
-      const __mmask32 mask = left <= 0 ? 0 : left >= 32 ? ~0u : (1u << left) - 1;
-      _mm512_mask_storeu_epi32(tile + p, first16(pairs - p), _mm512_maskz_loadu_epi16(mask, row + 2 * p));
+    const uint16_t* ahead = row + rows * matrix.row_stride;
+    for (int64_t p = 0; p < whole; p += 16) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * p), _MM_HINT_T0);
+      _mm512_storeu_si512(tile + p, _mm512_maskz_loadu_epi16(kept ? ~0u : 0, row + 2 * p));
+    }
+    if (whole < pairs) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * whole), _MM_HINT_T0);
+      _mm512_storeu_si512(tile + whole, _mm512_maskz_loadu_epi16(kept ? rest : 0, row + 2 * whole));
     }
   }
 }
 
-// Rows 2i and 2i+1 of tile[rows][pairs] to out[rows / 2][lanes], where lane c pairs their entries of column c.
-inline void interleave(const Pair* tile, int64_t rows, int64_t pairs, int64_t lanes, Pair* out) {
-  for (int64_t r = 0; r < rows; r += 2, out += lanes) {
-    const Pair* even = tile + r * pairs;
-    const Pair* odd = even + pairs;
-    for (int64_t c = 0; c < lanes; c += 16) {
-      const __mmask8 mask = static_cast<__mmask8>(first16(smaller(pairs - c / 2, 8)));
-      const __m256i low = _mm256_maskz_loadu_epi32(mask, even + c / 2);
-      const __m256i high = _mm256_maskz_loadu_epi32(mask, odd + c / 2);
-      const __m512i lifted = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
-      _mm512_storeu_si512(out + c, _mm512_or_si512(_mm512_cvtepu16_epi32(low), lifted));
-    }
-  }
+// From the 32 entries of row 2i and of row 2i+1, the pairs of columns 0 .. 15 or of columns 16 .. 31.
+template <int kHalf>
+inline __m512i pair_rows(__m512i even, __m512i odd) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i order = _mm512_add_epi16(_mm512_load_si512(kOrder), _mm512_set1_epi16(16 * kHalf));
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
+// Columns c .. c + 15 of rows 2i and 2i+1 of a tile as pairs; columns beyond the tile's hold anything.
+inline __m512i pair_columns(const Pair* tile, int64_t pairs, int64_t i, int64_t c) {
+  const __m256i* even = reinterpret_cast<const __m256i*>(tile + 2 * i * pairs + c / 2);
+  const __m256i* odd = reinterpret_cast<const __m256i*>(tile + (2 * i + 1) * pairs + c / 2);
+  return pair_rows<0>(_mm512_castsi256_si512(_mm256_loadu_si256(even)),
+                      _mm512_castsi256_si512(_mm256_loadu_si256(odd)));
 }
 
 // A square of 16 x 16 in registers, by squares of 2, of 4, of 8 (halves) and of 16.
@@ -125,14 +136,27 @@ inline void transpose16(__m512i (&row)[16]) {
   }
 }
 
-// in[rows][cols] to out[out_rows][rows]; rows is a multiple of 16, and rows of the result from cols on are zero.
-inline void transpose(const Pair* in, int64_t rows, int64_t cols, int64_t out_rows, Pair* out) {
-  for (int64_t c = 0; c < out_rows; c += 16) {
+// tile[rows][pairs] to out[pairs][rows]: rows that are lanes. rows is a multiple of 16.
+inline void rows_to_lanes(const Pair* tile, int64_t rows, int64_t pairs, Pair* out) {
+  for (int64_t p = 0; p < pairs; p += 16) {
     for (int64_t r = 0; r < rows; r += 16) {
       __m512i square[16];
-      for (int i = 0; i < 16; ++i) square[i] = _mm512_maskz_loadu_epi32(first16(cols - c), in + (r + i) * cols + c);
+      for (int i = 0; i < 16; ++i) square[i] = _mm512_maskz_loadu_epi32(first16(pairs - p), tile + (r + i) * pairs + p);
       transpose16(square);
-      for (int i = 0; i < 16 && c + i < out_rows; ++i) _mm512_storeu_si512(out + (c + i) * rows + r, square[i]);
+      for (int i = 0; i < 16 && p + i < pairs; ++i) _mm512_storeu_si512(out + (p + i) * rows + r, square[i]);
+    }
+  }
+}
+
+// tile[rows][pairs] to out[columns][rows / 2], the transposed matrix as a broadcast operand. rows is a multiple of 32;
+// columns beyond the tile's hold anything.
+inline void columns_to_rows(const Pair* tile, int64_t rows, int64_t pairs, int64_t columns, Pair* out) {
+  for (int64_t c = 0; c < columns; c += 16) {
+    for (int64_t r = 0; r < rows / 2; r += 16) {
+      __m512i square[16];
+      for (int i = 0; i < 16; ++i) square[i] = pair_columns(tile, pairs, r + i, c);
+      transpose16(square);
+      for (int i = 0; i < 16 && c + i < columns; ++i) _mm512_storeu_si512(out + (c + i) * (rows / 2) + r, square[i]);
     }
   }
 }
@@ -152,14 +176,6 @@ inline __m512 exp2_lanes(__m512 t) {
 // (low, high) rounded to bfloat16, 32 in a row.
 inline __m512i round_to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-// From the 32 entries of row 2i and of row 2i+1, the pairs of columns 0 .. 15 and of columns 16 .. 31.
-inline __m512i pair_rows(__m512i even, __m512i odd, bool upper) {
-  alignas(64) static constexpr uint16_t kOrder[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i order = _mm512_add_epi16(_mm512_load_si512(kOrder), _mm512_set1_epi16(upper ? 16 : 0));
-  return _mm512_permutex2var_epi16(even, order, odd);
-}
-
 // Scores are products of packed queries and keys; a logit is factor * score in natural units. The sign of the scale
 // goes into the packed queries (exact), so that the largest score is the largest logit; a scale of 0 is a scale of 1 on
 // queries of 0.
@@ -169,8 +185,9 @@ inline float score_factor(const Shape& shape) {
 }
 
 inline void apply_sign(const Shape& shape, int64_t pairs, Pair* packed) {
-  if (shape.scale > 0.0) return;
-  const __m512 sign = _mm512_set1_ps(shape.scale == 0.0 ? 0.0f : -1.0f);
+  const float scale = static_cast<float>(shape.scale);
+  if (scale > 0.0f) return;
+  const __m512 sign = _mm512_set1_ps(scale == 0.0f ? 0.0f : -1.0f);
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   for (int64_t p = 0; p < pairs; p += 16) {
     const __mmask16 mask = first16(pairs - p);
