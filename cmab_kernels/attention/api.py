@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd import is_differentiated
 from ..backends import choose
 from ..checks import wrong
 from ..dtypes import FLOATING, state_dtype
@@ -132,9 +133,9 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
         with torch.autocast(inputs.query.device.type, enabled=False):
             new = AttentionState(*attention_reference(*inputs))
         return new if state is None else merge_states(state, new)
-    arguments = (*inputs[:-1], *(state or (None, None)), inputs.scale, chosen)
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *(state or ())))
-    return AttentionState(*(attention_op if differentiated else torch.ops.cmab.attention.default)(*arguments))
+    before = state or (None, None)
+    operator = attention_op if is_differentiated(*tensors, *before) else torch.ops.cmab.attention.default
+    return AttentionState(*operator(*inputs[:-1], *before, inputs.scale, chosen))
 
 
 def _check_offsets_now(inputs: _Inputs) -> None:

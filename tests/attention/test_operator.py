@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,3 +176,5 @@ def test_forward_mode_raises() -> None:
     q, k, v = (t.detach() for t in _inputs())
     with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jvp(lambda q: ck.latent_attention(q, k, v, impl="native"), (q,), (q,))
+    with pytest.raises(RuntimeError, match="jvp"), forward_ad.dual_level():
+        ck.latent_attention(forward_ad.make_dual(q, q), k, v, impl="native")

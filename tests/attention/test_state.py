@@ -154,5 +154,5 @@ def test_long_stream_equals_one_pass(law: str, steps: int) -> None:
     weight = logits.double().softmax(0)
     expected = weight @ value.double()
     spread = float((weight.unsqueeze(-1) * value.double().abs()).sum())
-    assert abs(float(state.lse) - float(logits.double().logsumexp(0))) < 1e-6
+    assert abs(float(state.lse) - float(logits.double().logsumexp(0))) < 4 * torch.finfo(torch.float32).eps * float(logits.abs().max())
     assert float((state.out.view(-1).double() - expected).abs().max()) < 1e-5 * spread
