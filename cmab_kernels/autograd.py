@@ -13,7 +13,7 @@ _under_transform = torch._C._are_functorch_transforms_active
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a call with these arguments must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
+    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
     return _under_transform() or forward_ad._current_level >= 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .backends import OPERATORS, explain, implementation
-from .extension import build_report
+from .backends import OPERATORS, explain
+from .extension import build_report, load
 
 _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 
@@ -44,7 +44,7 @@ def _extension() -> Iterator[str]:
         yield "with a C++17 compiler (g++ or clang++), reinstall; CMAB_KERNELS_BUILD=1 makes a failed build an error"
         return
     yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"
-    yield f"runs {implementation('attention', 'native').instruction_set()} on this processor"
+    yield f"runs {load().instruction_set()} on this processor"
 
 
 def _processor() -> Iterator[str]:

@@ -52,7 +52,7 @@ def attention_reference(
     value = visible(value, ignore, dtype)
     scores = attention_scores(query.to(dtype), visible(key, ignore, dtype), ignore, scale)
     if scores.shape[-1] == 0:
-        return scores @ value, scores.new_full(scores.shape[:-1], -math.inf, dtype=torch.float64)
+        return scores @ value, scores.sum(-1).double() - math.inf  # of nothing, with gradients to match
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     weight = (scores - top).exp()
