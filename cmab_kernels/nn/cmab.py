@@ -1,0 +1,146 @@
+"""The Constant Memory Attention Block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionState
+from ..attention.state import subtract_state
+from ..checks import wrong
+from .layers import LatentLayer, check_features
+from .stream import AttentionStream
+
+
+class CMABUpdate(NamedTuple):
+    """The block's result after an update, and the state to continue from."""
+
+    latents: Tensor
+    """(B, L_I, dim)"""
+    state: AttentionState
+
+
+class CMABRemoval(NamedTuple):
+    """The block's result after a removal, the state to continue from, and where that can be trusted."""
+
+    latents: Tensor
+    """(B, L_I, dim)"""
+    state: AttentionState
+    reliable: Tensor
+    """(B, H, L_B) bool, as in `cmab_kernels.Removal`."""
+
+
+class CMAB(nn.Module):
+    """Attention of latents over a set of any size, in memory that does not depend on it, updated in O(new points).
+
+    CMAB(L_I, X) = SA(CA(L_I, SA(CA(L_B, X)))), where the block latents L_B are parameters and each CA and SA is followed by a feed-forward
+    layer. Only CA(L_B, X) sees the data, and it leaves behind an `AttentionState`; the rest is constant work. Source: Memory Efficient
+    Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+
+    Args:
+        dim: columns of the inputs and of all latents.
+        num_latents: L_B, the number of block latents; drawn from N(0, 1).
+        num_heads: H, a divisor of dim (`ValueError` otherwise).
+        ff_dim: hidden width of the feed-forward layers; None means 2 * dim.
+        device, dtype: of the parameters: float64, float32, bfloat16 or float16.
+
+    Inputs (B, N, dim), any N, also 0; latents (B, L_I, dim), or (L_I, dim) shared over the batch; both in the module's dtype. A
+    `key_padding_mask` (B, N) bool is True at inputs to ignore; their values do not matter, be they NaN. A wrong shape, dtype or device is a
+    `ValueError` or `TypeError` that names the argument, and leaves every state as it was.
+
+    With grad mode off (`torch.no_grad()`), inputs are projected in chunks, so that memory is constant in N. With it on they are projected
+    at once, since the backward pass needs the keys and values. The results agree to rounding.
+
+    `update` and `remove` take a state and return the next. Without one they advance the module's own stream, which is `stream.state`: None
+    before the first update, and again after `stream.state = None`; part of `state_dict` while it lasts, and float32 even in a
+    half-precision module (see `AttentionStream`). The own stream holds no graph and refuses to be advanced with a gradient. `forward`
+    touches no state. A state belongs to the weights that made it.
+
+    Parameters, in the order of the computation, so that weights trained elsewhere can be mapped: `latents` (L_B, dim); then `compress`
+    (block latents over inputs) and `retrieve` (latents over block latents), each of `cross_attention`, `cross_feed_forward`,
+    `self_attention`, `self_feed_forward`. An attention has `norm`, `query`, `key`, `value` (no bias), `output`, and a cross-attention
+    `context_norm`; a feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`.
+
+    >>> block = cmab_kernels.nn.CMAB(dim=16, num_latents=8, num_heads=2).eval()
+    >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
+    >>> with torch.no_grad():
+    ...     whole = block(points, latents)
+    ...     for chunk in points.split(300, dim=1):
+    ...         streamed = block.update(chunk, latents).latents
+    >>> torch.allclose(whole, streamed, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_latents: int,
+        num_heads: int,
+        ff_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim < 1 or dim % num_heads:
+            raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of dim = {dim} is needed"))
+        if ff_dim is None:
+            ff_dim = 2 * dim
+        self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
+        self.compress = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
+        self.retrieve = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
+        self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
+
+    def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """The latents (B, L_I, dim) after attending to all inputs; no state is read or written."""
+        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask))
+
+    def update(
+        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABUpdate:
+        """The result over all inputs so far, in O(new inputs); `state` None continues the module's own stream.
+
+        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
+        """
+        updated = self._read(new_inputs, latents, self.stream.state if state is None else state, key_padding_mask)
+        result = CMABUpdate(self._retrieve(latents, updated), updated)
+        if state is None:
+            self.stream.state = updated
+        return result
+
+    def remove(
+        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABRemoval:
+        """The result as if `old_inputs` had never been seen, in O(old inputs); `state` None takes them out of the module's own stream.
+
+        The inputs must have been part of the state. A removal cancels digits; see `cmab_kernels.remove_from_state` for `reliable`. An own
+        stream that has seen nothing is a `RuntimeError`.
+        """
+        before = self.stream.state if state is None else state
+        if before is None:
+            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
+        part = self._read(old_inputs, latents, None, key_padding_mask)
+        left, reliable = subtract_state(before, part)
+        result = CMABRemoval(self._retrieve(latents, left), left, reliable)
+        if state is None:
+            self.stream.state = left
+        return result
+
+    def init_state(self, batch: int) -> AttentionState:
+        """The state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
+        return self.stream.init_state(batch)
+
+    def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """CA(L_B, X) before its output projection; every check of the arguments comes first."""
+        weight = self.latents
+        check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[1], weight)
+        check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[1], weight)
+        if latents.dim() == 3 and latents.shape[0] != inputs.shape[0]:
+            raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"inputs have batch {inputs.shape[0]}"))
+        return self.compress.cross_attention.read(weight, inputs, state, key_padding_mask)
+
+    def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
+        """SA(CA(L_I, SA(CA(L_B, X)))) from the state of CA(L_B, X)."""
+        block = self.compress.after_context(self.compress.cross_attention.add(self.latents, state.out))
+        return self.retrieve(latents, block)

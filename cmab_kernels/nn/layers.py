@@ -1,0 +1,124 @@
+"""The sub-layers of a block of latents: pre-norm attention and feed-forward, each with a residual to the un-normed latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import AttentionState, attention_state, latent_attention
+from ..checks import wrong
+
+CHUNK = 16_384
+"""Rows of a context that are normed and projected at a time where no gradient needs them later."""
+
+
+def split_heads(features: Tensor, heads: int) -> Tensor:
+    """(..., N, H D) -> (..., H, N, D), a view."""
+    return features.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def join_heads(features: Tensor) -> Tensor:
+    """(..., H, L, D) -> (..., L, H D)."""
+    return features.transpose(-3, -2).flatten(-2)
+
+
+def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
+    """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
+    if features.dim() not in dims or features.shape[-1] != width:
+        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
+    if features.device != weight.device:
+        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
+    cast_later = torch.is_autocast_enabled(features.device.type) and features.is_floating_point()
+    if features.dtype != weight.dtype and not cast_later:
+        raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
+
+
+class FeedForward(nn.Module):
+    """x + contract(a * gelu(gate)), with (a, gate) = expand(norm(x)) and the gelu of the error function."""
+
+    def __init__(self, dim: int, ff_dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, **factory)
+        self.expand = nn.Linear(dim, 2 * ff_dim, **factory)
+        self.contract = nn.Linear(ff_dim, dim, **factory)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        features, gate = self.expand(self.norm(latents)).chunk(2, dim=-1)
+        return latents + self.contract(features * F.gelu(gate))
+
+
+class _Attention(nn.Module):
+    """Norm and projections: query, key and value without bias, output with."""
+
+    def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = nn.LayerNorm(dim, **factory)
+        self.query = nn.Linear(dim, dim, bias=False, **factory)
+        self.key = nn.Linear(dim, dim, bias=False, **factory)
+        self.value = nn.Linear(dim, dim, bias=False, **factory)
+        self.output = nn.Linear(dim, dim, **factory)
+
+    def heads(self, projection: nn.Module, features: Tensor) -> Tensor:
+        return split_heads(projection(features), self.num_heads)
+
+    def add(self, latents: Tensor, attended: Tensor) -> Tensor:
+        """The residual: latents (..., L, C), or (L, C) shared over the batch, and what they attended to, (B, H, L, D)."""
+        return latents + self.output(join_heads(attended).to(self.output.weight.dtype))
+
+
+class SelfAttention(_Attention):
+    """x + output(attention of norm(x) over itself)."""
+
+    def forward(self, latents: Tensor) -> Tensor:
+        normed = self.norm(latents)
+        return self.add(latents, latent_attention(*(self.heads(part, normed) for part in (self.query, self.key, self.value))))
+
+
+class CrossAttention(_Attention):
+    """x + output(attention of norm(x) over context_norm(context)), through the state that the context leaves behind."""
+
+    def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
+        super().__init__(dim, num_heads, **factory)
+        self.context_norm = nn.LayerNorm(dim, **factory)
+
+    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
+        return self.add(latents, self.read(latents, context).out)
+
+    def read(
+        self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
+    ) -> AttentionState:
+        """The state of the context's rows (B, N, C), merged into `state`.
+
+        A gradient needs all keys and values. Without one they are made chunk by chunk and forgotten: nothing of size N is allocated.
+        """
+        query = self.heads(self.query, self.norm(latents))
+        rows = max(context.shape[1], 1) if torch.is_grad_enabled() else CHUNK
+        chunks = context.split(rows, dim=1)
+        masks = [None] * len(chunks) if key_padding_mask is None else key_padding_mask.split(rows, dim=1)
+        for chunk, mask in zip(chunks, masks, strict=True):
+            normed = self.context_norm(chunk)
+            state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)
+        assert state is not None  # a split has one chunk at least
+        return state
+
+
+class LatentLayer(nn.Module):
+    """Cross-attention of latents over a context, feed-forward, self-attention, feed-forward."""
+
+    def __init__(self, dim: int, num_heads: int, ff_dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.cross_attention = CrossAttention(dim, num_heads, **factory)
+        self.cross_feed_forward = FeedForward(dim, ff_dim, **factory)
+        self.self_attention = SelfAttention(dim, num_heads, **factory)
+        self.self_feed_forward = FeedForward(dim, ff_dim, **factory)
+
+    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
+        return self.after_context(self.cross_attention(latents, context))
+
+    def after_context(self, latents: Tensor) -> Tensor:
+        """What follows the cross-attention: constant work, whatever the context was."""
+        return self.self_feed_forward(self.self_attention(self.cross_feed_forward(latents)))

@@ -1,0 +1,137 @@
+"""`torch.nn.MultiheadAttention` on the fused operator, and as a stream."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention import AttentionState, attention_state
+from ..checks import wrong
+from .layers import check_features, split_heads
+
+
+class Attended(NamedTuple):
+    """The output of attention over a stream, and the state to continue from."""
+
+    out: Tensor
+    """The shape and dtype of the query."""
+    state: AttentionState
+    """Of the inputs alone, before the output projection: (B, H, L, embed_dim / H) and (B, H, L)."""
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`, fast and small in memory where few queries meet many keys.
+
+    Constructor, parameters, `state_dict`, arguments and result of `forward` are torch's; see there for shapes. The fused operator runs
+    where the attention matrix is not asked for: with `need_weights=False`, no `attn_mask`, a bool `key_padding_mask` or none, and no
+    dropout (p 0, or eval mode). Everything else is handed to torch's own implementation, with torch's memory and speed: the returned
+    weights of `need_weights=True` (torch's default!), an `attn_mask` with or without `is_causal`, an additive float `key_padding_mask`,
+    dropout in training, nested tensors.
+
+    Three differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
+    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, or ignores it, as the mood of its fast path has it). And in
+    eval mode without gradients `torch.nn.TransformerEncoderLayer` does not call its attention module, but runs torch's own fused layer on
+    its weights, with equal results; `torch.backends.mha.set_fastpath_enabled(False)` makes it call this one.
+
+    A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument. Source: Attention Is All You Need (Vaswani et
+    al., 2017), section 3.2.2.
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> torch.allclose(ours(query, points, points, need_weights=False)[0], theirs(query, points, points)[0], atol=1e-5)
+    True
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights) as torch's; weights None with `need_weights=False`. The class says what runs when."""
+        if is_causal and attn_mask is None:
+            raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
+        float_mask = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
+        if need_weights or attn_mask is not None or float_mask or self._drops or query.is_nested:
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return self._attend(query, key, value, None, key_padding_mask).out, None
+
+    def attend_state(
+        self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> Attended:
+        """Attention over a stream of which `inputs` (keys and values in one) are new and `state` holds the past: O(new inputs).
+
+        `query` and `inputs` have the shapes of query and key in `forward`, `key_padding_mask` too (bool only); the queries must be the same
+        at every call. `state` is what the call before returned, or None at the start. Streaming equals `forward` over all inputs at once,
+        for any chunking, and gradients flow through the chain. The keys of `add_bias_kv` and `add_zero_attn` count in the output and stay
+        out of the state, so states can be merged. `ValueError` if kdim and vdim differ; `RuntimeError` where dropout would apply.
+
+        >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
+        >>> query, points, state = torch.randn(1, 4, 16), torch.randn(1, 100, 16), None
+        >>> for chunk in points.split(30, dim=1):
+        ...     out, state = attention.attend_state(query, chunk, state)
+        >>> torch.allclose(out, attention(query, points, points, need_weights=False)[0], atol=1e-5)
+        True
+        """
+        if self.kdim != self.vdim:
+            raise ValueError(wrong("inputs", "are keys and values in one", f"kdim = {self.kdim} and vdim = {self.vdim} must be equal"))
+        if self._drops:
+            raise RuntimeError(
+                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
+            )
+        return self._attend(query, inputs, inputs, state, key_padding_mask)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
+        self._check(query, key, value)
+        batched = query.dim() == 3
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        weights = (
+            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        )
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (F.linear(*arguments) for arguments in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (split_heads(self._batch_first(features), self.num_heads) for features in projected)
+        state = attention_state(q, k, v, state=state, key_padding_mask=key_padding_mask)
+        attended = self._over_extra_keys(q, state).out.to(q.dtype).transpose(1, 2)
+        attended = self._batch_first(attended) if batched else attended.squeeze(0)
+        return Attended(F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias), state)
+
+    def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
+        """The state with the learned key and the zero key, if the module has them: keys that every set contains."""
+        pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
+        if self.add_zero_attn:
+            zeros = query.new_zeros(1, 1, self.embed_dim)
+            pairs.append((zeros, zeros))
+        for pair in pairs:
+            key, value = (split_heads(row, self.num_heads).expand(query.shape[0], -1, -1, -1) for row in pair)
+            state = attention_state(query, key, value, state=state)
+        return state
+
+    def _batch_first(self, features: Tensor) -> Tensor:
+        """(B, N, ...) of (B, N, ...) or (N, B, ...) as `batch_first` says, and back, or of an unbatched (N, C): a view."""
+        if features.dim() == 2:
+            return features.unsqueeze(0)
+        return features if self.batch_first else features.transpose(0, 1)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """What would go wrong before the operator's own checks of batch, length and mask."""
+        layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
+        for name, features, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            dims = (2, 3) if name == "query" else (query.dim(),)
+            check_features(name, features, f"{layout}, or (N, C) for all three", dims, width, self.out_proj.weight)

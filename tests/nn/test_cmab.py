@@ -1,0 +1,359 @@
+"""`nn.CMAB` is the papers' block, as a stream or at once, in constant memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+import cmab_kernels
+from cmab_kernels.nn import CMAB, layers
+
+DIM, BLOCK, HEADS, BATCH, INPUTS, LATENTS = 12, 5, 3, 2, 41, 4
+
+
+def block(dtype: torch.dtype = torch.float64) -> CMAB:
+    """A block whose every parameter matters: no zero bias, no unit norm, sharp attention."""
+    made = CMAB(DIM, BLOCK, HEADS, dtype=dtype)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return made
+
+
+def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Inputs and latents."""
+    return 3 * torch.randn(BATCH, INPUTS, DIM, dtype=dtype), torch.randn(BATCH, LATENTS, DIM, dtype=dtype)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.abs().max())))
+
+
+# The definition -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
+    """The block from its description in the paper, with nothing of the package but the names of the weights."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (DIM,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def attention(name: str, x: Tensor, context: Tensor | None, ignore: Tensor | None = None) -> Tensor:
+        normed = norm(f"{name}.norm", x)
+        context = normed if context is None else norm(f"{name}.context_norm", context)
+        q, k, v = (
+            (y @ weights[f"{name}.{part}.weight"].T).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part, y in (("query", normed), ("key", context), ("value", context))
+        )
+        scores = q @ k.mT / math.sqrt(DIM / HEADS)
+        if ignore is not None:
+            scores = scores.masked_fill(ignore[:, None, None], -math.inf)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+        return x + out @ weights[f"{name}.output.weight"].T + weights[f"{name}.output.bias"]
+
+    def feed_forward(name: str, x: Tensor) -> Tensor:
+        wide = norm(f"{name}.norm", x) @ weights[f"{name}.expand.weight"].T + weights[f"{name}.expand.bias"]
+        half = wide.shape[-1] // 2
+        return x + (wide[..., :half] * F.gelu(wide[..., half:])) @ weights[f"{name}.contract.weight"].T + weights[f"{name}.contract.bias"]
+
+    def layer(name: str, x: Tensor, context: Tensor, ignore: Tensor | None) -> Tensor:
+        x = feed_forward(f"{name}.cross_feed_forward", attention(f"{name}.cross_attention", x, context, ignore))
+        return feed_forward(f"{name}.self_feed_forward", attention(f"{name}.self_attention", x, None))
+
+    compressed = layer("compress", weights["latents"].expand(len(inputs), -1, -1), inputs, ignore)
+    return layer("retrieve", latents, compressed, None)
+
+
+def test_parameter_count_of_the_paper() -> None:
+    assert sum(parameter.numel() for parameter in CMAB(64, 128, 4).parameters()) == 174_848
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_definition_and_all_gradients(masked: bool) -> None:
+    module = block()
+    inputs, latents = (tensor.requires_grad_() for tensor in points())
+    ignore = torch.rand(BATCH, INPUTS) < 0.4 if masked else None
+    weights = dict(module.named_parameters())
+    leaves = [inputs, latents, *weights.values()]
+    mine, other = module(inputs, latents, key_padding_mask=ignore), definition(weights, inputs, latents, ignore)
+    assert mine.std() > 0.5
+    close(mine, other)
+    close(torch.autograd.grad(mine.sin().sum(), leaves), torch.autograd.grad(other.sin().sum(), leaves), 1e-11)
+
+
+def test_latents_may_be_shared_over_the_batch() -> None:
+    module = block()
+    inputs, latents = points()
+    shared = latents[0].requires_grad_()
+    whole, one = module(inputs, shared.expand(BATCH, -1, -1)), module(inputs, shared)
+    close(one, whole)
+    close(torch.autograd.grad(one.sin().sum(), shared), torch.autograd.grad(whole.sin().sum(), shared))
+
+
+def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    attention_state = layers.attention_state
+    monkeypatch.setattr(layers, "attention_state", lambda q, *a, **k: shapes.append(q.shape) or attention_state(q, *a, **k))
+    block()(*points())
+    assert shapes[0] == (HEADS, BLOCK, DIM // HEADS)
+
+
+def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
+    module = block()
+    inputs, latents = points()
+    ignore = torch.zeros(BATCH, INPUTS, dtype=torch.bool)
+    ignore[0], ignore[1, 7:] = True, True
+    expected = torch.cat([module(inputs[:1, :0], latents[:1]), module(inputs[1:, :7], latents[1:])])
+    inputs[ignore] = torch.nan
+    close(module(inputs, latents, key_padding_mask=ignore), expected)
+    assert expected.isfinite().all()
+    assert module(inputs[:0], latents[:0]).shape == (0, LATENTS, DIM)
+
+
+# Streaming ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def stream(module: CMAB, inputs: Tensor, latents: Tensor, split: list[int]) -> Any:
+    state = module.init_state(BATCH)
+    for chunk in inputs.split(split, 1):
+        result, state = module.update(chunk, latents, state)
+    return result, state
+
+
+@pytest.mark.parametrize("split", [[41], [1] * 41, [0, 20, 0, 21], [40, 1], [1, 40]])
+def test_updates_equal_one_pass_with_gradients(split: list[int]) -> None:
+    module = block()
+    inputs, latents = (tensor.requires_grad_() for tensor in points())
+    streamed, expected = stream(module, inputs, latents, split)[0], module(inputs, latents)
+    leaves = [inputs, latents, *module.parameters()]
+    close(streamed, expected)
+    close(torch.autograd.grad(streamed.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), 1e-11)
+
+
+def test_every_split_in_two() -> None:
+    module, (inputs, latents) = block(), points()
+    with torch.no_grad():
+        expected = module(inputs, latents)
+        for first in range(INPUTS + 1):
+            close(stream(module, inputs, latents, [first, INPUTS - first])[0], expected)
+
+
+def test_gradient_of_the_states() -> None:
+    """Through `out` and through `lse`: a stream over two chunks differentiated where they meet."""
+    module, (inputs, latents) = block(), points()
+    state = module.update(inputs[:, :20], latents, module.init_state(BATCH)).state
+
+    def rest(out: Tensor, lse: Tensor) -> Tensor:
+        return module.update(inputs[:, 20:], latents, cmab_kernels.AttentionState(out, lse)).latents.sum()
+
+    assert torch.autograd.gradcheck(rest, tuple(part.detach().requires_grad_() for part in state), fast_mode=True)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 41, 100])
+def test_chunks_without_gradients_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (inputs, latents) = block(), points()
+    ignore = torch.rand(BATCH, INPUTS) < 0.4
+    expected = module.update(inputs, latents, module.init_state(BATCH), key_padding_mask=ignore)
+    monkeypatch.setattr(layers, "CHUNK", rows)
+    with torch.no_grad():
+        close(module.update(inputs, latents, module.init_state(BATCH), key_padding_mask=ignore), expected)
+        close(module(inputs, latents, key_padding_mask=ignore), expected.latents)
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The number of elements of the largest tensor made, views of older ones aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = {tensor.untyped_storage().data_ptr() for tensor in tree_iter(args) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in old:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def largest_allocation(module: CMAB, count: int, grad: bool) -> int:
+    inputs, latents = torch.randn(1, count, DIM), torch.randn(LATENTS, DIM)
+    ignore = torch.rand(1, count) < 0.1
+    with LargestAllocation() as largest, torch.set_grad_enabled(grad):
+        module(inputs, latents, key_padding_mask=ignore)
+        module.update(inputs, latents, module.init_state(1), key_padding_mask=ignore)
+    return largest.numel
+
+
+def test_nothing_of_size_n_is_allocated_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "CHUNK", 64)
+    module = block(torch.float32)
+    assert largest_allocation(module, 4 * 64, grad=False) == largest_allocation(module, 50 * 64, grad=False)
+    assert largest_allocation(module, 50 * 64, grad=True) >= 50 * 64 * DIM  # the measure sees what there is to see
+
+
+def test_removal_forgets() -> None:
+    module, (inputs, latents) = block(), points()
+    seen = module.update(inputs, latents, module.init_state(BATCH)).state
+    result, state, reliable = module.remove(inputs[:, :9], latents, seen)
+    close((result, state), tuple(module.update(inputs[:, 9:], latents, module.init_state(BATCH))), 1e-8)
+    assert reliable.shape == (BATCH, HEADS, BLOCK)
+    assert reliable.all()
+    nothing = module.remove(inputs, latents, seen)
+    assert not nothing.reliable.any()
+
+
+def test_removal_in_chunks_is_one_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (inputs, latents) = block(), points()
+    seen = module.update(inputs, latents, module.init_state(BATCH)).state
+    ignore = torch.rand(BATCH, 30) < 0.5
+    expected = module.remove(inputs[:, :30], latents, seen, key_padding_mask=ignore)
+    monkeypatch.setattr(layers, "CHUNK", 4)
+    with torch.no_grad():
+        close(tuple(module.remove(inputs[:, :30], latents, seen, key_padding_mask=ignore))[:2], tuple(expected)[:2], 1e-9)
+
+
+def test_states_of_parts_merge() -> None:
+    module, (inputs, latents) = block(), points()
+    parts = [module.update(part, latents, module.init_state(BATCH)).state for part in inputs.split([3, 0, 30, 8], 1)]
+    merged = module.update(inputs[:, :0], latents, cmab_kernels.merge_states(*parts))
+    close(merged.latents, module(inputs, latents))
+
+
+# The module's own stream --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_own_stream() -> None:
+    module, (inputs, latents) = block(), points()
+    assert module.stream.state is None
+    with torch.no_grad():
+        for chunk in inputs.split(10, 1):
+            result, state = module.update(chunk, latents)
+            assert module.stream.state is not None
+            assert torch.equal(module.stream.state.out, state.out)
+            module(chunk, latents)  # reads and writes no state
+            module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller's
+        close(result, module(inputs, latents))
+        close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)
+        close(module.update(inputs[:, :10], latents).latents, module(inputs, latents), 1e-8)
+        module.stream.state = None
+        close(module.update(inputs, latents).latents, module(inputs, latents))
+
+
+def test_own_stream_survives_errors() -> None:
+    module, (inputs, latents) = block(), points()
+    with torch.no_grad():
+        module.update(inputs[:, :10], latents)
+        before = module.stream.state
+        bad = [
+            (inputs[:1], latents),
+            (inputs, latents[..., :3]),
+            (inputs.float(), latents),
+            (inputs[:1], latents[:1]),
+            (inputs[0], latents),
+        ]
+        for arguments in bad:
+            for method in (module.update, module.remove):
+                with pytest.raises((ValueError, TypeError)):
+                    method(*arguments)
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        module.update(inputs, latents)
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        module.remove(inputs[:, :3], latents)
+    assert module.stream.state is not None
+    assert all(a is b for a, b in zip(module.stream.state, before, strict=True))
+
+
+def test_errors_name_the_argument() -> None:
+    module, (inputs, latents) = block(), points()
+    bad: list[tuple[str, type[Exception], tuple[Any, ...], dict[str, Any]]] = [
+        ("inputs", ValueError, (inputs[0], latents), {}),
+        ("inputs", ValueError, (inputs[..., :3], latents), {}),
+        ("inputs", TypeError, (inputs.half(), latents), {}),
+        ("inputs", ValueError, (inputs.to("meta"), latents), {}),
+        ("latents", ValueError, (inputs, latents[..., :3]), {}),
+        ("latents", ValueError, (inputs, latents[:1]), {}),
+        ("latents", ValueError, (inputs, latents[None]), {}),
+        ("latents", TypeError, (inputs, latents.float()), {}),
+        ("key_padding_mask", ValueError, (inputs, latents), {"key_padding_mask": torch.zeros(BATCH, 3, dtype=torch.bool)}),
+        ("key_padding_mask", TypeError, (inputs, latents), {"key_padding_mask": torch.zeros(BATCH, INPUTS)}),
+        ("state.out", ValueError, (inputs, latents, module.init_state(BATCH + 1)), {}),
+        ("state", TypeError, (inputs, latents, "state"), {}),
+    ]
+    for name, error, arguments, options in bad:
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad), pytest.raises(error, match=f"`{name}`"):
+                module.update(*arguments, **options)
+    with pytest.raises(RuntimeError, match="seen nothing"):
+        module.remove(inputs, latents)
+    with pytest.raises(ValueError, match="num_heads"):
+        CMAB(10, 4, 3)
+
+
+# Everywhere else ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    module, (inputs, latents) = block(), points()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    expected, result = module(inputs, latents), compiled(inputs, latents)
+    close(result, expected)
+    leaves = list(module.parameters())
+    close(torch.autograd.grad(result.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), 1e-11)
+    step = torch.compile(module.update, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with torch.no_grad():
+        state = module.init_state(BATCH)
+        for chunk in inputs.split(10, 1):
+            streamed, state = step(chunk, latents, state)
+        close(streamed, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_low_precision(dtype: torch.dtype, autocast: bool) -> None:
+    """No worse than the definition in the same precision, and with a state in float32."""
+    module, (inputs, latents) = CMAB(DIM, BLOCK, HEADS), points(torch.float32)
+    with torch.no_grad():
+        truth = definition({name: p.double() for name, p in module.named_parameters()}, inputs.double(), latents.double())
+        held = torch.float32 if autocast else dtype
+        module, inputs, latents = module.to(held), inputs.to(held), latents.to(held)
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            result, state = stream(module, inputs, latents, [20, 1, 20])
+            other = definition(dict(module.named_parameters()), inputs, latents)
+    assert state.out.dtype == torch.float32
+    error, others_error = ((x.double() - truth).pow(2).mean().sqrt() for x in (result, other))
+    assert error <= 2 * others_error
+    assert (result.dtype == dtype) or autocast
+
+
+def test_checkpoint_functional_call_and_copy() -> None:
+    module, (inputs, latents) = block(), points()
+    expected = module(inputs, latents)
+    leaves = list(module.parameters())
+    gradients = torch.autograd.grad(expected.sin().sum(), leaves)
+    again = checkpoint(module, inputs, latents, use_reentrant=False)
+    close(torch.autograd.grad(again.sin().sum(), leaves), gradients, 1e-11)
+    weights = {name: parameter.detach() * 0.5 for name, parameter in module.named_parameters()}
+    close(torch.func.functional_call(module, weights, (inputs, latents)), definition(weights, inputs, latents))
+    with torch.no_grad():
+        module.update(inputs[:, :20], latents)
+        copied = copy.deepcopy(module)
+        close(copied.update(inputs[:, 20:], latents).latents, expected)
+        close(module.update(inputs[:, 20:], latents).latents, expected)
+
+
+def test_constructed_where_it_is_told() -> None:
+    module = CMAB(DIM, BLOCK, HEADS, ff_dim=5, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+    assert module.compress.cross_feed_forward.contract.weight.shape == (DIM, 5)
+    assert module.init_state(3).out.device.type == "meta"
