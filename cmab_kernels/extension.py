@@ -16,7 +16,7 @@ def build_report() -> dict[str, Any]:
 
 
 def load() -> ModuleType:
-    """`cmab_kernels._C`; `ImportError` with the reason if there is none. Torch comes first: the extension runs on torch's OpenMP threads."""
+    """`cmab_kernels._C`; `ImportError` with the reason if there is none. Torch is imported before it: both use one OpenMP."""
     try:
         return importlib.import_module("cmab_kernels._C")
     except ImportError as error:
