@@ -31,11 +31,11 @@ format: $(VENV)/.lint
 
 # One environment; a stamp says which extras are in it, and is remade when what is built changes.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --editable ".[$*]"
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[$*]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --editable ".[lint]"
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[lint]"
 	touch $@
 
 $(BIN)/python:
