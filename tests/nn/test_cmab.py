@@ -38,7 +38,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.abs().max())))
 
 
-# The definition -----------------------------------------------------------------------------------------------------------------------------------
+# The definition ---------------------------------------------------------------------------------------------------------------------------
 
 
 def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
@@ -119,7 +119,7 @@ def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
     assert module(inputs[:0], latents[:0]).shape == (0, LATENTS, DIM)
 
 
-# Streaming ----------------------------------------------------------------------------------------------------------------------------------------
+# Streaming --------------------------------------------------------------------------------------------------------------------------------
 
 
 def stream(module: CMAB, inputs: Tensor, latents: Tensor, split: list[int]) -> Any:
@@ -229,7 +229,7 @@ def test_states_of_parts_merge() -> None:
     close(merged.latents, module(inputs, latents))
 
 
-# The module's own stream --------------------------------------------------------------------------------------------------------------------------
+# The module's own stream ------------------------------------------------------------------------------------------------------------------
 
 
 def test_own_stream() -> None:
@@ -299,7 +299,7 @@ def test_errors_name_the_argument() -> None:
         CMAB(10, 4, 3)
 
 
-# Everywhere else ----------------------------------------------------------------------------------------------------------------------------------
+# Everywhere else --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -282,7 +282,7 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
         MultiheadAttention(DIM, HEADS, kdim=7).attend_state(query, points)
     with pytest.raises(RuntimeError, match="dropout"):
         MultiheadAttention(DIM, HEADS, dropout=0.1).attend_state(query, query)
-    with pytest.raises(ValueError, match="state.out"):
+    with pytest.raises(ValueError, match=r"state\.out"):
         MultiheadAttention(DIM, HEADS).attend_state(query, query, cmab_kernels.empty_state(2, HEADS, 4, 8))
 
 

@@ -1,0 +1,49 @@
+"""Feed a stream to a Constant Memory Attention Block, and watch its memory.
+
+Points arrive in chunks and are forgotten at once. The block keeps a state of constant size, and its latents always summarise everything
+that has arrived, while attention over the history would have to keep every key and value.
+"""
+
+import resource
+import sys
+import time
+
+import torch
+
+from cmab_kernels.nn import CMAB
+
+DIM, HEADS, LATENTS, CHUNK, CHUNKS = 64, 4, 64, 10_000, 20
+
+
+def peak_mib() -> float:
+    """The most memory this process has ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+@torch.no_grad()
+def main() -> None:
+    torch.manual_seed(0)
+    block, latents = CMAB(DIM, LATENTS, HEADS), torch.randn(1, 8, DIM)
+    state = block.init_state(batch=1)
+    print(f"{'points':>10}  {'state':>9}  {'peak memory grew by':>19}  {'a history would hold':>20}  {'a chunk took':>12}")
+    for count in range(1, CHUNKS + 1):
+        points = torch.randn(1, CHUNK, DIM)  # from a file, a sensor, a socket
+        start = time.perf_counter()
+        summary, state = block.update(points, latents, state)
+        elapsed = time.perf_counter() - start
+        if count == 1:
+            before = peak_mib()
+        if count % 4 == 0:
+            history = 2 * count * CHUNK * DIM * points.element_size()
+            print(
+                f"{count * CHUNK:>10,}  {sum(part.nbytes for part in state) / 2**10:>5.1f} KiB  {peak_mib() - before:>15.1f} MiB  "
+                f"{history / 2**20:>16.1f} MiB  {1e3 * elapsed:>9.1f} ms"
+            )
+    one_more = torch.randn(1, 1, DIM)
+    start = time.perf_counter()
+    summary, state = block.update(one_more, latents, state)
+    print(f"one more point: {1e6 * (time.perf_counter() - start):.0f} us; the summary is {tuple(summary.shape)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The example programs run, and print what they claim."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed(name: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    program = [sys.executable, ROOT / "python" / "examples" / f"{name}.py"]
+    finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
+
+
+def test_swap_attention() -> None:
+    text = printed("swap_attention")
+    assert "replaced 1 module; model.attention is now a cmab_kernels.nn" in text
+    (difference,) = numbers(r"difference of the outputs: (\S+)", text)
+    assert difference < 1e-5
+    assert len(numbers(r"([\d.]+) ms", text)) == 2
+
+
+def test_stream_to_cmab() -> None:
+    text = printed("stream_to_cmab")
+    states, grown, history = (numbers(rf"([\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)"))
+    assert len(states) == len(grown) == len(history) == 5
+    assert len(set(states)) == 1
+    assert grown[-1] < history[-1] / 3
+    assert numbers(r"one more point: (\d+) us", text)
+
+
+def test_merge_two_processes() -> None:
+    text = printed("merge_two_processes")
+    (difference,) = numbers(r"largest difference (\S+)", text)
+    (without,) = numbers(r"off by (\S+)", text)
+    assert difference < 1e-6 < 1e-3 < without
