@@ -42,16 +42,22 @@ struct DotEngine {
         sum[r][v] = kAccumulate ? _mm512_loadu_ps(c + r * ldc + 16 * v) : _mm512_setzero_ps();
       }
     }
+    const Pair* row[kRows / 4];  // every fourth: an address has room for one or two leading dimensions
+    for (int r = 0; r < kRows; r += 4) row[r / 4] = a + r * lda;
+    const int64_t lda3 = 3 * lda;
+#pragma GCC unroll 4
     for (int64_t p = 0; p < pairs; ++p, b += ldb) {
       __m512bh lanes[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) lanes[v] = (__m512bh)_mm512_loadu_si512(b + 16 * v);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * lda + p]));
+        const __m512bh broadcast =
+            (__m512bh)_mm512_set1_epi32(static_cast<int>(*(row[r / 4] + (r % 4 == 3 ? lda3 : r % 4 * lda))));
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], lanes[v], broadcast);
       }
+      for (int r = 0; r < kRows / 4; ++r) ++row[r];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {

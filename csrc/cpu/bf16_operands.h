@@ -24,7 +24,8 @@ namespace {
 
 using Pair = uint32_t;
 
-constexpr float kLog2e = 1.44269504088896340736f;
+constexpr double kLog2e64 = 1.4426950408889634074;
+constexpr float kLog2e = static_cast<float>(kLog2e64);
 constexpr int kTileKeys = static_cast<int>(kKeyTile);
 
 constexpr int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
