@@ -82,6 +82,7 @@ def test_the_new_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_are_the_very_same(options: dict) -> None:
     old = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16, **options)
     model = nn.Sequential(old, nn.Linear(2, 2)).eval()
+    old.out_proj.train()
     old.in_proj_bias = None if old.in_proj_bias is None else old.in_proj_bias.requires_grad_(False)
     names, parameters = zip(*model.named_parameters(), strict=True)
     assert replace_modules(model, MAPPING) == 1
@@ -89,7 +90,7 @@ def test_parameters_are_the_very_same(options: dict) -> None:
     assert type(new) is MultiheadAttention
     assert [name for name, _ in model.named_parameters()] == list(names)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [False, False, True, False]
     for name in ("embed_dim", "num_heads", "dropout", "kdim", "vdim", "batch_first", "add_zero_attn", "head_dim", "_qkv_same_embed_dim"):
         assert getattr(new, name) == getattr(old, name), name
 

@@ -83,8 +83,12 @@ def test_saved_and_restored_in_midstream(held: int, assign: bool) -> None:
 def test_a_snapshot_does_not_move_with_the_stream() -> None:
     module = streaming()
     snapshot, file = module.state_dict(), saved(module)
-    loaded = streaming()
+    loaded, copied = streaming(), streaming()
     loaded.load_state_dict(snapshot)
+    copied.load_state_dict(file)
+    file["stream.out"].zero_()
+    assert copied.stream.state.out.any()
+    file = saved(module)
     with torch.no_grad():
         for each in (module, loaded):
             each.update(torch.randn(2, 7, DIM), torch.randn(4, DIM))
@@ -155,6 +159,7 @@ def test_assignment_is_checked() -> None:
         (ValueError, good._replace(lse=good.lse[:1])),
         (TypeError, good._replace(out=good.out.double())),
         (RuntimeError, good._replace(lse=good.lse.clone().requires_grad_())),
+        (RuntimeError, good._replace(out=good.out.clone().requires_grad_())),
     ]
     for error, state in bad:
         with pytest.raises(error, match="state"):
