@@ -1,0 +1,78 @@
+"""A mutation gate: each planted fault must be caught by the ordinary tests of family A, on a CPU.
+
+`pytest -m nightly tests/test_mutations.py` plants them one at a time in a copy of the tree, rebuilds, and expects a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CATCHERS = [f"tests/attention/test_{name}.py" for name in ("reference", "state", "operator", "promises")]
+
+
+class Fault(NamedTuple):
+    path: str
+    right: str
+    wrong: str
+
+
+FAULTS = {
+    "a mask off by one": Fault(
+        "csrc/cpu/tile.h", "keys.ignored[(first + k) * keys.ignored_stride]", "keys.ignored[(first + k / 2) * keys.ignored_stride]"
+    ),
+    "a key too many": Fault(
+        "csrc/cpu/attention_forward_kernel.h", "for (int r = count - k; r < kKeys; ++r)", "for (int r = count - k + 1; r < kKeys; ++r)"
+    ),
+    "a missing rescale": Fault("csrc/cpu/attention_forward_kernel.h", "store(acc, load<V>(acc) * factor);", "store(acc, load<V>(acc));"),
+    "a wrong stride": Fault(
+        "csrc/cpu/attention_plan.h", "b * operand.stride[0] + h * operand.stride[1]", "b * operand.stride[0] + h * operand.stride[2]"
+    ),
+    "a dropped last block": Fault("csrc/cpu/attention_plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
+    "= for +=": Fault("csrc/cpu/attention_backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
+    "base 2 for base e": Fault("csrc/cpu/attention_forward.cpp", "merge.reference[row] * kLn2", "merge.reference[row]"),
+    "a 32-bit offset": Fault("csrc/cpu/attention_plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),
+    "a lost gradient through lse": Fault(
+        "csrc/cpu/attention_backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
+    ),
+    "a lost gradient to the state's lse": Fault("cmab_kernels/attention/schema.py", "share * dscore", "0 * dscore"),
+    "a lost second derivative": Fault("cmab_kernels/attention/schema.py", "*partials[5:], None", "None, None, None"),
+    "a merge that forgets an empty state": Fault("csrc/common/state.h", "if (from.empty()) return;", ""),
+    "a merge without its gradient": Fault(
+        "cmab_kernels/attention/state.py", "weight = (lse - top).exp()", "weight = (lse - top).exp().detach()"
+    ),
+    "a batch that shares its neighbour's mask": Fault(
+        "cmab_kernels/attention/reference.py",
+        "key.masked_fill(ignore[:, None, :, None], 0.0)",
+        "key.masked_fill(ignore[:1, None, :, None], 0.0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_can_still_be_planted(name: str) -> None:
+    fault = FAULTS[name]
+    assert (ROOT / fault.path).read_text().count(fault.right) == 1, f"{fault.path} has changed: say again where to plant «{name}»"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_is_caught(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "results", "__pycache__", "build"))
+    target = tree / fault.path
+    target.write_text(target.read_text().replace(fault.right, fault.wrong))
+    environment = {**os.environ, "CMAB_KERNELS_BUILD": "1", "PYTHONPATH": str(tree)}
+    if fault.path.startswith("csrc"):
+        subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, env=environment, check=True, capture_output=True)
+    run = subprocess.run([sys.executable, "-m", "pytest", "-x", *CATCHERS], cwd=tree, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1, f"«{name}» was not caught:\n{run.stdout[-2000:]}"
+    assert "failed" in run.stdout
