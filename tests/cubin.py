@@ -74,7 +74,13 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
     cubin = folder / f"{launch.kernel.__name__}.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-    instructions = Counter(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", _tool("cuobjdump", "--dump-sass", cubin), re.M))
+    instructions = Counter(
+        re.findall(
+            r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)",
+            _tool("cuobjdump", "--dump-sass", cubin),
+            re.M,
+        )
+    )
     return Figures(
         launch.kernel.__name__.strip("_"),
         capability,

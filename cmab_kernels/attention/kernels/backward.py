@@ -14,8 +14,23 @@ from .tiles import LOG2_E, kept_keys, load_tile, product, tile_at
 
 
 @triton.jit
-def _row_terms(dout, dlse, out, lse, douts, high, low, delta, strides, sizes, E: tl.constexpr, ROWS: tl.constexpr):
-    """What backward needs of each query row: dout as an operand, lse in base 2 as a pair (high, low), and rowsum(dout * out) - dlse."""
+def _row_terms(
+    dout,
+    dlse,
+    out,
+    lse,
+    douts,
+    high,
+    low,
+    delta,
+    strides,
+    sizes,
+    scale: tl.float64,
+    reciprocal: tl.float64,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What backward needs of each query row: dout as an operand, lse as a score and a rest in base 2, and rowsum(dout * out) - dlse."""
     DTYPE: tl.constexpr = high.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     dout_strides, dlse_strides = strides
@@ -32,12 +47,13 @@ def _row_terms(dout, dlse, out, lse, douts, high, low, delta, strides, sizes, E:
 
     start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
     term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
-    log2 = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
-    empty = log2 == float("-inf")  # and weighs nothing: 2**(score - inf) = 0
-    log2 = tl.where(empty, 0.0, log2)
-    rounded = log2.to(DTYPE)
-    tl.store(high + row, tl.where(empty, float("inf"), rounded), mask=inside)
-    tl.store(low + row, (log2 - rounded.to(tl.float64)).to(DTYPE), mask=inside)
+    logarithm = tl.load(lse + row, mask=inside, other=0.0)
+    empty = logarithm == float("-inf")  # and weighs nothing: 2**(score - inf) = 0
+    logarithm = tl.where(empty, 0.0, logarithm)
+    score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
+    rest = (logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)) * LOG2_E
+    tl.store(high + row, score, mask=inside)
+    tl.store(low + row, tl.where(empty, float("inf"), rest).to(DTYPE), mask=inside)
     tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
 
 
@@ -68,21 +84,21 @@ def _load_rows(
     queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), inside, D).to(OPERAND)
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
     slopes = load_tile(douts + (row[:, None] * E + tl.arange(0, E_PAD)[None, :]), inside, E)
-    highs = tl.load(high + row, mask=inside, other=float("inf"))
-    return queries, slopes, highs, tl.load(low + row, mask=inside, other=0.0), tl.load(delta + row, mask=inside, other=0.0)
+    lows = tl.load(low + row, mask=inside, other=float("inf"))
+    return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
 
 
 @triton.jit
 def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The weights P of a tile and the slopes dS of its scores, both (keys, queries), as dV and dK need them."""
+    """The weights P of a tile and the slopes dS of its scores, both (queries, keys): terms of a query fill few registers so."""
     queries, douts, high, low, delta = rows
-    scores = product(keys, tl.trans(queries), OPERAND, PRECISION)
-    weights = tl.exp2((scores * log2_scale - high[None, :]) - low[None, :])
+    scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
+    weights = tl.exp2((scores - high[:, None]) * log2_scale - low[:, None])
     if keep is not None:
-        weights = tl.where(keep[:, None], weights, 0.0)
+        weights = tl.where(keep[None, :], weights, 0.0)
     slopes = weights
     if SLOPES:
-        slopes = weights * (product(values, tl.trans(douts), OPERAND, PRECISION) - delta[None, :])
+        slopes = weights * (product(douts, tl.trans(values), OPERAND, PRECISION) - delta[:, None])
     return weights.to(OPERAND), slopes.to(OPERAND)
 
 
@@ -141,11 +157,11 @@ def _pull(
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
     weights, slopes = _weigh(keys, values, rows, keep, log2_scale, SLOPES, OPERAND, PRECISION)
     if dvalue is not None:
-        _store_keys(dvalue, product(weights, douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
+        _store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
     if dkey is not None:
-        _store_keys(dkey, product(slopes, queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
+        _store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
     if QUERY:
-        dq += product(tl.trans(slopes), keys, OPERAND, PRECISION)
+        dq += product(slopes, keys, OPERAND, PRECISION)
     return dq
 
 
@@ -309,9 +325,9 @@ def _backward_keys(
             queries, slopes, _, _, _ = rows
             weights, score_slopes = _weigh(keys, values, rows, keep, log2_scale, dkey is not None, OPERAND, PRECISION)
             if dvalue is not None:
-                dv += product(weights, slopes, OPERAND, PRECISION)
+                dv += product(tl.trans(weights), slopes, OPERAND, PRECISION)
             if dkey is not None:
-                dk += product(score_slopes, queries, OPERAND, PRECISION)
+                dk += product(tl.trans(score_slopes), queries, OPERAND, PRECISION)
         if dvalue is not None:
             _store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
         if dkey is not None:
@@ -370,7 +386,20 @@ def attention_backward(
         douts = query.new_empty((B, H, L, E), dtype=operand)
         high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
         _row_terms[(triton.cdiv(B * H * L, 16),)](
-            dout, dlse, out, lse, douts, high, low, delta, strides=(dout.stride(), dlse.stride()), sizes=(B, H, L), E=E, ROWS=16
+            dout,
+            dlse,
+            out,
+            lse,
+            douts,
+            high,
+            low,
+            delta,
+            strides=(dout.stride(), dlse.stride()),
+            sizes=(B, H, L),
+            scale=scale,
+            reciprocal=1 / scale if scale else 0.0,
+            E=E,
+            ROWS=16,
         )
         inputs = (query, key, value, mask, cu_seqlens, douts, high, low, delta)
         options = {

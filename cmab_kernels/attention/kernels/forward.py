@@ -1,5 +1,7 @@
 """The state (out, lse) of each run of keys, and their merge."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,14 +13,34 @@ from .tiles import LN_2, LOG2_E, kept_keys, load_tile, product, tile_at
 
 
 @triton.jit
-def _absorb(peak, total, acc, queries, keys, values, keep, scale, LIFT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The running maximum, sum and weighted values with one tile more. Scale and maximum meet the scores in one multiply-add."""
+def _absorb(
+    peak,
+    total,
+    acc,
+    queries,
+    keys,
+    values,
+    keep,
+    scale,
+    coarse,
+    LARGE: tl.constexpr,
+    LIFT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The running maximum, sum and weighted values with one tile more; scale and maximum meet the scores in one multiply-add.
+
+    It rounds once, the maximum twice: a difference that the sum carries, up to LARGE scores. Those further out are so far apart that half the scale
+    gives the same weights, and a power of two leaves nothing to round.
+    """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
         scores = tl.where(keep[None, :], scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    top = tl.max(scores, 1)
+    factor = tl.where(tl.abs(top * scale) < LARGE, scale, coarse)
+    higher = tl.maximum(peak, top * factor)
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * scale - (anchor - LIFT)[:, None])
+    weights = tl.exp2(scores * factor[:, None] - (anchor - LIFT)[:, None])
     fade = tl.exp2(peak - anchor)
     acc = acc * fade[:, None] + product(weights, values, OPERAND, PRECISION)
     return higher, total * fade + tl.sum(weights, 1), acc
@@ -37,6 +59,7 @@ def _forward(
     sizes,
     cut,
     scale: tl.float64,
+    coarse,
     sign,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -68,7 +91,10 @@ def _forward(
     if cu_seqlens is not None:
         batch = 0
 
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28
+    scale_ = tl.full([1], scale, tl.float64)
+    log2_scale = (scale_ * LOG2_E).to(DTYPE)
+    coarse_ = tl.full([1], coarse, DTYPE)
     peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
     total = tl.zeros([BLOCK_L], DTYPE)
     acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
@@ -77,19 +103,21 @@ def _forward(
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
-        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, LIFT, OPERAND, PRECISION)
+        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
-        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, LIFT, OPERAND, PRECISION)
+        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
 
     row = slot_head.to(tl.int64) * L + rows
     columns = tl.arange(0, E_PAD)
-    acc = acc / tl.where(total == 0, 1, total)[:, None]
-    peak = tl.where(peak == float("-inf"), 0.0, peak).to(tl.float64)
+    acc *= (1 / tl.where(total == 0, 1, total))[:, None]
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    factor = tl.where(tl.abs(anchor) < LARGE, log2_scale, coarse_)
+    peak_score = anchor.to(tl.float64) / factor.to(tl.float64) * scale_
     tl.store(out + row[:, None] * E + columns[None, :], acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
-    tl.store(lse + row, (peak - LIFT) * LN_2 + tl.log(total.to(tl.float64)), mask=rows < L)
+    tl.store(lse + row, peak_score - LIFT * LN_2 + tl.log(total.to(tl.float64)), mask=rows < L)
 
 
 @triton.jit
@@ -123,8 +151,8 @@ def _merge(
     stride = tl.cast(H, tl.int64) * L
     start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
 
-    run = tl.arange(0, MOST)
-    parts = tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf"))
+    every = tl.arange(0, MOST)
+    parts = tl.load(run_lse + start + every * stride, mask=every < count, other=float("-inf"))
     state = tl.full([1], float("-inf"), tl.float64)
     if state_lse is not None:
         state = tl.load(tile_at(state_lse, lse_strides, batch, head, row, 1, 1, 1)).reshape([1])
@@ -178,6 +206,7 @@ def attention_forward(
             sizes=(B, H, L, N),
             cut=(cut.runs, cut.most_runs),
             scale=abs(scale) or 1.0,
+            coarse=2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))),
             sign=float((scale > 0) - (scale < 0)),
             D=D,
             E=E,

@@ -1,0 +1,348 @@
+"""The Triton kernels in Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1, which must be set before Triton is imported.
+
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from cmab_kernels.attention import kernels
+from cmab_kernels.attention.kernels import runs
+
+from .accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+MARGIN = 512
+EVERYTHING = (True, True, True)
+
+
+def _between_margins(tensor: Tensor) -> Tensor:
+    """A copy whose memory lies between NaN (0 for a bool mask: keys that take part)."""
+    filler = 0 if tensor.dtype == torch.bool else math.nan
+    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
+    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
+    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
+
+
+@pytest.fixture(autouse=True)
+def guarded_results() -> Iterator[None]:
+    """`new_empty` and `empty_like` give NaN between margins; the margins are looked at when the test is over."""
+    storages: list[Tensor] = []
+
+    plain = Tensor.new_empty
+
+    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if options:  # the interpreter's
+            return plain(like, shape, dtype=dtype, **options)
+        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=dtype or like.dtype)
+        storages.append(storage)
+        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
+
+    with (
+        mock.patch.object(Tensor, "new_empty", guarded),
+        mock.patch.object(torch, "empty_like", lambda like, memory_format: guarded(like, like.shape)),
+    ):
+        yield
+    for storage in storages:
+        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
+
+
+class Case:
+    """Inputs, what the kernels make of them, and what the definition makes of them in float64."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: tuple[Tensor, Tensor] | None = None,
+        scale: float | None = None,
+        needs: tuple[bool, bool, bool] = EVERYTHING,
+        cotangents: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.inputs, self.mask, self.cu_seqlens, self.state, self.needs = (q, k, v), mask, cu_seqlens, state, needs
+        self.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        self.out, self.lse = kernels.attention_forward(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale)
+        self.dout, self.dlse = cotangents or (torch.randn(self.out.shape, dtype=self.out.dtype), torch.randn(self.lse.shape).double())
+        self.grads = kernels.attention_backward(self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs)
+
+    def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        wide = tuple(t.double().requires_grad_() for t in self.inputs)
+        out, lse = oracle(*wide, self.mask, self.cu_seqlens, self.scale)
+        if self.state is not None:
+            out, lse = _merged((out, lse), (self.state[0].double(), self.state[1]))
+        some = lse > -math.inf
+        loss = (out * self.dout)[some].sum() + (lse * self.dlse)[some].sum()
+        return (out.detach(), lse.detach()), torch.autograd.grad(loss, wide) if loss.requires_grad else tuple(
+            torch.zeros_like(t) for t in wide
+        )
+
+    def check(self, tolerance: float) -> None:
+        """Every row within `tolerance` of its own size; lse as that; a gradient's row also of its tensor's median row, as rows may cancel."""
+        (out, lse), grads = self.expected()
+        assert (row_error(self.out, out) <= tolerance).all(), "out"
+        assert torch.equal(self.lse == -math.inf, lse == -math.inf) and self.lse.dtype == torch.float64
+        assert ((self.lse - lse).nan_to_num().abs() <= tolerance * (1 + lse.nan_to_num(neginf=0).abs())).all(), "lse"
+        for name, need, ours, right, like in zip("qkv", self.needs, self.grads, grads, self.inputs, strict=True):
+            if not need:
+                assert ours.shape == (0,)
+                continue
+            assert ours.shape == like.shape and ours.dtype == like.dtype and ours.is_contiguous()
+            rows = right.norm(dim=-1)
+            size = torch.maximum(rows, rows[rows > 0].median() if (rows > 0).any() else rows)
+            error = (ours.double() - right).norm(dim=-1)
+            assert (error <= 4 * tolerance * size).all(), f"gradient of {name}: {float((error / size).max())}"
+
+
+def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(a[1], b[1])
+    anchor = lse.masked_fill(lse == -math.inf, 0.0)
+    return sum((part - anchor).exp()[..., None] * out for out, part in (a, b)), lse
+
+
+def _inputs(
+    batch: int, heads: int, latents: int, keys: int, width: int, value_width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((latents, width), (keys, width), (keys, value_width))
+    return tuple(_between_margins(torch.randn(batch, heads, *shape).to(dtype)) for shape in shapes)
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "latents, keys, width, value_width",
+    [
+        (5, 70, 8, 8),
+        (1, 1, 1, 1),
+        (17, 64, 9, 33),
+        (128, 129, 16, 16),
+        (3, 63, 100, 7),
+        (2, 40, 256, 129),
+        (16, 1100, 16, 8),
+        (33, 2400, 8, 16),
+    ],
+)
+def test_shapes(dtype: torch.dtype, latents: int, keys: int, width: int, value_width: int) -> None:
+    """Ragged tiles of queries and keys, one run and several, odd widths."""
+    Case(*_inputs(2, 2, latents, keys, width, value_width, dtype)).check(TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("latents, keys", [(129, 70), (300, 200)])
+def test_several_blocks_of_queries(latents: int, keys: int) -> None:
+    Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
+
+
+@pytest.mark.parametrize("masked", [slice(0, 64), slice(64, 128), slice(1024, 1100), slice(1, None), slice(None), slice(0, 0)])
+def test_masks_hide_nan(masked: slice) -> None:
+    """A first, middle and last tile, a whole run, all keys but one, all keys, none."""
+    q, k, v = _inputs(2, 2, 5, 1100, 8, 4, torch.float64)
+    mask = torch.zeros(2, 1100, dtype=torch.bool)
+    mask[1, masked] = True
+    k[1, :, masked], v[1, :, masked] = math.nan, math.inf
+    case = Case(q, k, v, _between_margins(mask))
+    case.check(1e-12)
+    for grad in case.grads[1:]:
+        assert grad[1, :, masked].eq(0).all()
+
+
+def test_a_mask_of_any_strides() -> None:
+    mask = (torch.rand(1, 70, 2) < 0.3)[..., 0].expand(2, 70)
+    Case(*_inputs(2, 1, 4, 70, 8, 8, torch.float64), mask).check(1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [1030, 7, 0, 1100], [1], [0], [1100]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
+    """Slots by set and slots by offset; a set gives the same bits packed and alone."""
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype)
+    q, k, v = torch.randn(len(sizes), 1, 6, 8).double(), *_inputs(1, 1, sum(sizes), sum(sizes), 8, 5, torch.float64)[1:]
+    packed = Case(q, k, v, torch.rand(1, sum(sizes)) < 0.1, offsets)
+    packed.check(1e-12)
+    for i, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+        part = slice(first, last)
+        alone = Case(
+            q[i : i + 1], k[:, :, part], v[:, :, part], packed.mask[:, part], cotangents=(packed.dout[i : i + 1], packed.dlse[i : i + 1])
+        )
+        assert torch.equal(alone.out[0], packed.out[i]) and torch.equal(alone.lse[0], packed.lse[i])
+        assert torch.equal(alone.grads[0][0], packed.grads[0][i])
+        assert all(torch.equal(a, b[:, :, part]) for a, b in zip(alone.grads[1:], packed.grads[1:], strict=True))
+
+
+def test_wrong_offsets_read_nothing_out_of_bounds() -> None:
+    """On a GPU nobody looks at them. Every number is finite: no margin was read."""
+    q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, 70, 8, 8, torch.float32)[1:]
+    for offsets in ([-5, 900, 20, 3, 70], [70, 0, 70, 0, 70], [2**40, -(2**40), 10, 20, 1000]):
+        out, _ = kernels.attention_forward(q, k, v, None, torch.tensor(offsets), None, None, 1.0)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("keys", [0, 50, 1500])
+@pytest.mark.parametrize("packed", [False, True])
+def test_states(keys: int, packed: bool) -> None:
+    """Merged with a state of any strides, some rows of which, and then all, are empty."""
+    q, k, v = _inputs(1, 2, 5, keys, 8, 6, torch.float64)
+    offsets = torch.tensor([0, keys]) if packed else None
+    out = torch.randn(2, 1, 6, 5).double().transpose(0, 1).mT
+    lse = (10 * torch.randn(1, 5, 2).double()).mT
+    lse[:, :, 1], out[:, :, 1] = -math.inf, 0.0
+    Case(q, k, v, None, offsets, (out, lse)).check(1e-12)
+    empty = torch.zeros(1, 1, 1, 1).double().expand(1, 2, 5, 6), torch.full((1, 1, 1), -math.inf).double().expand(1, 2, 5)
+    merged, plain = Case(q, k, v, None, offsets, empty), Case(q, k, v, None, offsets)
+    merged.check(1e-12)
+    assert torch.equal(merged.out, plain.out) and torch.equal(merged.lse, plain.lse)
+
+
+@pytest.mark.parametrize("latents", [5, 129])
+def test_needs(latents: int) -> None:
+    """What is not needed is not computed, and the rest has the same bits; one block of queries and several."""
+    inputs = _inputs(1, 1, latents, 70, 8, 12, torch.float32)
+    whole = Case(*inputs)
+    for needs in itertools.product((False, True), repeat=3):
+        grads = kernels.attention_backward(whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, whole.scale, needs)
+        for need, grad, reference in zip(needs, grads, whole.grads, strict=True):
+            assert torch.equal(grad, reference) if need else grad.shape == (0,)
+
+
+@pytest.mark.parametrize("extents", list(itertools.product((0, 2), (0, 2), (0, 3), (0, 4))))
+def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
+    case = Case(*_inputs(*extents, 6, 3, torch.float64))
+    case.check(1e-12)
+    assert not any(grad.isnan().any() for grad in case.grads)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("latents, keys, width, value_width", [(5, 1500, 16, 16), (33, 197, 8, 24)])
+def test_accuracy(law: str, latents: int, keys: int, width: int, value_width: int) -> None:
+    """float32 within the bounds of every other implementation."""
+    q, k, v = (LAWS[law](2, 2, n, w) for n, w in ((latents, width), (keys, width), (keys, value_width)))
+    case = Case(q, k, v, cotangents=(torch.randn(2, 2, latents, value_width), torch.zeros(2, 2, latents).double()))
+    (out, lse), grads = case.expected()
+    leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
+    theirs = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    score = largest_score(q, k)
+    assert (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
+    assert (case.lse - lse).abs().max() <= 8 * torch.finfo(torch.float32).eps * (score + 4)
+    own = torch.autograd.grad(theirs, leaves, case.dout)
+    terms = gradient_terms(case.dout.double(), *(t.double() for t in (q, k, v)), out, lse)
+    for name, mine, right, other, term in zip("qkv", case.grads, grads, own, terms, strict=True):
+        size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
+        allowed = bound(torch.float32, score, (other.double() - right).norm(dim=-1) / size, factor=4.0)
+        assert ((mine.double() - right).norm(dim=-1) / size <= allowed).all(), name
+
+
+@pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
+@pytest.mark.parametrize("among", [False, True])
+def test_extreme_logits(logit: float, among: bool) -> None:
+    """Every key at the logit, or one among keys at 0."""
+    k = torch.full((1, 1, 70, 1), 0.0 if among else logit)
+    k[:, :, 33] = logit
+    q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
+    case = Case(q, k, v, scale=1.0)
+    expected, lse = oracle(q, k, v, scale=1.0)
+    assert row_error(case.out, expected).max() < 1e-5
+    assert ((case.lse == lse) | ((case.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))).all()
+    if math.isfinite(logit):
+        assert not any(grad.isnan().any() for grad in case.grads)
+
+
+def test_small_weights_in_float16() -> None:
+    """A thousand keys of weight 1e-7 beside one of weight 1: below float16's smallest numbers, and a tenth of a thousandth of the result."""
+    k = torch.zeros(1, 1, 2000, 1, dtype=torch.float16)
+    k[:, :, 0] = 16.0
+    v = torch.full((1, 1, 2000, 1), 1000.0, dtype=torch.float16)
+    v[:, :, 0] = 0.0
+    case = Case(torch.ones(1, 1, 1, 1, dtype=torch.float16), k, v, scale=1.0)
+    (out, _), _ = case.expected()
+    assert row_error(case.out, out).max() < 1e-3
+
+
+def test_large_gradients_in_float16() -> None:
+    """A scaled loss: dout beyond float16, the gradients within."""
+    q, k, v = _inputs(1, 1, 4, 1000, 8, 8, torch.float16)
+    Case(q, k, v, cotangents=(torch.randn(1, 1, 4, 8) * 1e5, torch.zeros(1, 1, 4).double())).check(4e-3)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0])
+def test_scales(scale: float) -> None:
+    q, k, v = _inputs(1, 2, 5, 130, 8, 8, torch.float64)
+    Case(q, k, v, torch.rand(1, 130) < 0.3, scale=scale).check(1e-12)
+
+
+def test_infinities_stay_in_their_row() -> None:
+    """A NaN query, and a score of +inf, spoil one row; the keys' gradients lose nothing but that row's share."""
+    q, k, v = _inputs(1, 2, 40, 100, 8, 4, torch.float32)
+    clean = Case(q, k, v)
+    for poison in (math.nan, math.inf):
+        bad = q.clone()
+        bad[0, 1, 17, 3] = poison
+        out, lse = kernels.attention_forward(bad, k, v, None, None, None, None, clean.scale)
+        spoilt = torch.zeros(1, 2, 40, dtype=torch.bool)
+        spoilt[0, 1, 17] = True
+        assert torch.equal(out.isnan().any(-1), spoilt) and torch.equal(lse.isnan(), spoilt)
+        assert torch.equal(out[~spoilt], clean.out[~spoilt]) and torch.equal(lse[~spoilt], clean.lse[~spoilt])
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "step 2": lambda t: t.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., ::2, ::2],
+    "offset by 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.reshape(-1)])[3:].view(t.shape),
+    "expanded": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """Inputs, and gradients of a sum, of any strides."""
+    inputs = tuple(LAYOUTS[layout](t) for t in _inputs(2, 2, 5, 133, 16, 7, torch.float64))
+    dout, dlse = torch.randn(2, 2, 5, 7).double(), torch.randn(2, 2, 5).double()
+    Case(*inputs, cotangents=(LAYOUTS[layout](dout), LAYOUTS[layout](dlse[..., None])[..., 0])).check(1e-12)
+    Case(*inputs, cotangents=(dout.new_ones(1, 1, 1, 1).expand(dout.shape), dlse.new_ones(1, 1, 1).expand(dlse.shape))).check(1e-12)
+
+
+def test_same_bits_again_and_alone() -> None:
+    """On every run, and for a batch element by itself: mask, several runs."""
+    q, k, v = _inputs(2, 2, 5, 1300, 8, 8, torch.float32)
+    mask = torch.rand(2, 1300) < 0.2
+    whole = Case(q, k, v, mask)
+    cotangents = (whole.dout, whole.dlse)
+    again = Case(q, k, v, mask, cotangents=cotangents)
+    assert all(torch.equal(a, b) for a, b in zip((again.out, again.lse, *again.grads), (whole.out, whole.lse, *whole.grads), strict=True))
+    for i in range(2):
+        one = slice(i, i + 1)
+        alone = Case(q[one], k[one], v[one], mask[one], cotangents=(whole.dout[one], whole.dlse[one]))
+        for a, b in zip((alone.out, alone.lse, *alone.grads), (whole.out, whole.lse, *whole.grads), strict=True):
+            assert torch.equal(a, b[one])
+
+
+@pytest.mark.parametrize("queries", [1, 128, 129, 1000, 10**6])
+def test_runs_cover_the_keys(queries: int) -> None:
+    """At most `most_runs`, none but the last short, whatever the number of keys; slots by offset never meet."""
+    for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
+        cut = runs.cut_keys(1, queries, keys, packed=False)
+        length = int(runs.run_length.fn(keys, cut.most_runs))
+        assert length % 128 == 0 and length >= 1024
+        assert cut.runs <= cut.most_runs and cut.runs * length >= keys and (cut.runs == 1 or (cut.runs - 1) * length < keys)
+        assert cut.slots * queries <= max(runs.MOST_RUNS * runs.MOST_QUERIES, queries + 128), "the workspace stays within bounds"
+        assert -(-keys // length) <= 1 + keys // 1024
+
+
+def test_bfloat16_is_refused() -> None:
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    assert "bfloat16" in str(kernels.unsupported(q, q, q))
+    assert kernels.unsupported(q.float(), q.float(), q.float()) is None
