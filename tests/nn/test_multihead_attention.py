@@ -39,10 +39,12 @@ def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention
 
 
 def inputs(module: torch.nn.MultiheadAttention, batched: bool = True, **factory: Any) -> list[Tensor]:
-    """Query, key and value with large logits among them, in the layout of the module."""
+    """Query, key and value in the layout of the module; from query to query, logits grow from nothing to a hundred."""
+    growth = torch.linspace(0.01, 1.0, QUERIES, dtype=torch.float64)[:, None]
     tensors = []
     for length, width in ((QUERIES, DIM), (KEYS, module.kdim), (KEYS, module.vdim)):
         tensor = 3 * torch.randn(BATCH, length, width, dtype=torch.float64)
+        tensor = tensor if tensors else tensor * growth
         tensor = tensor if module.batch_first else tensor.transpose(0, 1)
         tensor = tensor if batched else tensor.select(0 if module.batch_first else 1, 1)
         tensors.append(tensor.to(**factory).detach().requires_grad_())
