@@ -44,7 +44,9 @@ FAULTS = {
     ),
     "a lost gradient to the state's lse": Fault("cmab_kernels/attention/schema.py", "share * dscore", "0 * dscore"),
     "a lost second derivative": Fault("cmab_kernels/attention/schema.py", "*partials[5:], None", "None, None, None"),
-    "a merge that forgets an empty state": Fault("csrc/common/state.h", "if (from.empty()) return;", ""),
+    "an empty row divided by its sum": Fault(
+        "csrc/common/state.h", "return sums.empty() ? T(0) : T(1) / sums.sum;", "return T(1) / sums.sum;"
+    ),
     "a merge without its gradient": Fault(
         "cmab_kernels/attention/state.py", "weight = (lse - top).exp()", "weight = (lse - top).exp().detach()"
     ),

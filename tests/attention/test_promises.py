@@ -23,7 +23,7 @@ def _gradients(state: ck.AttentionState, inputs: tuple[Tensor, ...], weights: tu
 # ---- P1: nothing finite or masked gives a NaN
 
 
-@pytest.mark.parametrize("batch, heads, latents, keys", itertools.product((0, 2), (0, 3), (0, 4), (0, 5)))
+@pytest.mark.parametrize("batch, heads, latents, keys", list(itertools.product((0, 2), (0, 3), (0, 4), (0, 5))))
 def test_empty_extents(impl: str, batch: int, heads: int, latents: int, keys: int) -> None:
     q = torch.randn(batch, heads, latents, 6, requires_grad=True)
     k = torch.randn(batch, heads, keys, 6, requires_grad=True)
