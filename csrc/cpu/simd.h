@@ -112,6 +112,19 @@ CMAB_INLINE V exp2(V x) {
   return p * power;
 }
 
+#if defined(__AVX512F__)
+// AVX-512 rounds and scales in one instruction each, and both take -inf to the right end.
+CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
+  const __m512 n = _mm512_maskz_roundscale_ps(0xffff, x, 8), f = x - n;
+  __m512 p = f * 0.001327644937f + 0.009675564158f;
+  p = p * f + 0.05550713514f;
+  p = p * f + 0.240221193f;
+  p = p * f + 0.6931469668f;
+  p = p * f + 1.000000072f;
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, n);
+}
+#endif
+
 // acc[r][c] += sum over i < steps of a[r * a_row + i * a_step] * b[i * b_step + lanes of c]: the one loop that all the
 // matrix products here are made of. `a` is read one scalar at a time, so it may lie anywhere; `b` is aligned.
 template <class V, int R, int C, class T>
