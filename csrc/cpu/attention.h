@@ -117,11 +117,11 @@ extern const AttentionKernels attention_portable[2];  // [0] float64, [1] the re
 #if defined(__x86_64__)
 extern const AttentionKernels attention_avx2[2];
 extern const AttentionKernels attention_avx512[2];
-// bfloat16 inputs only. A null member leaves that direction to the AVX-512 kernel above.
-extern const AttentionKernels attention_avx512bf16 __attribute__((weak));
-extern const AttentionKernels attention_amx __attribute__((weak));
-__attribute__((weak)) bool
-amx_usable();  // whether the CPU has it and the kernel lets this process use it; asks once (ARCH_REQ_XCOMP_PERM)
+// bfloat16 inputs only.
+extern const AttentionKernels attention_avx512bf16;
+extern const AttentionKernels attention_amx;
+extern const AttentionKernels attention_amx_emulated;  // the same data flow on tiles in software, for tests
+bool amx_usable();  // whether the CPU has it and the kernel lets this process use it; asks once (ARCH_REQ_XCOMP_PERM)
 #endif
 
 }  // namespace cmab::cpu

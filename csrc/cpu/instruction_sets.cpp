@@ -6,7 +6,8 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
+constexpr Isa kListed[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
+constexpr Isa kNamed[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx, Isa::kAmxEmulated};
 
 #if defined(__x86_64__)
 bool has_avx512() {
@@ -23,9 +24,10 @@ bool usable(Isa isa) {
     case Isa::kAvx512:
       return has_avx512();
     case Isa::kAvx512Bf16:
+    case Isa::kAmxEmulated:
       return has_avx512() && __builtin_cpu_supports("avx512bf16");
     case Isa::kAmx:
-      return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_usable && amx_usable();
+      return has_avx512() && __builtin_cpu_supports("avx512bf16") && amx_usable();
   }
   return false;
 }
@@ -35,7 +37,7 @@ bool usable(Isa isa) { return isa == Isa::kPortable; }
 
 Isa best() {
   Isa found = Isa::kPortable;
-  for (Isa isa : kAll)
+  for (Isa isa : kListed)
     if (usable(isa)) found = isa;
   return found;
 }
@@ -47,6 +49,13 @@ std::string joined(const std::vector<std::string>& names) {
 }
 
 const AttentionKernels& kernels_of(Isa isa, DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::kBFloat16) {
+    if (isa == Isa::kAmx) return attention_amx;
+    if (isa == Isa::kAmxEmulated) return attention_amx_emulated;
+    if (isa == Isa::kAvx512Bf16) return attention_avx512bf16;
+  }
+#endif
   const int sums = dtype == DType::kFloat64 ? 0 : 1;
 #if defined(__x86_64__)
   if (isa >= Isa::kAvx512) return attention_avx512[sums];
@@ -54,20 +63,6 @@ const AttentionKernels& kernels_of(Isa isa, DType dtype) {
 #endif
   (void)isa;
   return attention_portable[sums];
-}
-
-// The bfloat16 kernels come first where there are some; `member` is the direction.
-template <class Kernel>
-const Kernel& choose(DType dtype, const Kernel* AttentionKernels::* member) {
-  const Isa isa = instruction_set();
-#if defined(__x86_64__)
-  if (dtype == DType::kBFloat16) {
-    if (isa == Isa::kAmx && &attention_amx && attention_amx.*member) return *(attention_amx.*member);
-    if (isa >= Isa::kAvx512Bf16 && &attention_avx512bf16 && attention_avx512bf16.*member)
-      return *(attention_avx512bf16.*member);
-  }
-#endif
-  return *(kernels_of(isa, dtype).*member);
 }
 
 }  // namespace
@@ -84,13 +79,15 @@ const char* name(Isa isa) {
       return "avx512bf16";
     case Isa::kAmx:
       return "amx";
+    case Isa::kAmxEmulated:
+      return "amx_emulated";
   }
   return "";
 }
 
 std::vector<std::string> usable_instruction_sets() {
   std::vector<std::string> names;
-  for (Isa isa : kAll)
+  for (Isa isa : kListed)
     if (usable(isa)) names.push_back(name(isa));
   return names;
 }
@@ -99,13 +96,13 @@ Isa instruction_set() {
   static const Isa kBest = best();
   const char* wanted = std::getenv("CMAB_KERNELS_ISA");
   if (!wanted || !*wanted) return kBest;
-  for (Isa isa : kAll)
+  for (Isa isa : kNamed)
     if (wanted == std::string(name(isa)) && usable(isa)) return isa;
   throw std::runtime_error("CMAB_KERNELS_ISA is \"" + std::string(wanted) +
                            "\"; usable here: " + joined(usable_instruction_sets()));
 }
 
-const ForwardKernel& forward_kernel(DType dtype) { return choose(dtype, &AttentionKernels::forward); }
-const BackwardKernel& backward_kernel(DType dtype) { return choose(dtype, &AttentionKernels::backward); }
+const ForwardKernel& forward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).forward; }
+const BackwardKernel& backward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).backward; }
 
 }  // namespace cmab::cpu

@@ -1,4 +1,5 @@
-// Which instruction set the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another.
+// Which instruction set the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another. The
+// emulated AMX is for tests: it is never the best, and not listed.
 #pragma once
 
 #include <string>
@@ -8,7 +9,7 @@
 
 namespace cmab::cpu {
 
-enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx, kAmxEmulated };
 
 std::vector<std::string> usable_instruction_sets();
 
