@@ -50,7 +50,7 @@ def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, device: str 
     for _ in range(rounds):
         for name in order:
             samples[name].append(seconds(calls[name], device, repeats))
-        order.append(order.pop(0))
+        order = order[1:] + order[:1]
     return samples
 
 

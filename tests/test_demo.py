@@ -100,11 +100,13 @@ def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
     assert f"{output} replaced" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_into_memory_is_left_out(tmp_path: Path, capsys, monkeypatch):
-    left = c.bytes_needed(c.SDPA_NAME, 5000, "native") / 0.6 + 1
+@pytest.mark.parametrize(("fits", "left_out"), [(c.SDPA_NAME, 1), (None, 4)])
+def test_what_does_not_fit_into_memory_is_left_out(fits, left_out, tmp_path: Path, capsys, monkeypatch):
+    left = c.bytes_needed(fits, 2000, "native") / 0.6 + 1 if fits else 0
+    monkeypatch.setattr(demo, "explain", lambda *_: [demo.Explanation("auto", True, "")])
     monkeypatch.setattr(demo, "available_memory", lambda device: left)
-    demo.run(str(tmp_path / "demo.png"), [5000])
-    assert capsys.readouterr().out.count("would not fit into memory") == 1  # nn.MultiheadAttention
+    demo.run(str(tmp_path / "demo.png"), [2000])
+    assert capsys.readouterr().out.count("would not fit into memory") == left_out
 
 
 def test_demo_without_a_kernel_says_so(tmp_path: Path, capsys, monkeypatch):

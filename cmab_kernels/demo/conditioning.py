@@ -136,7 +136,7 @@ def _task(method: Callable[[], Tensor]) -> Task:
 
 
 def bytes_needed(name: str, count: int, impl: str) -> int:
-    """A generous guess of what a method takes for `count` pixels, so that it can be left out before it exhausts the memory."""
+    """A generous guess of what a method takes that is not a stream, so that it is left out before it exhausts the memory."""
     keys_and_values = 2 * DIM * 4 * count
-    dense = 4 * HEADS * LATENTS * 4 * count if impl == "reference" else 0
-    return 2**28 + {CMAB_NAME: 0, SDPA_NAME: 2 * keys_and_values, MULTIHEAD_NAME: 4 * keys_and_values, OPERATOR_NAME: dense}[name]
+    scores = HEADS * LATENTS * 4 * count if name == OPERATOR_NAME and impl == "reference" else 0
+    return 2**28 + (4 if name == MULTIHEAD_NAME else 2) * keys_and_values + 4 * scores
