@@ -12,7 +12,6 @@ constexpr BackwardKernel kBackward = Bf16Backward<TileEngine<EmulatedTiles>>::ke
 
 }  // namespace
 
-extern const AttentionKernels attention_amx_emulated;
-const AttentionKernels attention_amx_emulated = {&kForward, &kBackward};
+extern const AttentionKernels attention_amx_emulated = {&kForward, &kBackward};
 
 }  // namespace cmab::cpu
