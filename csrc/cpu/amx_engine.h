@@ -11,6 +11,7 @@ template <class Tiles>
 struct TileEngine {
   static constexpr int kRowStep = 16;   // rows of C come in multiples of this
   static constexpr int kPairStep = 16;  // and the contraction in multiples of this many pairs
+  static constexpr int kVectors = 2;    // vectors of lanes that are best worked on together
 
   // Every tile is 16 rows of 64 bytes, for as long as this lives.
   struct Session {

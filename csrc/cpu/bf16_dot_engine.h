@@ -9,6 +9,7 @@ namespace {
 struct DotEngine {
   static constexpr int kRowStep = 4;   // rows of C come in multiples of this
   static constexpr int kPairStep = 1;  // and the contraction in multiples of this many pairs
+  static constexpr int kVectors = 1;   // vectors of lanes that are best worked on together
 
   struct Session {
     Session() {}  // nothing to set up; not an aggregate, so that a variable of it counts as used

@@ -1,7 +1,8 @@
 // The forward of bfloat16 attention on an Engine of matrix products (DotEngine, TileEngine).
 //
-// Lanes are queries. A tile of 64 keys against up to 64 queries: S = K Q', the maximum and the exponentials down the
-// columns, then O' += V' P. Scores, sums and O stay in float32; P is rounded to bfloat16 for the product.
+// Lanes are queries. A tile of 64 keys against a vector or two of queries, so that scores stay in the first cache:
+// S = K Q', the maximum and the exponentials down the columns, then O' += V' P. Scores, sums and O stay in float32; P
+// is rounded to bfloat16 for the product.
 #pragma once
 
 #include "bf16_operands.h"
@@ -17,7 +18,7 @@ class Bf16Forward {
   }
 
  private:
-  static constexpr int kLanes = 64;  // queries of one pass: scores of a tile are 16 KiB
+  static constexpr int kLanes = 16 * Engine::kVectors;  // queries of one pass
   // Keys are padded to this many within a tile.
   static constexpr int kKeyStep = Engine::kRowStep > 2 * Engine::kPairStep ? Engine::kRowStep : 2 * Engine::kPairStep;
 
@@ -104,12 +105,8 @@ class Bf16Forward {
         const int64_t vectors = smaller(lanes - lane, kLanes) / 16;
         Engine::template multiply<false>(scratch.scores, kLanes, scratch.key, pairs, query + lane, lanes, tile, pairs,
                                          vectors);
-        for (int64_t v = 0; v < vectors; v += 2) {
-          if (vectors - v == 1) {
-            weigh<1>(shape, scratch, v, tile, present, state, lane + 16 * v, lanes);
-          } else {
-            weigh<2>(shape, scratch, v, tile, present, state, lane + 16 * v, lanes);
-          }
+        for (int64_t v = 0; v < vectors; ++v) {
+          weigh(shape, scratch, 16 * v, tile, present, state, lane + 16 * v, lanes);
         }
         Engine::template multiply<true>(state.acc + lane, lanes, scratch.value_transposed, kTileKeys / 2,
                                         scratch.weights, kLanes, value_rows(shape), tile / 2, vectors);
@@ -124,68 +121,58 @@ class Bf16Forward {
     columns_to_rows(scratch.value, kTileKeys, pairs, value_rows(shape), scratch.value_transposed);
   }
 
-  // Turns scores of 16 kVectors queries into weights relative to each query's largest logit so far.
-  template <int kVectors>
-  static void weigh(const Shape& shape, const Scratch& scratch, int64_t vector, int64_t tile, uint64_t present,
+  // Turns scores of 16 queries into weights relative to each query's largest logit so far.
+  static void weigh(const Shape& shape, const Scratch& scratch, int64_t column, int64_t tile, uint64_t present,
                     const State& state, int64_t lane, int64_t lanes) {
-    float* scores = scratch.scores + 16 * vector;
+    float* scores = scratch.scores + column;
     for (uint64_t absent = ~present; absent != 0; absent &= absent - 1) {
-      float* row = scores + __builtin_ctzll(absent) * kLanes;
-      for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(row + 16 * v, _mm512_set1_ps(-__builtin_inff()));
+      _mm512_storeu_ps(scores + __builtin_ctzll(absent) * kLanes, _mm512_set1_ps(-__builtin_inff()));
     }
     const __m512 factor = _mm512_set1_ps(score_factor(shape) * kLog2e);
-    __m512 reference[kVectors], sum[kVectors], rounded_sum[kVectors];
-    raise_top<kVectors>(scores, tile, factor, state, lane, value_rows(shape), lanes, reference);
-    for (int v = 0; v < kVectors; ++v) sum[v] = rounded_sum[v] = _mm512_setzero_ps();
+    const __m512 top = _mm512_mul_ps(largest(scores, tile), factor);
+    const __m512 reference = raise_top(top, state, lane, value_rows(shape), lanes);
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-    Pair* weights = scratch.weights + 16 * vector;
-    for (int64_t k = 0; k < tile; k += 2, weights += kLanes) {
-      for (int v = 0; v < kVectors; ++v) {
-        const float* score = scores + k * kLanes + 16 * v;
-        const __m512 even = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, reference[v]));
-        const __m512 odd = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(score + kLanes), factor, reference[v]));
-        const __m512i pair = pair_weights(even, odd);
-        sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(even, odd));
-        rounded_sum[v] = _mm512_dpbf16_ps(rounded_sum[v], (__m512bh)pair, ones);
-        _mm512_storeu_si512(weights + 16 * v, pair);
-      }
+    __m512 sum = _mm512_setzero_ps(), rounded_sum = _mm512_setzero_ps();
+    Pair* weights = scratch.weights + column;
+    for (int64_t k = 0; k < tile; k += 2, scores += 2 * kLanes, weights += kLanes) {
+      const __m512 even = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(scores), factor, reference));
+      const __m512 odd = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(scores + kLanes), factor, reference));
+      const __m512i pair = pair_weights(even, odd);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
+      rounded_sum = _mm512_dpbf16_ps(rounded_sum, (__m512bh)pair, ones);
+      _mm512_storeu_si512(weights, pair);
     }
-    for (int v = 0; v < kVectors; ++v) {
-      float* total = state.sum + lane + 16 * v;
-      float* rounded_total = state.rounded_sum + lane + 16 * v;
-      _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sum[v]));
-      _mm512_storeu_ps(rounded_total, _mm512_add_ps(_mm512_loadu_ps(rounded_total), rounded_sum[v]));
-    }
+    float *total = state.sum + lane, *rounded_total = state.rounded_sum + lane;
+    _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sum));
+    _mm512_storeu_ps(rounded_total, _mm512_add_ps(_mm512_loadu_ps(rounded_total), rounded_sum));
   }
 
-  // Raises each query's largest logit to that of the tile, and scales what was summed against the old one. The result
-  // is what to subtract: 0 where every logit so far is -infinity, so that those weights become 0 and not NaN.
-  template <int kVectors>
-  static void raise_top(const float* scores, int64_t tile, __m512 factor, const State& state, int64_t lane,
-                        int64_t rows, int64_t lanes, __m512 (&reference)[kVectors]) {
+  // Of scores in a column of a tile, whose rows are a multiple of 4; NaN counts as -infinity.
+  static __m512 largest(const float* scores, int64_t rows) {
+    __m512 top[4];
+    for (__m512& each : top) each = _mm512_set1_ps(-__builtin_inff());
+    for (int64_t r = 0; r < rows; r += 4) {
+      for (int i = 0; i < 4; ++i) top[i] = _mm512_max_ps(_mm512_loadu_ps(scores + (r + i) * kLanes), top[i]);
+    }
+    return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+  }
+
+  // Raises each query's largest logit to `top`, and scales what was summed against the old one. The result is what to
+  // subtract: 0 where every logit so far is -infinity, so that those weights become 0 and not NaN.
+  static __m512 raise_top(__m512 top, const State& state, int64_t lane, int64_t rows, int64_t lanes) {
+    const __m512 old = _mm512_loadu_ps(state.top + lane);
+    top = _mm512_max_ps(top, old);
     const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
-    __m512 even[kVectors], odd[kVectors];
-    for (int v = 0; v < kVectors; ++v) even[v] = odd[v] = nothing;
-    for (int64_t k = 0; k < tile; k += 2) {  // max(score, largest) is the second where the score is NaN
-      for (int v = 0; v < kVectors; ++v) {
-        even[v] = _mm512_max_ps(_mm512_loadu_ps(scores + k * kLanes + 16 * v), even[v]);
-        odd[v] = _mm512_max_ps(_mm512_loadu_ps(scores + (k + 1) * kLanes + 16 * v), odd[v]);
-      }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = lane + 16 * v;
-      const __m512 old = _mm512_loadu_ps(state.top + at);
-      const __m512 top = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(even[v], odd[v]), factor), old);
-      reference[v] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top, nothing, _CMP_NEQ_UQ), top);
-      const __mmask16 moved = _mm512_cmp_ps_mask(top, old, _CMP_NEQ_UQ);
-      if (moved == 0) continue;
-      _mm512_storeu_ps(state.top + at, top);
-      const __m512 shrink =
-          _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), moved, exp2_lanes(_mm512_sub_ps(old, reference[v])));
-      scale_lanes(state.sum + at, 1, lanes, shrink);
-      scale_lanes(state.rounded_sum + at, 1, lanes, shrink);
-      scale_lanes(state.acc + at, rows, lanes, shrink);
-    }
+    const __m512 reference = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top, nothing, _CMP_NEQ_UQ), top);
+    const __mmask16 moved = _mm512_cmp_ps_mask(top, old, _CMP_NEQ_UQ);
+    if (moved == 0) return reference;
+    _mm512_storeu_ps(state.top + lane, top);
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 shrink = _mm512_mask_mov_ps(one, moved, exp2_lanes(_mm512_sub_ps(old, reference)));
+    scale_lanes(state.sum + lane, 1, lanes, shrink);
+    scale_lanes(state.rounded_sum + lane, 1, lanes, shrink);
+    scale_lanes(state.acc + lane, rows, lanes, shrink);
+    return reference;
   }
 
   static void scale_lanes(float* first, int64_t rows, int64_t lanes, __m512 by) {
