@@ -29,7 +29,7 @@ TIMING_STEPS = 3
 SMALL = 8192
 """Pixels of the call that comes before a memory is measured."""
 
-SECONDS = 6.0
+SECONDS = 5.0
 """Of timing for each number of pixels, at most, where two rounds do not take longer."""
 
 
@@ -129,7 +129,7 @@ def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
 
     scans = [Scan(count) for count in counts]
     steps = (1 + TIMING_STEPS) * (len(c.CONDITIONING) + len(c.ATTENTION))
-    with tqdm(total=steps * sum(counts), unit="pixel", unit_scale=True, leave=False) as bar:
+    with tqdm(total=steps * sum(map(_effort, counts)), leave=False, bar_format="{desc:<58}{percentage:3.0f}% |{bar:40}| {elapsed}") as bar:
         for scan in scans:
             _compare(scan, "conditioning", scan.conditioning, device, impl, bar)
             _compare(scan, "attention", scan.attention, device, impl, bar)
@@ -146,7 +146,7 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
         bar.set_description(f"{scan.count:,} pixels, memory of {name}")
         small = (name, min(scan.count, SMALL), device, impl)
         peaks[name] = peak_memory(prepare, name, scan.count, device, impl, warm_up=small, device=device)
-        bar.update(scan.count)
+        bar.update(_effort(scan.count))
     bar.set_description(f"{scan.count:,} pixels, time of {kind}")
     tasks = {name: prepare(name, scan.count, device, impl) for name in fitting}
     start = time.perf_counter()
@@ -156,7 +156,12 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
         scan.difference[kind] = _largest_difference(results)
     samples = interleave(tasks, rounds, device)
     figures |= {name: Figures(statistics.median(samples[name]), peaks[name].extra) for name in fitting}
-    bar.update(scan.count * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
+    bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
+
+
+def _effort(count: int) -> int:
+    """What a step takes on the progress bar."""
+    return count + 200_000
 
 
 def _fits(name: str, count: int, device: str, impl: str) -> bool:
