@@ -36,6 +36,25 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 
+def check_mask(key_padding_mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise unless the mask is None, or bool of `shape`: (B, N), or (N,) without a batch."""
+    if key_padding_mask is None:
+        return
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(wrong("key_padding_mask", f"is {key_padding_mask.dtype}", "torch.bool is needed, True = ignore"))
+    if key_padding_mask.shape != shape:
+        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(key_padding_mask.shape)}", f"{tuple(shape)} is needed"))
+
+
+def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
+    """Features (..., C), 0 where `ignore` (...) is True, if a gradient may be taken.
+
+    The operator does not look at ignored keys, and their gradient is 0. But the gradient of a projection's weight is a product with its
+    input, and 0 times a NaN in padding is NaN.
+    """
+    return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
+
+
 class FeedForward(nn.Module):
     """x + contract(a * gelu(gate)), with (a, gate) = expand(norm(x)) and the gelu of the error function."""
 
@@ -100,7 +119,7 @@ class CrossAttention(_Attention):
         chunks = context.split(rows, dim=1)
         masks = [None] * len(chunks) if key_padding_mask is None else key_padding_mask.split(rows, dim=1)
         for chunk, mask in zip(chunks, masks, strict=True):
-            normed = self.context_norm(chunk)
+            normed = self.context_norm(hide_padding(chunk, mask))
             state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)
         assert state is not None  # a split has one chunk at least
         return state

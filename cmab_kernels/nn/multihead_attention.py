@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..attention import AttentionState, attention_state
 from ..checks import wrong
-from .layers import check_features, split_heads
+from .layers import check_features, check_mask, hide_padding, split_heads
 
 
 class Attended(NamedTuple):
@@ -65,6 +66,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         float_mask = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
         if need_weights or attn_mask is not None or float_mask or self._drops or query.is_nested:
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        self._check(key_padding_mask, query=query, key=key, value=value)
         return self._attend(query, key, value, None, key_padding_mask).out, None
 
     def attend_state(
@@ -90,6 +92,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise RuntimeError(
                 wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
             )
+        self._check(key_padding_mask, query=query, inputs=inputs)
         return self._attend(query, inputs, inputs, state, key_padding_mask)
 
     @property
@@ -97,20 +100,24 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
-        self._check(query, key, value)
         batched = query.dim() == 3
-        if not batched and key_padding_mask is not None:
-            key_padding_mask = key_padding_mask.unsqueeze(0)
-        weights = (
-            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
-        )
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        projected = (F.linear(*arguments) for arguments in zip((query, key, value), weights, biases, strict=True))
-        q, k, v = (split_heads(self._batch_first(features), self.num_heads) for features in projected)
+        if key_padding_mask is not None:
+            ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
+            hidden = hide_padding(key, ignore)
+            key, value = hidden, hidden if value is key else hide_padding(value, ignore)
+            key_padding_mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        q, k, v = (split_heads(self._batch_first(features), self.num_heads) for features in self._project(query, key, value))
         state = attention_state(q, k, v, state=state, key_padding_mask=key_padding_mask)
         attended = self._over_extra_keys(q, state).out.to(q.dtype).transpose(1, 2)
         attended = self._batch_first(attended) if batched else attended.squeeze(0)
         return Attended(F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias), state)
+
+    def _project(self, *features: Tensor) -> Iterator[Tensor]:
+        """Query, key and value through their weights, which torch keeps in one where they have the same shape."""
+        separate = self.in_proj_weight is None
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if separate else self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return (F.linear(*arguments) for arguments in zip(features, weights, biases, strict=True))
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
         """The state with the learned key and the zero key, if the module has them: keys that every set contains."""
@@ -129,9 +136,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return features.unsqueeze(0)
         return features if self.batch_first else features.transpose(0, 1)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """What would go wrong before the operator's own checks of batch, length and mask."""
+    def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
+        """What would go wrong before the operator's own checks of batch and length."""
         layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
-        for name, features, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
-            dims = (2, 3) if name == "query" else (query.dim(),)
-            check_features(name, features, f"{layout}, or (N, C) for all three", dims, width, self.out_proj.weight)
+        widths = {"query": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
+        dims: tuple[int, ...] = (2, 3)
+        for name, features in arguments.items():
+            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self.out_proj.weight)
+            dims = (features.dim(),)
+        shape = features.shape[:-1]
+        check_mask(key_padding_mask, shape if self.batch_first else shape[::-1])

@@ -112,10 +112,15 @@ def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
     inputs, latents = points()
     ignore = torch.zeros(BATCH, INPUTS, dtype=torch.bool)
     ignore[0], ignore[1, 7:] = True, True
-    expected = torch.cat([module(inputs[:1, :0], latents[:1]), module(inputs[1:, :7], latents[1:])])
     inputs[ignore] = torch.nan
-    close(module(inputs, latents, key_padding_mask=ignore), expected)
+    leaves = [inputs.requires_grad_(), *module.parameters()]
+    expected = torch.cat([module(inputs[:1, :0], latents[:1]), module(inputs[1:, :7], latents[1:])])
+    result = module(inputs, latents, key_padding_mask=ignore)
+    close(result, expected)
     assert expected.isfinite().all()
+    gradients = torch.autograd.grad(result.sin().sum(), leaves)
+    close(gradients, torch.autograd.grad(expected.sin().sum(), leaves, materialize_grads=True), 1e-11)
+    assert not gradients[0][ignore].any()
     assert module(inputs[:0], latents[:0]).shape == (0, LATENTS, DIM)
 
 

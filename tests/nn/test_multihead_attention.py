@@ -163,6 +163,11 @@ def test_a_row_without_keys_is_zero_and_padding_may_hold_anything() -> None:
     assert torch.equal(out[0], ours.out_proj.bias.expand(QUERIES, DIM))
     seen = ours(query[1:], key[1:, :5], value[1:, :5], need_weights=False)[0]
     torch.testing.assert_close(out[1:], seen, rtol=1e-12, atol=1e-12)
+    leaves = [ours.in_proj_weight, ours.in_proj_bias, query]
+    assert_equal(
+        list(torch.autograd.grad(out[1].sin().sum(), leaves, retain_graph=True)), list(torch.autograd.grad(seen.sin().sum(), leaves))
+    )
+    assert not any(gradient[mask].any() for gradient in torch.autograd.grad(out.sin().sum(), [key, value]))
 
 
 def test_no_keys_no_queries_no_batch() -> None:
@@ -235,6 +240,7 @@ BAD: dict[str, tuple[type[Exception], str, tuple[Any, ...]]] = {
     "length": (ValueError, "value", (Q, K, K[:4])),
     "dtype": (TypeError, "key", (Q, K.double(), K)),
     "device": (ValueError, "value", (Q, K, K.to("meta"))),
+    "unbatched mask": (ValueError, "key_padding_mask", (Q[:, 0], K[:, 0], K[:, 0], torch.zeros(1, 9, dtype=torch.bool))),
     "mask": (ValueError, "key_padding_mask", (Q, K, K, torch.zeros(2, 8, dtype=torch.bool))),
 }
 
@@ -282,6 +288,10 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
     query, points = torch.zeros(5, 2, DIM), torch.zeros(9, 2, 7)
     with pytest.raises(ValueError, match="kdim = 7 and vdim = 24"):
         MultiheadAttention(DIM, HEADS, kdim=7).attend_state(query, points)
+    with pytest.raises(ValueError, match="`inputs`"):
+        MultiheadAttention(DIM, HEADS).attend_state(query, points)
+    with pytest.raises(TypeError, match="`key_padding_mask`"):
+        MultiheadAttention(DIM, HEADS).attend_state(query, query, key_padding_mask=torch.zeros(2, 5))
     with pytest.raises(RuntimeError, match="dropout"):
         MultiheadAttention(DIM, HEADS, dropout=0.1).attend_state(query, query)
     with pytest.raises(ValueError, match=r"state\.out"):
