@@ -43,7 +43,18 @@ class Figures(NamedTuple):
     local: int
     matrix: int
     instructions: Counter[str]
-    ptx: str
+    ttir: str
+
+    def count(self, *names: str) -> int:
+        """Instructions whose name, without its modifiers or with some of them, is one of `names`."""
+        return sum(count for name, count in self.instructions.items() if name.startswith(names))
+
+    def __str__(self) -> str:
+        matrix = next((name for name in ("UTCHMMA", "UTCQMMA", "HGMMA", "HMMA", "DMMA") if self.count(name)), "none")
+        return (
+            f"{self.kernel:14} sm_{self.capability:<4} registers {self.registers:3}  shared {self.shared / 1024:5.1f} KiB  local {self.local:3}  "
+            f"matrix {self.matrix:3} ({matrix})  ex2 {self.count('MUFU.EX2'):3}  ffma {self.count('FFMA'):4}  all {self.instructions.total()}"
+        )
 
 
 def record(call: Callable[[], Any]) -> list[Launch]:
@@ -89,8 +100,27 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
         sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL")),
         sum(count for name, count in instructions.items() if "MMA" in name.split(".")[0]),
         instructions,
-        kernel.asm["ptx"],
+        kernel.asm["ttir"],
     )
+
+
+def faults(figures: Figures, matrix: bool) -> list[str]:
+    """What is wrong with a kernel; `matrix`: its products must be done by the matrix units."""
+    found = []
+    if figures.local:
+        found.append(f"{figures.local} instructions go to local memory: registers were spilled")
+    if figures.shared > SHARED_LIMIT[figures.capability]:
+        found.append(f"{figures.shared} bytes of shared memory, and a block has {SHARED_LIMIT[figures.capability]}")
+    if matrix and not figures.matrix:
+        found.append("no matrix instruction")
+    return found + narrow_offsets(figures.ttir)
+
+
+def narrow_offsets(ttir: str) -> list[str]:
+    """Tiles of offsets, or products that lead to them, in 32 bits: they wrap once rows lie 2**31 elements apart."""
+    operation = r"%\S+, %\S+(?: \{[^}]*\})? : "
+    narrow = re.findall(rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir)
+    return [f"32-bit offsets: {line}" for line in narrow]
 
 
 def _tool(name: str, *arguments: object) -> str:

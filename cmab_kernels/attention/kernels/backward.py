@@ -1,6 +1,8 @@
-"""Gradients in one pass over the keys, without atomics: those of a tile of keys are stored when it is done, the queries' are summed by run.
+"""Gradients in one pass over the keys, without atomics: a tile of keys stores its own, the queries' are summed run by run.
 
-With P = exp(S - lse), recomputed tile by tile: dV = P' dout, dS = P * (dout V' - rowsum(dout * out) + dlse), dQ = scale dS K, dK = scale dS' Q.
+With P = exp(S - lse), recomputed tile by tile:
+
+    dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
 """
 
 import torch
@@ -8,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import alignment, backward_tiles, mask_bytes, on_device, precision, triton_dtype
+from .launch import alignment, backward_keys_tiles, backward_products, backward_tiles, mask_bytes, on_device, triton_dtype
 from .runs import cut_keys, first_slot, locate, run_length, set_bounds
-from .tiles import LOG2_E, kept_keys, load_tile, product, tile_at
+from .tiles import LOG2_E, kept_keys, load_tile, product, rows_at, tile_at
 
 
 @triton.jit
@@ -41,9 +43,9 @@ def _row_terms(
     tile = inside[:, None] & (columns < E)[None, :]
     batch, head, query = row // L // H, row // L % H, row % L
     start = batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
-    slopes = tl.load(dout + start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3], mask=tile, other=0.0)
-    outs = tl.load(out + row[:, None] * E + columns[None, :], mask=tile, other=0.0)
-    tl.store(douts + row[:, None] * E + columns[None, :], slopes.to(douts.dtype.element_ty), mask=tile)
+    slopes = tl.load(dout + (start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3]), mask=tile, other=0.0)
+    outs = tl.load(rows_at(out, row, E, E_PAD), mask=tile, other=0.0)
+    tl.store(rows_at(douts, row, E, E_PAD), slopes.to(douts.dtype.element_ty), mask=tile)
 
     start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
     term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
@@ -83,7 +85,7 @@ def _load_rows(
     inside = rows < L
     queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), inside, D).to(OPERAND)
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
-    slopes = load_tile(douts + (row[:, None] * E + tl.arange(0, E_PAD)[None, :]), inside, E)
+    slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
     lows = tl.load(low + row, mask=inside, other=float("inf"))
     return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
 
@@ -112,7 +114,7 @@ def _store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl
         tile = tl.where(keep[:, None], tile, 0.0)
     row = (tl.cast(batch, tl.int64) * H + head) * N + keys
     tl.store(
-        gradient + (row[:, None] * WIDTH + columns[None, :]),
+        rows_at(gradient, row, WIDTH, tile.shape[1]),
         tile.to(gradient.dtype.element_ty),
         mask=(keys < last)[:, None] & (columns < WIDTH)[None, :],
     )
@@ -272,8 +274,7 @@ def _backward(
     if QUERY:
         row = block * BLOCK_L + tl.arange(0, BLOCK_L)
         columns = tl.arange(0, D_PAD)
-        into = (slot_head.to(tl.int64) * L + row)[:, None] * D + columns[None, :]
-        tl.store(dquery + into, dq, mask=(row < L)[:, None] & (columns < D)[None, :])
+        tl.store(rows_at(dquery, slot_head.to(tl.int64) * L + row, D, D_PAD), dq, mask=(row < L)[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
@@ -352,10 +353,10 @@ def _sum_runs(run_dquery, cu_seqlens, dquery, sizes, cut, scale: tl.float64, D: 
     total = tl.zeros([D_PAD], DTYPE)
     for chunk in range(0, count, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
-        shares = run_dquery + (start + run * stride)[:, None] * D + columns[None, :]
+        shares = rows_at(run_dquery, start + run * stride, D, D_PAD)
         total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
     total *= tl.full([1], scale, DTYPE)
-    tl.store(dquery + tl.program_id(0).to(tl.int64) * D + columns, total.to(dquery.dtype.element_ty), mask=columns < D)
+    tl.store(dquery + (tl.program_id(0).to(tl.int64) * D + columns), total.to(dquery.dtype.element_ty), mask=columns < D)
 
 
 def attention_backward(
@@ -375,15 +376,14 @@ def attention_backward(
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    tiles = backward_tiles(query.dtype, max(D, E), L)
+    products = backward_products(query.dtype, max(D, E))
+    tiles = backward_tiles(products, max(D, E), L)
     sums = torch.promote_types(query.dtype, torch.float32)
-    # float16 cannot hold the slopes of 1e6 keys, or of a scaled loss; tf32 has its 11 bits and the exponents of float32.
-    operand, products = (torch.float32, "tf32") if query.dtype == torch.float16 else (query.dtype, precision(query.dtype))
     fresh = torch.empty_like if L else torch.zeros_like  # no query, no kernel
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
     dquery, dkey, dvalue = grads
     with on_device(query):
-        douts = query.new_empty((B, H, L, E), dtype=operand)
+        douts = query.new_empty((B, H, L, E), dtype=products.operand)
         high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
         _row_terms[(triton.cdiv(B * H * L, 16),)](
             dout,
@@ -411,17 +411,16 @@ def attention_backward(
             "E": E,
             "ALIGN": alignment(query, key, value, douts),
             "BISECT": cut.bisect,
-            "OPERAND": triton_dtype(operand),
-            "PRECISION": products,
-            **tiles._asdict(),
+            "OPERAND": triton_dtype(products.operand),
+            "PRECISION": products.input_precision,
         }
         blocks = triton.cdiv(L, tiles.BLOCK_L)
         if blocks > 1 and (dkey is not None or dvalue is not None):
-            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options)
+            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options, **backward_keys_tiles(products, max(D, E))._asdict())
             dkey = dvalue = None
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         if not (shares is None and dkey is None and dvalue is None):
-            _backward[(cut.slots * H * blocks,)](*inputs, shares, dkey, dvalue, **options)
+            _backward[(cut.slots * H * blocks,)](*inputs, shares, dkey, dvalue, **options, **tiles._asdict())
         if shares is not None:
             _sum_runs[(B * H * L,)](
                 shares, cu_seqlens, dquery, (B, H, L, N), (cut.runs, cut.most_runs), scale, D=D, CHUNK=32, BISECT=cut.bisect

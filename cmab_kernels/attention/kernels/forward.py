@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import alignment, forward_tiles, mask_bytes, on_device, precision, triton_dtype
+from .launch import alignment, forward_products, forward_tiles, mask_bytes, on_device, triton_dtype
 from .runs import cut_keys, first_slot, locate, run_length, set_bounds
-from .tiles import LN_2, LOG2_E, kept_keys, load_tile, product, tile_at
+from .tiles import LN_2, LOG2_E, kept_keys, load_tile, product, rows_at, tile_at
 
 
 @triton.jit
@@ -30,8 +30,8 @@ def _absorb(
 ):
     """The running maximum, sum and weighted values with one tile more; scale and maximum meet the scores in one multiply-add.
 
-    It rounds once, the maximum twice: a difference that the sum carries, up to LARGE scores. Those further out are so far apart that half the scale
-    gives the same weights, and a power of two leaves nothing to round.
+    The product with the scale is rounded in the maximum and not in that instruction. The sum makes up for it, unless a score is LARGE and so
+    is the difference: there distinct scores are so far apart that a coarser scale does, and a power of two leaves nothing to round.
     """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
@@ -73,7 +73,7 @@ def _forward(
 ):
     """One run of keys against one block of queries.
 
-    A maximum follows a positive scale only, so `sign` goes with the queries. Weights are at most 2**LIFT: float16 has few digits below 2**-14.
+    A maximum follows a positive scale only, so `sign` goes with the queries. Weights go up to 2**LIFT: float16 has few digits below 2**-14.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -91,7 +91,7 @@ def _forward(
     if cu_seqlens is not None:
         batch = 0
 
-    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300
     scale_ = tl.full([1], scale, tl.float64)
     log2_scale = (scale_ * LOG2_E).to(DTYPE)
     coarse_ = tl.full([1], coarse, DTYPE)
@@ -116,7 +116,7 @@ def _forward(
     anchor = tl.where(peak == float("-inf"), 0.0, peak)
     factor = tl.where(tl.abs(anchor) < LARGE, log2_scale, coarse_)
     peak_score = anchor.to(tl.float64) / factor.to(tl.float64) * scale_
-    tl.store(out + row[:, None] * E + columns[None, :], acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
+    tl.store(rows_at(out, row, E, E_PAD), acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
     tl.store(lse + row, peak_score - LIFT * LN_2 + tl.log(total.to(tl.float64)), mask=rows < L)
 
 
@@ -166,13 +166,12 @@ def _merge(
     for chunk in range(0, count, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
         weights = tl.exp(tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf")) - anchor).to(DTYPE)
-        pointers = run_out + (start + run * stride)[:, None] * E + columns[None, :]
-        outs = tl.load(pointers, mask=(run < count)[:, None] & (columns < E)[None, :], other=0.0)
+        outs = tl.load(rows_at(run_out, start + run * stride, E, E_PAD), mask=(run < count)[:, None] & (columns < E)[None, :], other=0.0)
         acc += tl.sum(weights[:, None] * outs, 0)[None, :]
     if state_lse is not None:
         outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 1), mask=(columns < E)[None, :], other=0.0)
         acc += tl.exp(state - anchor).to(DTYPE)[:, None] * outs
-    tl.store(out + tl.program_id(0).to(tl.int64) * E + columns[None, :], acc, mask=(columns < E)[None, :])
+    tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
     tl.store(lse + tl.program_id(0), merged)
 
 
@@ -190,7 +189,8 @@ def attention_forward(
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    tiles = forward_tiles(query.dtype, max(D, E), L)
+    products = forward_products(query.dtype, max(D, E))
+    tiles = forward_tiles(products, max(D, E), L)
     with on_device(query):
         out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
         lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)
@@ -213,8 +213,8 @@ def attention_forward(
             ALIGN=alignment(query, key, value),
             BISECT=cut.bisect,
             LIFT=14 if query.dtype == torch.float16 else 0,
-            OPERAND=triton_dtype(query.dtype),
-            PRECISION=precision(query.dtype),
+            OPERAND=triton_dtype(products.operand),
+            PRECISION=products.input_precision,
             **tiles._asdict(),
         )
         if state_lse is None and cu_seqlens is None and cut.runs == 1:

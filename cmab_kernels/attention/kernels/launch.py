@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import MOST_QUERIES
-
 WIDEST = 256
+SHARED = 163 * 1024
+"""Shared memory of a block on the A100: the tiles below want as much."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -26,13 +26,46 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(query.device)
-    return None if capability >= (8, 0) else f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
+    gpu = torch.cuda.get_device_properties(query.device)
+    if (gpu.major, gpu.minor) < (8, 0):
+        return f"it needs compute capability 8.0, and the GPU has {gpu.major}.{gpu.minor}"
+    if gpu.shared_memory_per_block_optin < SHARED:
+        return f"it needs {SHARED} bytes of shared memory in a block, and the GPU has {gpu.shared_memory_per_block_optin}"
+    return None
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """Kernels run on the tensor's GPU, on the stream that is current there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+class Products(NamedTuple):
+    """How matrices are multiplied: the type of the operands, and how Triton is to multiply them."""
+
+    operand: torch.dtype
+    precision: str
+
+    @property
+    def input_precision(self) -> str:
+        """The interpreter knows no bf16x6; it multiplies in full whatever it is told."""
+        return "ieee" if triton.knobs.runtime.interpret else self.precision
+
+
+def forward_products(dtype: torch.dtype, width: int) -> Products:
+    """float32 in six products of bfloat16 parts, as good, where these fit in registers; in one of tf32 where torch is allowed that."""
+    if dtype != torch.float32:
+        return Products(dtype, "ieee")
+    return Products(dtype, "tf32" if _allows_tf32() else "bf16x6" if width <= 64 else "ieee")
+
+
+def backward_products(dtype: torch.dtype, width: int) -> Products:
+    """float16 cannot hold the slopes of 1e6 keys, or of a scaled loss: tf32 has its 11 bits, and the exponents of float32."""
+    return Products(torch.float32, "tf32") if dtype == torch.float16 else forward_products(dtype, width)
+
+
+def _allows_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 class Tiles(NamedTuple):
@@ -43,17 +76,53 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
-
-def _query_block(queries: int, largest: int) -> int:
-    return min(max(triton.next_power_of_2(queries), 16), largest)
-
-
-def forward_tiles(dtype: torch.dtype, width: int, queries: int) -> Tiles:
-    return Tiles(_query_block(queries, MOST_QUERIES), 64, 4, 3)
+    def at_most(self, queries: int) -> "Tiles":
+        return self._replace(BLOCK_L=min(self.BLOCK_L, max(triton.next_power_of_2(queries), 16)))
 
 
-def backward_tiles(dtype: torch.dtype, width: int, queries: int) -> Tiles:
-    return Tiles(_query_block(queries, MOST_QUERIES), 64, 8, 2)
+# By precision and widest head: the largest tiles that fit in registers and shared memory, as the compiled code says (tests/attention/test_cubin.py).
+# Lengths play no part, but that a block is no larger than the queries need.
+_HALF, _DOUBLE = "half", "double"
+_FORWARD = {
+    _HALF: {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 8, 2)},
+    "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "bf16x6": {64: Tiles(128, 32, 8, 2)},
+    "ieee": {128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    _DOUBLE: {16: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+}
+_BACKWARD = {
+    _HALF: {128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "bf16x6": {16: Tiles(128, 32, 8, 2), 32: Tiles(128, 16, 8, 2), 64: Tiles(128, 32, 8, 2)},
+    "ieee": {128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    _DOUBLE: {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+}
+_BACKWARD_KEYS = {
+    _HALF: {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "tf32": {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    "bf16x6": {16: Tiles(64, 32, 8, 1), 32: Tiles(32, 32, 8, 1), 64: Tiles(16, 32, 8, 1)},
+    "ieee": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    _DOUBLE: {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+}
+
+
+def _tiles(table: dict[str, dict[int, Tiles]], products: Products, width: int) -> Tiles:
+    kind = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float64: _DOUBLE}.get(products.operand, products.precision)
+    return next(tiles for widest, tiles in table[kind].items() if width <= widest)
+
+
+def forward_tiles(products: Products, width: int, queries: int) -> Tiles:
+    return _tiles(_FORWARD, products, width).at_most(queries)
+
+
+def backward_tiles(products: Products, width: int, queries: int) -> Tiles:
+    """Of one pass over the keys, with a block of queries at hand."""
+    return _tiles(_BACKWARD, products, width).at_most(queries)
+
+
+def backward_keys_tiles(products: Products, width: int) -> Tiles:
+    """Of one pass over the queries, with a tile of keys at hand."""
+    return _tiles(_BACKWARD_KEYS, products, width)
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -67,10 +136,3 @@ def mask_bytes(mask: Tensor | None) -> Tensor | None:
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: in three tf32 products, as good as float32, or in one where torch is allowed that in its own."""
-    matmul = torch.backends.cuda.matmul
-    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "ieee" if dtype != torch.float32 else "tf32" if tf32 else "tf32x3"

@@ -20,19 +20,21 @@ def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to rows of a contiguous (rows, WIDTH) tensor."""
+    return base + (rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit
 def load_tile(pointers, keep, WIDTH: tl.constexpr):
     """A tile, zero from column WIDTH on and in rows that are not kept: their memory is not read. `keep` is None where all are."""
     columns = tl.arange(0, pointers.shape[1])[None, :] < WIDTH
     if keep is None:
-        if pointers.shape[1] == WIDTH:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=columns, other=0.0)
+        tile = tl.load(pointers) if pointers.shape[1] == WIDTH else tl.load(pointers, mask=columns, other=0.0)
+    elif pointers.shape[1] == WIDTH:
+        tile = tl.load(pointers, mask=keep[:, None], other=0.0)
     else:
-        if pointers.shape[1] == WIDTH:
-            tile = tl.load(pointers, mask=keep[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=keep[:, None] & columns, other=0.0)
+        tile = tl.load(pointers, mask=keep[:, None] & columns, other=0.0)
     return tile
 
 
@@ -52,9 +54,3 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
 @triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
-
-
-@triton.jit
-def padded(WIDTH: tl.constexpr):
-    """Columns of a tile: matrix instructions take at least 16."""
-    return max(triton.next_power_of_2(WIDTH), 16)

@@ -1,0 +1,146 @@
+"""Every Triton kernel of latent cross-attention compiled for GPUs that are not here: what the machine code shows without running it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from cmab_kernels.attention import kernels
+from cmab_kernels.attention.kernels import launch as launches
+from cmab_kernels.attention.kernels.launch import Tiles
+from tests.cubin import Launch, compiled, faults, narrow_offsets, record
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys")
+ORDINARY = [("bf16", 16, 90), ("bf16", 128, 90), ("bf16", 64, 100), ("fp16", 64, 80), ("fp32", 16, 90), ("fp64", 16, 90)]
+NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
+
+
+def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = False, state: bool = False) -> list[Launch]:
+    """Of a forward and a backward: several runs, ragged, and where asked for with a mask and an incoming state."""
+    q, k, v = (torch.empty(1, 4, n, width, dtype=dtype) for n in (latents, 5003, 5003))
+    out, lse = torch.empty(1, 4, latents, width, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 4, latents).double()
+    ignore = torch.zeros(1, 5003, dtype=torch.bool) if mask else None
+    before = (out, lse) if state else (None, None)
+
+    def call() -> tuple[Tensor, ...]:
+        results = kernels.attention_forward(q, k, v, ignore, None, *before, 1.0)
+        return (*results, *kernels.attention_backward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True)))
+
+    return record(call)
+
+
+def _check(found: list[Launch], capability: int, folder: Path, products_in_float32: bool) -> list[str]:
+    wrong = []
+    for launch in found:
+        figures = compiled(launch, capability, folder)
+        print(figures)
+        matrix = launch.kernel.__name__ in WITH_PRODUCTS and not products_in_float32
+        wrong += [f"{figures}: {fault}" for fault in faults(figures, matrix)]
+    return wrong
+
+
+def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
+    """One block of queries, and several; wide float32 is multiplied in float32."""
+    found = {launch.kernel.__name__: launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)}
+    assert set(found) == {"_forward", "_merge", "_row_terms", "_backward_keys", "_backward", "_sum_runs"}
+    assert _check(list(found.values()), capability, folder, name == "fp32" and width > 64) == []
+
+
+@pytest.mark.parametrize("name, width, capability", ORDINARY)
+def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    _matrix(name, width, capability, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, capability", NIGHTLY)
+def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    _matrix(name, width, capability, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width, capability", list(itertools.product((8, 16, 32, 64, 128, 256), (80, 90, 100))))
+def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
+    with mock.patch.object(launches, "_allows_tf32", lambda: True):
+        found = [launch for latents in (300, 128) for launch in _launches(torch.float32, width, latents)]
+    assert _check(found, capability, tmp_path, False) == []
+
+
+def test_compiled_with_mask_and_state(tmp_path: Path) -> None:
+    assert _check(_launches(torch.bfloat16, 16, mask=True, state=True), 90, tmp_path, False) == []
+
+
+def test_one_multiply_add_a_score(tmp_path: Path) -> None:
+    """Scale and maximum meet a score in one instruction. (With a mask in the loop they would not: its loop and the tail's are counted together.)"""
+    figures = compiled(_launches(torch.bfloat16, 16)[0], 90, tmp_path)
+    scores = 2 * 128 * 64 // 128  # of a thread, in the loop and in the tail
+    assert scores <= figures.count("MUFU.EX2") <= 1.1 * scores
+    assert figures.count("FFMA") <= 1.15 * scores and figures.count("FMUL") <= 0.5 * scores
+
+
+def test_hopper_and_blackwell_instructions(tmp_path: Path) -> None:
+    launch = _launches(torch.bfloat16, 64)[0]
+    assert compiled(launch, 90, tmp_path).count("HGMMA") and compiled(launch, 100, tmp_path).count("UTC")
+
+
+# ---- each check refuses a planted fault
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 4, 2)}}):
+        (fault,) = faults(compiled(_launches(torch.bfloat16, 128)[0], 90, tmp_path), True)
+    assert "spilled" in fault
+
+
+def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
+    with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 8, 6)}}):
+        launch = _launches(torch.bfloat16, 128)[0]
+    assert any("shared memory" in fault for fault in faults(compiled(launch, 80, tmp_path), True))
+
+
+def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
+    with mock.patch.object(launches, "forward_products", lambda dtype, width: launches.Products(dtype, "ieee")):
+        assert faults(compiled(_launches(torch.float32, 16)[0], 90, tmp_path), True) == ["no matrix instruction"]
+
+
+@triton.jit
+def _narrow(pointer, stride, ROWS: tl.constexpr):
+    tl.store(pointer + tl.arange(0, ROWS) * stride, 0.0)
+
+
+@triton.jit
+def _narrow_then_wide(pointer, stride, ROWS: tl.constexpr):
+    tl.store(pointer + (tl.arange(0, ROWS) * stride).to(tl.int64), 0.0)
+
+
+@triton.jit
+def _wide(pointer, stride, ROWS: tl.constexpr):
+    tl.store(pointer + tl.arange(0, ROWS).to(tl.int64) * stride, 0.0)
+
+
+@pytest.mark.parametrize("kernel, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
+def test_narrow_offsets_are_seen(kernel: triton.JITFunction, sound: bool, tmp_path: Path) -> None:
+    """A stride of 2**30 elements fits in 32 bits, and so Triton passes it; its multiples do not."""
+    (launch,) = record(lambda: kernel[(1,)](torch.empty(1), 2**30, 64))
+    assert (narrow_offsets(compiled(launch, 90, tmp_path).ttir) == []) == sound
+
+
+def test_strides_beyond_32_bits_reach_the_kernel(tmp_path: Path) -> None:
+    """On meta tensors: no memory is behind them."""
+    with torch.device("meta"):
+        q, k = torch.empty(1, 1, 4, 8), torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
+        (launch,) = record(lambda: kernels.attention_forward(q, k, k, None, None, None, None, 1.0))
+    assert launch.options["strides"][1] == (2**34, 2**33, 2**32, 1)
