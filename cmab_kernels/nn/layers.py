@@ -115,7 +115,7 @@ class CrossAttention(_Attention):
         A gradient needs all keys and values. Without one they are made chunk by chunk and forgotten: nothing of size N is allocated.
         """
         query = self.heads(self.query, self.norm(latents))
-        rows = max(context.shape[1], 1) if torch.is_grad_enabled() else CHUNK
+        rows = context.shape[1] if torch.is_grad_enabled() else CHUNK
         chunks = context.split(rows, dim=1)
         masks = [None] * len(chunks) if key_padding_mask is None else key_padding_mask.split(rows, dim=1)
         for chunk, mask in zip(chunks, masks, strict=True):

@@ -245,7 +245,7 @@ def test_own_stream() -> None:
             result, state = module.update(chunk, latents)
             assert module.stream.state is not None
             assert torch.equal(module.stream.state.out, state.out)
-            module(chunk, latents)  # reads and writes no state
+            close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))  # reads and writes no state
             module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller's
         close(result, module(inputs, latents))
         close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)
