@@ -15,7 +15,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from .harness import Case, Row, measure
-from .provenance import provenance
+from .provenance import processor, software
 from .report import table
 
 RESULTS = Path(__file__).with_name("results")
@@ -25,6 +25,7 @@ BUDGET = {True: 2.0, False: 10.0}
 
 GROUPS = pytest.StashKey[dict[str, dict[str, Row]]]()
 REPLACES = pytest.StashKey[bool]()
+SOFTWARE = pytest.StashKey[dict[str, Any]]()
 
 
 class ReplayClock:
@@ -59,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[GROUPS] = {}
+    config.stash[SOFTWARE] = software()  # if anything is amiss, before measuring and not after
     torch.set_num_threads(config.option.threads)
     path = RESULTS / f"{config.option.save}.json"
     config.stash[REPLACES] = path.exists()
@@ -101,10 +103,10 @@ def replay(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Calla
     return row
 
 
-def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    kept = provenance(machine_info["cpu"])  # and nothing that tells whose machine it was
-    machine_info.clear()
-    machine_info.update(kept)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    cpu = machine_info["cpu"]
+    machine_info.clear()  # of what tells whose machine it was
+    machine_info.update(cpu=processor(cpu), **config.stash[SOFTWARE])
 
 
 def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 
 import cmab_kernels
-from cmab_kernels.info import build_report
+from cmab_kernels.extension import build_report, load
 
 PACKAGES = ("torch", "triton", "numpy", "pytest-benchmark")
 CPU_FIELDS = ("brand_raw", "arch", "vendor_id_raw", "family", "model", "stepping", "hz_advertised_friendly", "l2_cache_size")
 
 
-def provenance(cpu: dict[str, Any]) -> dict[str, Any]:
-    """Processor (`cpu` is what py-cpuinfo says), versions, compiler, and the instruction sets that torch and the native extension take."""
+def processor(cpu: dict[str, Any]) -> dict[str, Any]:
+    """What matters of what py-cpuinfo says."""
     features = [flag for flag in cpu.get("flags", ()) if flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd"))]
+    return {name: cpu[name] for name in CPU_FIELDS if name in cpu} | {"features": features}
+
+
+def software() -> dict[str, Any]:
+    """Versions, compiler, cores, and the instruction sets that torch and the native extension take."""
     return {
-        "cpu": {name: cpu[name] for name in CPU_FIELDS if name in cpu} | {"features": features},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.system(),
         "versions": {"python": platform.python_version(), "cmab_kernels": cmab_kernels.__version__}
@@ -39,8 +43,7 @@ def _version(package: str) -> str | None:
 
 
 def _native_instruction_set() -> str | None:
-    if not build_report()["built"]:
+    try:
+        return load().instruction_set()
+    except ImportError:
         return None
-    from cmab_kernels.attention import native
-
-    return native.instruction_set()
