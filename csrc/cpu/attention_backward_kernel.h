@@ -91,6 +91,18 @@ inline void add_key_gradient(int width, T* out, int keys, const T* weights, int 
   }
 }
 
+// log2 of P. In float64 lse has no second part to be exact with, so a difference that a double of that size cannot
+// resolve is none: with a single huge logit, P is 1.
+template <class V>
+CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
+  const V x = logit - lse - lse_low;
+  if constexpr (std::is_same_v<std::remove_reference_t<decltype(x[0])>, const double>) {
+    const V size = lse < V{} ? -lse : lse;
+    return x > -0x1p-51 * size ? V{} : x;
+  }
+  return x;
+}
+
 // weights[key][row] = P = exp2(logit - lse) for one register tile of columns; `keys` is a multiple of 16, zero weights
 // past `count`.
 template <class B, class T>
@@ -108,7 +120,7 @@ inline void recompute_weights(const PackedRows<T>& packed, int depth, Tile<T> ke
       const V high = load<V>(packed.lse + at + c * lanes<V>()), low = load<V>(packed.lse_low + at + c * lanes<V>());
 #pragma GCC unroll 16
       for (int r = 0; r < kKeys; ++r) {
-        const V p = exp2(s[r][c] - high - low);
+        const V p = exp2(log_weight(s[r][c], high, low));
         store(weights + (k + r) * B::kRows + at + c * lanes<V>(), k + r < count ? p : V{});
       }
     }
@@ -175,10 +187,16 @@ struct Backward {
       const bool empty = row >= rows || from.lse[row] == -kInfinity;
       const double lse = empty ? kInfinity : from.lse[row] * kLog2E;
       packed.lse[row] = T(lse);
-      packed.lse_low[row] = empty ? T(0) : T(lse - packed.lse[row]);
+      packed.lse_low[row] = empty ? T(0) : T(lse_remainder(lse, packed.lse[row]));
       packed.delta[row] = empty ? T(0) : T(from.delta[row]);
       if (empty && row < rows) forget_dout(shape, rows, packed, row);
     }
+  }
+
+  // What is left of a double lse beside its float32 part; nothing where a double of that size resolves no more.
+  static double lse_remainder(double lse, double high) {
+    const double low = lse - high, resolution = 0x1p-51 * __builtin_fabs(lse);
+    return __builtin_fabs(low) > resolution ? low : 0.0;
   }
 
   // A row without a key takes no part: not even a NaN in its dout may reach dV.

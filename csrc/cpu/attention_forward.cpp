@@ -65,12 +65,13 @@ class Forward {
   }
 
   void run() {
-    const int64_t groups = ceil_div(in_.queries, kGroupRows), count = in_.batch * in_.heads * groups;
+    const int64_t row_groups = ceil_div(in_.queries, kGroupRows), count = in_.batch * row_groups * in_.heads;
     for (int64_t next = 0; next < count;) {
       groups_.clear();
       size_t bytes = threads_ * scratch_bytes_;
-      do {
-        bytes = add_group(next / groups, next % groups * kGroupRows, bytes);
+      do {  // heads go fastest, so that those that share cache lines are neighbours
+        const int64_t batch_row = next / in_.heads;
+        bytes = add_group(batch_row / row_groups, next % in_.heads, batch_row % row_groups * kGroupRows, bytes);
         ++next;
       } while (next < count && bytes < kWaveBytes && groups_.size() < kWaveHeads);
       workspace_.reserve(bytes);
@@ -80,16 +81,10 @@ class Forward {
   }
 
  private:
-  size_t add_group(int64_t head, int64_t first_row, size_t bytes) {
-    Group group{head / in_.heads,
-                head % in_.heads,
-                first_row,
-                std::min(kGroupRows, in_.queries - first_row),
-                key_set(in_, head / in_.heads),
-                0,
-                bytes,
-                0};
-    group.pieces = key_pieces(group.set.count, in_.queries);
+  size_t add_group(int64_t b, int64_t h, int64_t first_row, size_t bytes) {
+    const KeySet set = key_set(in_, b);
+    Group group{b, h, first_row, std::min(kGroupRows, in_.queries - first_row), set, 0, bytes, 0};
+    group.pieces = key_pieces(set.count, in_.queries);
     group.states = group.packed + blocks_of(group) * packed_bytes_;
     groups_.push_back(group);
     return group.states + group.pieces * blocks_of(group) * state_bytes_;
@@ -105,7 +100,7 @@ class Forward {
       size_t heads = 1;
       const size_t most = heads_together(in_, group.pieces);
       while (heads < most && g + heads < groups_.size() && groups_[g + heads].b == group.b &&
-             groups_[g + heads].h == group.h + int64_t(heads))
+             groups_[g + heads].first_row == group.first_row)
         ++heads;
       for (int64_t piece = 0; piece < group.pieces; ++piece)
         for (int64_t block = 0; block < blocks_of(group); block += blocks)

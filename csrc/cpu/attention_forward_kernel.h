@@ -122,20 +122,23 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
   using V = typename B::V;
   constexpr int kColumns = B::kColumns, kKeys = B::kKeys, kVectorRows = lanes<V>();
   V base[kColumns], limit[kColumns], sum[kColumns];
-  const auto read_state = [&] {
+  const auto start_sum = [&] {
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       const V reference = load<V>(state.reference + (column + c) * kVectorRows);
       base[c] = anchor(reference);
       limit[c] = reference + T(kSlack);
-      sum[c] = load<V>(state.sum + (column + c) * kVectorRows);
+      sum[c] = V{};
     }
   };
-  const auto write_sum = [&] {
+  const auto add_sum = [&] {
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) store(state.sum + (column + c) * kVectorRows, sum[c]);
+    for (int c = 0; c < kColumns; ++c) {
+      T* to = state.sum + (column + c) * kVectorRows;
+      store<V>(to, load<V>(to) + sum[c]);
+    }
   };
-  read_state();
+  start_sum();
   for (int k = 0; k < count; k += kKeys) {
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
@@ -154,13 +157,13 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
       ahead |= top[c] > limit[c];
     }
     if (__builtin_expect(any(ahead), 0)) {
-      write_sum();
+      add_sum();
       for (int c = 0; c < kColumns; ++c) {
         alignas(64) T seen[kVectorRows];
         store(seen, top[c]);
         raise_reference<B>(state, column + c, value_rows, seen, weights, k);
       }
-      read_state();
+      start_sum();
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kKeys; ++r)
@@ -171,7 +174,7 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
         store(weights + (k + r) * B::kRows + (column + c) * kVectorRows, p);
       }
   }
-  write_sum();
+  add_sum();
 }
 
 template <class T>

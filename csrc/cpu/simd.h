@@ -143,20 +143,20 @@ CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdi
   }
 }
 
-// The same, added to R rows of `out` in memory.
+// The same, added to R rows of `out` in memory. The steps are summed first: sums of sums keep the rounding error of
+// many keys small.
 template <class V, int R, int C, class T>
 CMAB_INLINE void accumulate(T* out, ptrdiff_t out_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                             ptrdiff_t b_step, ptrdiff_t steps) {
-  V acc[R][C];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) acc[r][c] = load<V>(out + r * out_row + c * lanes<V>());
+  V acc[R][C] = {};
   multiply_add<V, R, C>(acc, a, a_row, a_step, b, b_step, steps);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store<V>(out + r * out_row + c * lanes<V>(), acc[r][c]);
+    for (int c = 0; c < C; ++c) {
+      T* to = out + r * out_row + c * lanes<V>();
+      store<V>(to, load<V>(to) + acc[r][c]);
+    }
 }
 
 }  // namespace
