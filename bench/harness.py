@@ -22,6 +22,9 @@ ERROR_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 COLD_BYTES = 2**28
 """Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
 
+SAMPLE_SECONDS = 2e-3
+"""A sample is the mean of as many calls as take this long, or of one."""
+
 TIME_LIMIT = 60.0
 """Seconds for a first call, in a process of its own: peers have been seen to hang."""
 
@@ -135,12 +138,12 @@ def _copies(inputs: Iterable[Tensor]) -> int:
 
 def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: float) -> None:
     calls = {name: _rotating(case.implementations[name], copies) for name in rows}
-    once = {name: max(samples) for name, samples in interleave(calls, 2).items()}
-    repeats = max(1, min(1000, int(2e-3 / min(once.values()))))
-    rounds = max(5, min(50, int(budget / (repeats * sum(once.values())))))
+    once = {name: samples[-1] for name, samples in interleave(calls, 2).items()}
+    repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
+    rounds = max(5, min(50, int(budget / sum(repeats[name] * once[name] for name in calls))))
     for name, samples in interleave(calls, rounds, repeats=repeats).items():
         rows[name].samples = samples
-        rows[name].info |= {"repeats": repeats, "gflops": rows[name].info["flops"] / statistics.median(samples) / 1e9}
+        rows[name].info |= {"repeats": repeats[name], "gflops": rows[name].info["flops"] / statistics.median(samples) / 1e9}
     if case.baseline in rows:
         for row in rows.values():
             row.info |= ratio(row.samples, rows[case.baseline].samples) | {"baseline": case.baseline}

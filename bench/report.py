@@ -14,7 +14,7 @@ def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
     """One block a group: time, its spread, ratio, memory beyond the results, speed, error."""
     for group, rows in groups.items():
         yield ""
-        yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>17}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
+        yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
         for name, row in rows.items():
             yield f"  {name:<62}{f'-- {row.problem}' if row.problem else _figures(row)}"
 
@@ -22,7 +22,7 @@ def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
 def _figures(row: Row) -> str:
     info, median = row.info, statistics.median(row.samples)
     low, _, high = statistics.quantiles(row.samples, n=4, method="inclusive")
-    within = "[{:.2f}, {:.2f}]".format(*info["ratio_quartiles"]) if "ratio" in info else ""
-    ratio = f"{info['ratio']:.2f} {within}" if "ratio" in info else "--"
+    within = "[{:.3g}, {:.3g}]".format(*info["ratio_quartiles"]) if "ratio" in info else ""
+    ratio = f"{info['ratio']:.3g} {within}" if "ratio" in info else "--"
     memory = f"+{(info['extra_memory'] - info['result_memory']) / 2**20:.1f} MiB"
-    return f"{readable(median):>10}{(high - low) / median:>8.0%}{ratio:>17}{memory:>12}{info['gflops']:>9.1f}{info['error']:>9.0e}"
+    return f"{readable(median):>10}{(high - low) / median:>8.0%}{ratio:>24}{memory:>12}{info['gflops']:>9.1f}{info['error']:>9.0e}"

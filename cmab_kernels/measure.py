@@ -35,11 +35,13 @@ class Peak(NamedTuple):
     """Of the tensors that it returned, which no implementation can do without."""
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu", repeats: int = 1) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu", repeats: Mapping[str, int] | None = None
+) -> dict[str, list[float]]:
     """Seconds of each call, `rounds` samples: all take turns within a round, and take turns in going first.
 
-    So a change of clock frequency, or a neighbour on the machine, meets all of them. A sample is the mean of `repeats` calls in a row. The
-    first calls count too: make one of each before.
+    So a change of clock frequency, or a neighbour on the machine, meets all of them. A sample is the mean of `repeats[name]` calls in a row
+    (default: of one). The first calls count too: make one of each before.
 
     >>> samples = cmab_kernels.measure.interleave({"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}, rounds=3)
     >>> {name: len(seconds) for name, seconds in samples.items()}
@@ -49,7 +51,7 @@ def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, device: str 
     order = list(calls)
     for _ in range(rounds):
         for name in order:
-            samples[name].append(seconds(calls[name], device, repeats))
+            samples[name].append(seconds(calls[name], device, (repeats or {}).get(name, 1)))
         order = order[1:] + order[:1]
     return samples
 
@@ -93,11 +95,11 @@ def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[An
     if torch.device(device).type == "cuda":
         _hold_results(prepare(*warm_up))
         return _gpu_peak(prepare(*arguments))
-    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
     if sys.platform != "win32":
-        context.set_forkserver_preload(["torch", "cmab_kernels"])  # type: ignore[attr-defined]  # imported once, before the children split off
+        context.set_forkserver_preload(["torch", "cmab_kernels"])  # imported once, before the children split off
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))  # type: ignore[attr-defined]
+    child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))
     child.start()
     sender.close()
     try:

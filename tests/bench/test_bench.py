@@ -59,6 +59,9 @@ def test_calls_take_turns_and_take_turns_in_going_first():
     samples = interleave({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3)
     assert "".join(order) == "abc" + "bca" + "cab"
     assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    order.clear()
+    interleave({name: lambda name=name: order.append(name) for name in "ab"}, rounds=2, repeats={"b": 2})
+    assert "".join(order) == "abb" + "bba"
 
 
 def test_a_sample_is_the_mean_of_its_repeats():
