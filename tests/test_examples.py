@@ -33,7 +33,7 @@ def test_swap_attention() -> None:
 
 def test_stream_to_cmab() -> None:
     text = printed("stream_to_cmab")
-    states, grown, history = (numbers(rf"([\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)"))
+    states, grown, history = (numbers(rf"(-?[\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)"))
     assert len(states) == len(grown) == len(history) == 5
     assert len(set(states)) == 1
     assert grown[-1] < history[-1] / 3

@@ -213,6 +213,10 @@ def test_removal_forgets() -> None:
     close((result, state), tuple(module.update(inputs[:, 9:], latents, module.init_state(BATCH))), 1e-8)
     assert reliable.shape == (BATCH, HEADS, BLOCK)
     assert reliable.all()
+    ignore = (torch.arange(9) < 3).expand(BATCH, 9)
+    left = module.remove(inputs[:, :9], latents, seen, key_padding_mask=ignore).state
+    stayed = torch.cat([inputs[:, :3], inputs[:, 9:]], 1)
+    close(left, module.update(stayed, latents, module.init_state(BATCH)).state, 1e-8)
     nothing = module.remove(inputs, latents, seen)
     assert not nothing.reliable.any()
 
