@@ -208,7 +208,7 @@ class Bf16Backward {
     }
   }
 
-  // What 16 queries contribute to P and dS.
+  // What 16 queries contribute to P and dS. P is at most 1; rounding of logits as large as 1e20 must not exceed it.
   struct Queries {
     __m512 high, low, delta;
 
@@ -218,7 +218,8 @@ class Bf16Backward {
           delta(_mm512_loadu_ps(packed.delta + lane)) {}
 
     __m512 weight(const float* score, __m512 factor) const {
-      return exp2_lanes(_mm512_sub_ps(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, high), low));
+      const __m512 logarithm = _mm512_sub_ps(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, high), low);
+      return exp2_lanes(_mm512_min_ps(_mm512_setzero_ps(), logarithm));  // a NaN stays
     }
     __m512 dscore(__m512 weight, const float* dweight) const {
       return _mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(dweight), delta));

@@ -27,7 +27,7 @@ class Bf16Forward {
   static int64_t value_pairs(const Shape& shape) { return (shape.value_width + 1) / 2; }
   static int64_t value_rows(const Shape& shape) { return round_up(shape.value_width, Engine::kRowStep); }
 
-  // A partial state: for each query the largest logit (base 2), the sum of the weights, the sum of the weights as
+  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as
   // rounded for the product, and O' of [value_rows][lanes].
   struct State {
     float *top, *sum, *rounded_sum, *acc;
@@ -121,7 +121,8 @@ class Bf16Forward {
     columns_to_rows(scratch.value, kTileKeys, pairs, value_rows(shape), scratch.value_transposed);
   }
 
-  // Turns scores of 16 queries into weights relative to each query's largest logit so far.
+  // Turns scores of 16 queries into weights relative to each query's largest score so far. The difference of two
+  // scores comes before the factor: exactly 0 for the largest, however large, and never positive.
   static void weigh(const Shape& shape, const Scratch& scratch, int64_t column, int64_t tile, uint64_t present,
                     const State& state, int64_t lane, int64_t lanes) {
     float* scores = scratch.scores + column;
@@ -129,14 +130,13 @@ class Bf16Forward {
       _mm512_storeu_ps(scores + __builtin_ctzll(absent) * kLanes, _mm512_set1_ps(-__builtin_inff()));
     }
     const __m512 factor = _mm512_set1_ps(score_factor(shape) * kLog2e);
-    const __m512 top = _mm512_mul_ps(largest(scores, tile), factor);
-    const __m512 reference = raise_top(top, state, lane, value_rows(shape), lanes);
+    const __m512 reference = raise_top(largest(scores, tile), factor, state, lane, value_rows(shape), lanes);
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     __m512 sum = _mm512_setzero_ps(), rounded_sum = _mm512_setzero_ps();
     Pair* weights = scratch.weights + column;
     for (int64_t k = 0; k < tile; k += 2, scores += 2 * kLanes, weights += kLanes) {
-      const __m512 even = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(scores), factor, reference));
-      const __m512 odd = exp2_lanes(_mm512_fmsub_ps(_mm512_loadu_ps(scores + kLanes), factor, reference));
+      const __m512 even = exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores), reference), factor));
+      const __m512 odd = exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + kLanes), reference), factor));
       const __m512i pair = pair_weights(even, odd);
       sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
       rounded_sum = _mm512_dpbf16_ps(rounded_sum, (__m512bh)pair, ones);
@@ -157,9 +157,9 @@ class Bf16Forward {
     return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
   }
 
-  // Raises each query's largest logit to `top`, and scales what was summed against the old one. The result is what to
-  // subtract: 0 where every logit so far is -infinity, so that those weights become 0 and not NaN.
-  static __m512 raise_top(__m512 top, const State& state, int64_t lane, int64_t rows, int64_t lanes) {
+  // Raises each query's largest score to `top`, and scales what was summed against the old one. The result is what to
+  // subtract: 0 where every score so far is -infinity, so that those weights become 0 and not NaN.
+  static __m512 raise_top(__m512 top, __m512 factor, const State& state, int64_t lane, int64_t rows, int64_t lanes) {
     const __m512 old = _mm512_loadu_ps(state.top + lane);
     top = _mm512_max_ps(top, old);
     const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
@@ -168,7 +168,8 @@ class Bf16Forward {
     if (moved == 0) return reference;
     _mm512_storeu_ps(state.top + lane, top);
     const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 shrink = _mm512_mask_mov_ps(one, moved, exp2_lanes(_mm512_sub_ps(old, reference)));
+    const __m512 shrink =
+        _mm512_mask_mov_ps(one, moved, exp2_lanes(_mm512_mul_ps(_mm512_sub_ps(old, reference), factor)));
     scale_lanes(state.sum + lane, 1, lanes, shrink);
     scale_lanes(state.rounded_sum + lane, 1, lanes, shrink);
     scale_lanes(state.acc + lane, rows, lanes, shrink);
@@ -189,9 +190,10 @@ class Bf16Forward {
   static void read(const Shape& shape, int rows, const void* workspace, double* reference, double* sum, double* acc) {
     const State state(shape, rows, workspace);
     const int64_t lanes = lanes_of(rows);
+    const double factor = static_cast<double>(score_factor(shape) * kLog2e);
     for (int row = 0; row < rows; ++row) {
       const bool empty = state.top[row] == -__builtin_inff();
-      reference[row] = state.top[row];
+      reference[row] = empty ? -__builtin_inf() : factor * state.top[row];
       sum[row] = state.sum[row];
       // The mean is taken with the weights as they were multiplied; the sum of the state is the exact one.
       const double correction = empty ? 0.0 : sum[row] / state.rounded_sum[row];

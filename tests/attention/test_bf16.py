@@ -124,7 +124,23 @@ def test_large_logits(engine: str, size: float) -> None:
     state = _state(*inputs, scale=1.0)
     expected, lse = oracle(*(t.detach() for t in inputs), scale=1.0)
     assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * size
-    assert not any(g.isnan().any() for g in torch.autograd.grad(state.out.sum(), inputs))
+
+
+@pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e9, -1e9, 1e38, -1e38])
+@pytest.mark.parametrize("among", [False, True])
+def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
+    """Every key at the logit, or one among keys at 0: the rounding of a large logit is no weight."""
+    k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
+    k[:, :, 33] = logit
+    inputs = [t.bfloat16().requires_grad_() for t in (torch.ones(1, 1, 2, 1), k, torch.randn(1, 1, 70, 3))]
+    state = _state(*inputs, scale=1.0)
+    expected, lse = oracle(*(t.detach() for t in inputs), scale=1.0)
+    assert row_error(state.out, expected).max() < 0.004
+    assert (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * abs(logit)
+    dquery, *others = torch.autograd.grad(tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse)))
+    assert not any(g.isnan().any() for g in others)
+    if among or abs(logit) < 1e38:  # else log 70 is beneath lse's last bit, every P is 1, and the sum of dS K overflows
+        assert not dquery.isnan().any()
 
 
 # ---- Exact where everything is representable: which keys take part
