@@ -121,9 +121,10 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     own_wanted = (None,) * 3 if own is None else torch.autograd.grad(_reference(given, wide)[0], wide, dout.double())
     score = largest_score(*given.leaves[:2], given.mask, given.cu_seqlens)
     dtype = leaves[0].dtype
-    shares = {"out": _share(row_error(state.out, expected[0]), bound(dtype, score, 0.0 if own is None else row_error(own, expected[0])))}
+    error = row_error(state.out, expected[0]).masked_fill(state.out.isnan().any(-1), math.inf)
+    shares = {"out": _share(error, bound(dtype, score, 0.0 if own is None else row_error(own, expected[0])))}
     eps = torch.finfo(state.out.dtype).eps
-    shares["lse"] = float((state.lse - expected[1]).nan_to_num(posinf=math.inf).abs().max()) / (8 * eps * (score + 4))
+    shares["lse"] = _share((state.lse - expected[1]).abs().masked_fill(state.lse == expected[1], 0.0), torch.tensor(8 * eps * (score + 4)))
     terms = _terms(given, wide, dout, dlse, expected)
     for name, ours, right, other, other_right, term in zip("qkv", grads, wanted, own_grads, own_wanted, terms, strict=True):
         size = torch.maximum(right.norm(dim=-1), 0.05 * term).clamp(min=max(1e-30 * float(term.max()), 1e-300))

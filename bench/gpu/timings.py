@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -64,7 +65,8 @@ def implementations(dtype: str) -> dict[str, Callable[[], Attention]]:
 
 def measured_rates(device: str) -> Rates:
     """Copy bandwidth and matrix rates of this card on random data; exponentials from its clock."""
-    gpu = torch.cuda.get_device_properties(device)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    clock = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["sm_clock_rate"] * 1e3
     source = torch.randn(2**28, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / _seconds([lambda: target.copy_(source)])
@@ -73,7 +75,7 @@ def measured_rates(device: str) -> Rates:
         a, b = (torch.randn(8192, 8192, device=device, dtype=dtype) for _ in range(2))
         with _tf32(name == "tf32"):
             matrix[name] = 2 * 8192**3 / _seconds([lambda a=a, b=b: a @ b])
-    return Rates(EXPONENTIALS_PER_CLOCK * gpu.multi_processor_count * gpu.clock_rate * 1e3, copy, matrix)
+    return Rates(EXPONENTIALS_PER_CLOCK * multiprocessors * clock, copy, matrix)
 
 
 class _tf32:

@@ -91,11 +91,12 @@ class Case:
         )
 
     def check(self, tolerance: float) -> None:
-        """Every row within `tolerance` of its own size; lse as that; a gradient's row also of its tensor's median row, as rows may cancel."""
+        """Every row within `tolerance` of its size; lse likewise; a gradient's row of its tensor's median row too, as rows may cancel."""
         (out, lse), grads = self.expected()
-        assert (row_error(self.out, out) <= tolerance).all(), "out"
+        assert not self.out.isnan().any() and (row_error(self.out, out) <= tolerance).all(), "out"
         assert torch.equal(self.lse == -math.inf, lse == -math.inf) and self.lse.dtype == torch.float64
-        assert ((self.lse - lse).nan_to_num().abs() <= tolerance * (1 + lse.nan_to_num(neginf=0).abs())).all(), "lse"
+        some = lse > -math.inf
+        assert ((self.lse - lse)[some].abs() <= tolerance * (1 + lse[some].abs())).all(), "lse"
         for name, need, ours, right, like in zip("qkv", self.needs, self.grads, grads, self.inputs, strict=True):
             if not need:
                 assert ours.shape == (0,)
@@ -133,16 +134,19 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3}
         (128, 65, 16, 16),
         (3, 63, 100, 7),
         (2, 40, 256, 129),
-        (16, 1100, 16, 8),
-        (33, 2100, 8, 16),
     ],
 )
 def test_shapes(dtype: torch.dtype, latents: int, keys: int, width: int, value_width: int) -> None:
-    """Ragged tiles of queries and keys, one run and several, odd widths."""
-    Case(*_inputs(2 if keys < 1000 else 1, 2, latents, keys, width, value_width, dtype)).check(TOLERANCE[dtype])
+    """Ragged tiles of queries and keys, odd widths."""
+    Case(*_inputs(2, 2, latents, keys, width, value_width, dtype)).check(TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("latents, keys", [(129, 70), (300, 200)])
+@pytest.mark.parametrize("dtype, keys", [(torch.float64, 2100), (torch.float32, 1025), (torch.float16, 1100)])
+def test_several_runs(dtype: torch.dtype, keys: int) -> None:
+    Case(*_inputs(1, 2, 5, keys, 16, 8, dtype)).check(TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])
 def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
 
@@ -150,7 +154,7 @@ def test_several_blocks_of_queries(latents: int, keys: int) -> None:
 @pytest.mark.parametrize("masked", [slice(0, 64), slice(64, 128), slice(1024, 1100), slice(1, None), slice(None)])
 def test_masks_hide_nan(masked: slice) -> None:
     """A first, middle and last tile, a whole run, all keys but one, all keys, none."""
-    q, k, v = _inputs(2, 2, 5, 1100, 8, 4, torch.float64)
+    q, k, v = _inputs(2, 1, 5, 1100, 8, 4, torch.float64)
     mask = torch.zeros(2, 1100, dtype=torch.bool)
     mask[1, masked] = True
     k[1, :, masked], v[1, :, masked] = math.nan, math.inf
@@ -191,8 +195,7 @@ def test_wrong_offsets_read_nothing_out_of_bounds() -> None:
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("keys", [0, 50, 1100])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])
 def test_states(keys: int, packed: bool) -> None:
     """Merged with a state of any strides, some rows of which, and then all, are empty."""
     q, k, v = _inputs(1, 2, 5, keys, 8, 6, torch.float64)
@@ -210,7 +213,7 @@ def test_states(keys: int, packed: bool) -> None:
 @pytest.mark.parametrize("latents", [5, 129])
 def test_needs(latents: int) -> None:
     """What is not needed is not computed, and the rest has the same bits; one block of queries and several."""
-    inputs = _inputs(1, 1, latents, 70, 8, 12, torch.float32)
+    inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
     for needs in itertools.product((False, True), repeat=3):
         grads = kernels.attention_backward(whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, whole.scale, needs)
@@ -226,16 +229,16 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("latents, keys, width, value_width", [(5, 1500, 16, 16), (33, 197, 8, 24)])
+@pytest.mark.parametrize("latents, keys, width, value_width", [(2, 1100, 16, 16), (17, 197, 8, 24)])
 def test_accuracy(law: str, latents: int, keys: int, width: int, value_width: int) -> None:
     """float32 within the bounds of every other implementation."""
-    q, k, v = (LAWS[law](2, 2, n, w) for n, w in ((latents, width), (keys, width), (keys, value_width)))
-    case = Case(q, k, v, cotangents=(torch.randn(2, 2, latents, value_width), torch.zeros(2, 2, latents).double()))
+    q, k, v = (LAWS[law](1, 2, n, w) for n, w in ((latents, width), (keys, width), (keys, value_width)))
+    case = Case(q, k, v, cotangents=(torch.randn(1, 2, latents, value_width), torch.zeros(1, 2, latents).double()))
     (out, lse), grads = case.expected()
     leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(*leaves)
     score = largest_score(q, k)
-    assert (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
+    assert not case.out.isnan().any() and (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
     assert (case.lse - lse).abs().max() <= 8 * torch.finfo(torch.float32).eps * (score + 4)
     own = torch.autograd.grad(theirs, leaves, case.dout)
     terms = gradient_terms(case.dout.double(), *(t.double() for t in (q, k, v)), out, lse)
@@ -254,14 +257,14 @@ def test_extreme_logits(logit: float, among: bool) -> None:
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
     case = Case(q, k, v, scale=1.0)
     expected, lse = oracle(q, k, v, scale=1.0)
-    assert row_error(case.out, expected).max() < 1e-5
+    assert not case.out.isnan().any() and row_error(case.out, expected).max() < 1e-5
     assert ((case.lse == lse) | ((case.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))).all()
     if math.isfinite(logit):
         assert not any(grad.isnan().any() for grad in case.grads)
 
 
 def test_small_weights_in_float16() -> None:
-    """A thousand keys of weight 1e-7 beside one of weight 1: below float16's smallest numbers, and a tenth of a thousandth of the result."""
+    """Two thousand keys of weight 1e-7 beside one of weight 1: about the smallest number of float16, and all of the result."""
     k = torch.zeros(1, 1, 2000, 1, dtype=torch.float16)
     k[:, :, 0] = 16.0
     v = torch.full((1, 1, 2000, 1), 1000.0, dtype=torch.float16)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Gradients in one pass over the keys, without atomics: a tile of keys stores its own, the queries' are summed run by run.
 
 With P = exp(S - lse), recomputed tile by tile:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """The state (out, lse) of each run of keys, and their merge."""
 
 import math
@@ -30,8 +31,8 @@ def _absorb(
 ):
     """The running maximum, sum and weighted values with one tile more; scale and maximum meet the scores in one multiply-add.
 
-    The product with the scale is rounded in the maximum and not in that instruction. The sum makes up for it, unless a score is LARGE and so
-    is the difference: there distinct scores are so far apart that a coarser scale does, and a power of two leaves nothing to round.
+    The product with the scale is rounded in the maximum and not in that instruction. The sum makes up for it, unless a score is LARGE and
+    so is the difference: there distinct scores are so far apart that a coarser scale does, and a power of two leaves nothing to round.
     """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
@@ -137,7 +138,7 @@ def _merge(
     CHUNK: tl.constexpr,
     BISECT: tl.constexpr,
 ):
-    """The runs of one row and the incoming state in one state. MOST and CHUNK, and with them the order of the sums, follow from L alone."""
+    """The runs of one row and the incoming state in one state. The sums' order hangs on MOST and CHUNK, and these on L and E alone."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     _, H, L, N = sizes
@@ -234,7 +235,7 @@ def attention_forward(
             cut=(cut.runs, cut.most_runs),
             E=E,
             MOST=most,
-            CHUNK=min(most, 32),
+            CHUNK=min(most, max(2048 // triton.next_power_of_2(E), 8)),
             BISECT=cut.bisect,
             num_warps=4,
         )

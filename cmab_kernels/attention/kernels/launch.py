@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 256
-SHARED = 163 * 1024
-"""Shared memory of a block on the A100: the tiles below want as much."""
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities with 99 KiB in a block (CUDA C++ Programming Guide, technical specifications)."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -26,11 +26,11 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
-    gpu = torch.cuda.get_device_properties(query.device)
-    if (gpu.major, gpu.minor) < (8, 0):
-        return f"it needs compute capability 8.0, and the GPU has {gpu.major}.{gpu.minor}"
-    if gpu.shared_memory_per_block_optin < SHARED:
-        return f"it needs {SHARED} bytes of shared memory in a block, and the GPU has {gpu.shared_memory_per_block_optin}"
+    major, minor = torch.cuda.get_device_capability(query.device)
+    if major < 8:
+        return f"it needs compute capability 8.0, and the GPU has {major}.{minor}"
+    if (major, minor) in LITTLE_SHARED_MEMORY:
+        return f"its tiles need 163 KiB of shared memory in a block, and GPUs of compute capability {major}.{minor} have 99"
     return None
 
 
@@ -51,16 +51,16 @@ class Products(NamedTuple):
         return "ieee" if triton.knobs.runtime.interpret else self.precision
 
 
-def forward_products(dtype: torch.dtype, width: int) -> Products:
+def forward_products(dtype: torch.dtype, width: int, widest_in_parts: int = 64) -> Products:
     """float32 in six products of bfloat16 parts, as good, where these fit in registers; in one of tf32 where torch is allowed that."""
     if dtype != torch.float32:
         return Products(dtype, "ieee")
-    return Products(dtype, "tf32" if _allows_tf32() else "bf16x6" if width <= 64 else "ieee")
+    return Products(dtype, "tf32" if _allows_tf32() else "bf16x6" if width <= widest_in_parts else "ieee")
 
 
 def backward_products(dtype: torch.dtype, width: int) -> Products:
     """float16 cannot hold the slopes of 1e6 keys, or of a scaled loss: tf32 has its 11 bits, and the exponents of float32."""
-    return Products(torch.float32, "tf32") if dtype == torch.float16 else forward_products(dtype, width)
+    return Products(torch.float32, "tf32") if dtype == torch.float16 else forward_products(dtype, width, widest_in_parts=32)
 
 
 def _allows_tf32() -> bool:
@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
         return self._replace(BLOCK_L=min(self.BLOCK_L, max(triton.next_power_of_2(queries), 16)))
 
 
-# By precision and widest head: the largest tiles that fit in registers and shared memory, as the compiled code says (tests/attention/test_cubin.py).
+# By precision and widest head: the largest tiles that fit in registers and shared memory, as tests/attention/test_cubin.py sees it.
 # Lengths play no part, but that a block is no larger than the queries need.
 _HALF, _DOUBLE = "half", "double"
 _FORWARD = {
@@ -93,14 +93,14 @@ _FORWARD = {
 _BACKWARD = {
     _HALF: {128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
-    "bf16x6": {16: Tiles(128, 32, 8, 2), 32: Tiles(128, 16, 8, 2), 64: Tiles(128, 32, 8, 2)},
+    "bf16x6": {16: Tiles(128, 32, 8, 2), 32: Tiles(128, 16, 8, 2)},
     "ieee": {128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
     _DOUBLE: {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
 _BACKWARD_KEYS = {
     _HALF: {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
     "tf32": {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
-    "bf16x6": {16: Tiles(64, 32, 8, 1), 32: Tiles(32, 32, 8, 1), 64: Tiles(16, 32, 8, 1)},
+    "bf16x6": {16: Tiles(64, 32, 8, 1), 32: Tiles(32, 32, 8, 1)},
     "ieee": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
     _DOUBLE: {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }

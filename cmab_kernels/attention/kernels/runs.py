@@ -1,12 +1,13 @@
+# mypy: disable-error-code="no-untyped-def"
 """How the keys are shared out.
 
-A set of n keys is cut into runs of `run_length(n)` keys. A program takes one run of one head against one block of queries, and leaves a state, or
-a share of the query's gradient; these are added up run by run. The runs depend on n and the number of queries alone, so that a set gives the
-same bits alone, in a batch, and packed among others.
+A set of n keys is cut into runs of `run_length(n)` keys. A program takes one run of one head against one block of queries, and leaves a
+state, or a share of the query's gradient; these are added up run by run. The runs depend on n and the number of queries alone: a set gives
+the same bits alone, in a batch, and packed among others.
 
-Run r of set b is kept in slot `b * runs + r`. Packed sets (`cu_seqlens`) are mostly far shorter than all keys together, which is the only length
-that the host knows: where it takes less room they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is shorter than
-GRAIN keys, so slots of different sets do not meet, and a program finds its set by bisection.
+Run r of set b is kept in slot `b * runs + r`. Packed sets (`cu_seqlens`) are mostly far shorter than all keys together, which is the only
+length that the host knows: where it takes less room they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is
+shorter than GRAIN keys, so slots of different sets do not meet, and a program finds its set by bisection.
 """
 
 from typing import NamedTuple

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Loads of any strides and offsets, and matrix products."""
 
 import triton
