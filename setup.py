@@ -44,7 +44,8 @@ def ninja_file(target: Path, folder: Path, compiler: str) -> str:
     objects = {s: folder / f"{s.relative_to(ROOT)}.o" for s in sources()}
     return "\n".join(
         [
-            f"rule cpp\n  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+            "rule cpp\n  deps = gcc\n  depfile = $out.d",
+            f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
             f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
             *(f"build {o}: cpp {s}\n  flags = {INSTRUCTION_SETS.get(suffix(s), '')}" for s, o in objects.items()),
             f"build {target}: link {' '.join(map(str, objects.values()))}\n",

@@ -74,7 +74,7 @@ def attention_backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dquery, dkey, dvalue); an empty tensor where `needs` says no."""
-    gradients = tuple(x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True))
+    gradients = [x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True)]
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
     addresses = (g.data_ptr() if need else 0 for g, need in zip(gradients, needs, strict=True))
@@ -86,4 +86,5 @@ def attention_backward(
         lse.data_ptr(),
         *addresses,
     )
-    return gradients
+    dquery, dkey, dvalue = gradients
+    return dquery, dkey, dvalue

@@ -19,13 +19,15 @@ constexpr int padded_width(int width) {
   return round_up(width, row_bytes<T>(width) / int(sizeof(T)));
 }
 
-// matrix[row][d] * factor by rows of padded_width.
+// rows of padded_width: factor * matrix[row][d].
 template <class T>
 inline void pack_rows(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* to) {
-  const int stride = padded_width<T>(width);
-  for (int row = 0; row < rows; ++row)
-    for (int d = 0; d < stride; ++d)
-      to[row * stride + d] = d < width ? T(element<T>(dtype, matrix, row, d) * factor) : T(0);
+  const int padded = padded_width<T>(width);
+  with_elements<T>(dtype, matrix, [&](const auto* from) {
+    for (int row = 0; row < rows; ++row)
+      copy_row(from + row * matrix.row_stride, matrix.col_stride, width, padded, to + row * padded);
+  });
+  for (int i = 0; i < rows * padded; ++i) to[i] = T(to[i] * factor);
 }
 
 // The parts of a packed block.

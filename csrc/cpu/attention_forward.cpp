@@ -157,22 +157,27 @@ class Forward {
       }
   }
 
-  // Merges the incoming state and the pieces, in their order, and writes the rows of one block.
+  // Merges the pieces, in their order, and the incoming state, and writes the rows of one block.
   void finish(const Group& group, int64_t block, char* scratch) const {
     const int rows = rows_of_block(group, block), width = in_.shape.value_width;
     const int64_t first = group.first_row + block * kernel_.block;
     const Merge merge(in_.shape, kernel_.block, scratch);
-    for (int row = 0; row < rows; ++row) {
-      merge.total[row] = {};
-      std::fill_n(merge.acc + row * width, width, 0.0);
-      if (state_lse_.data) absorb_state(merge, row, group, first + row);
+    if (group.pieces == 0) {
+      std::fill_n(merge.total, rows, Sums<double>());
+      std::fill_n(merge.acc, rows * width, 0.0);
     }
     for (int64_t piece = 0; piece < group.pieces; ++piece) {
-      kernel_.read(in_.shape, rows, state(group, piece, block), merge.reference, merge.sum, merge.part);
-      for (int row = 0; row < rows; ++row)
-        absorb(merge.total[row], merge.acc + row * width, {merge.reference[row] * kLn2, merge.sum[row]},
-               merge.part + row * width, width);
+      double* part = piece == 0 ? merge.acc : merge.part;
+      kernel_.read(in_.shape, rows, state(group, piece, block), merge.reference, merge.sum, part);
+      for (int row = 0; row < rows; ++row) {
+        const Sums<double> sums{merge.reference[row] * kLn2, merge.sum[row]};
+        if (piece == 0)
+          merge.total[row] = sums;
+        else
+          absorb(merge.total[row], merge.acc + row * width, sums, part + row * width, width);
+      }
     }
+    for (int row = 0; state_lse_.data && row < rows; ++row) absorb_state(merge, row, group, first + row);
     const int64_t at = (group.b * in_.heads + group.h) * in_.queries + first;
     for (int row = 0; row < rows; ++row) {
       lse_[at + row] = log_sum(merge.total[row]);

@@ -49,9 +49,13 @@ constexpr int padded_rows(int rows) {
 template <class T>
 inline void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* columns) {
   const int stride = padded_rows<T>(rows);
-  for (int row = 0; row < stride; ++row)
-    for (int d = 0; d < width; ++d)
-      columns[d * stride + row] = row < rows ? T(element<T>(dtype, matrix, row, d) * factor) : T(0);
+  with_elements<T>(dtype, matrix, [&](const auto* from) {
+    for (int row = 0; row < rows; ++row)
+      for (int d = 0; d < width; ++d)
+        columns[d * stride + row] = T(widen(from[row * matrix.row_stride + d * matrix.col_stride]) * factor);
+  });
+  for (int d = 0; d < width; ++d)
+    for (int row = rows; row < stride; ++row) columns[d * stride + row] = 0;
 }
 
 // Rows of `out` += rows of a' b for the columns of one register tile; `rows` is a multiple of 4.

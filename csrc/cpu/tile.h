@@ -36,48 +36,42 @@ struct Tile {
   ptrdiff_t stride;
 };
 
-template <class From, class T>
-CMAB_INLINE void gather(const From* from, const Matrix& matrix, const Present& present, int width, T* to, int stride) {
-  for (int k = 0; k < present.count; ++k) {
-    const From* row = from + present.row[k] * matrix.row_stride;
-    if (matrix.col_stride == 1)
-      for (int d = 0; d < width; ++d) to[k * stride + d] = widen(row[d]);
-    else
-      for (int d = 0; d < width; ++d) to[k * stride + d] = widen(row[d * matrix.col_stride]);
-    for (int d = width; d < stride; ++d) to[k * stride + d] = 0;
+// Calls `function` with the address of the matrix's first element, in its own type. T is the compute type.
+template <class T, class Function>
+CMAB_INLINE auto with_elements(DType dtype, const Matrix& matrix, Function function) {
+  if constexpr (sizeof(T) == 8) {
+    return function(static_cast<const double*>(matrix.data));
+  } else {
+    if (dtype == DType::kFloat32) return function(static_cast<const float*>(matrix.data));
+    if (dtype == DType::kBFloat16) return function(static_cast<const BFloat16*>(matrix.data));
+    return function(static_cast<const Float16*>(matrix.data));
   }
-  for (ptrdiff_t i = ptrdiff_t(present.count) * stride; i < ptrdiff_t(kKeyTile) * stride; ++i) to[i] = 0;
 }
 
-// The rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements, a multiple of 4.
+// A row in the compute type, zero from `width` to `padded`.
+template <class From, class T>
+CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded, T* to) {
+  if (step == 1)
+    for (int d = 0; d < width; ++d) to[d] = widen(from[d]);
+  else
+    for (int d = 0; d < width; ++d) to[d] = widen(from[d * step]);
+  for (int d = width; d < padded; ++d) to[d] = 0;
+}
+
+// The present rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements, a multiple
+// of 4.
 template <class T>
 inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
                          int padded, T* copy) {
-  const int64_t offset = first * matrix.row_stride;
-  if constexpr (sizeof(T) == 8) {
-    const double* from = static_cast<const double*>(matrix.data) + offset;
-    if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
-    gather(from, matrix, present, width, copy, padded);
-  } else if (dtype == DType::kFloat32) {
-    const float* from = static_cast<const float*>(matrix.data) + offset;
-    if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
-    gather(from, matrix, present, width, copy, padded);
-  } else if (dtype == DType::kBFloat16) {
-    gather(static_cast<const BFloat16*>(matrix.data) + offset, matrix, present, width, copy, padded);
-  } else {
-    gather(static_cast<const Float16*>(matrix.data) + offset, matrix, present, width, copy, padded);
-  }
-  return {copy, padded};
-}
-
-// One element of a matrix of any type.
-template <class T>
-CMAB_INLINE T element(DType dtype, const Matrix& m, int64_t row, int64_t col) {
-  const int64_t at = row * m.row_stride + col * m.col_stride;
-  if constexpr (sizeof(T) == 8) return static_cast<const double*>(m.data)[at];
-  if (dtype == DType::kFloat32) return static_cast<const float*>(m.data)[at];
-  if (dtype == DType::kBFloat16) return widen(static_cast<const BFloat16*>(m.data)[at]);
-  return widen(static_cast<const Float16*>(m.data)[at]);
+  return with_elements<T>(dtype, matrix, [&](const auto* data) -> Tile<T> {
+    const auto* from = data + first * matrix.row_stride;
+    if constexpr (std::is_same_v<decltype(from), const T*>)
+      if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
+    for (int k = 0; k < present.count; ++k)
+      copy_row(from + present.row[k] * matrix.row_stride, matrix.col_stride, width, padded, copy + k * padded);
+    for (int i = present.count * padded; i < kKeyTile * padded; ++i) copy[i] = 0;
+    return {copy, padded};
+  });
 }
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -1,4 +1,4 @@
-"""The C++ kernels against the definition in float64: every instruction set of this machine, every type, layout and border of tiles and pieces."""
+"""The C++ kernels against the definition in float64: every instruction set of this machine, every type, layout and border of tiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -51,7 +51,9 @@ def _row_error(ours: Tensor, right: Tensor, floor: float = 1e-2) -> float:
     return float(difference.max()) if not difference.isnan().any() else math.inf
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu: Tensor | None = None, scale: float | None = None) -> None:
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu: Tensor | None = None, scale: float | None = None
+) -> None:
     """Forward and backward against the definition in float64, row by row."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tolerance = TOLERANCE[query.dtype]
@@ -61,7 +63,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     assert out.dtype == state_dtype(query.dtype) and lse.dtype == torch.float64 and out.is_contiguous()
     assert _row_error(out, right_out) <= tolerance
     assert torch.equal(lse.isinf(), right_lse.isinf())
-    assert _row_error(torch.where(lse.isinf(), 0.0, lse.exp())[..., None], torch.where(right_lse.isinf(), 0.0, right_lse.exp())[..., None]) <= tolerance
+    assert (
+        _row_error(torch.where(lse.isinf(), 0.0, lse.exp())[..., None], torch.where(right_lse.isinf(), 0.0, right_lse.exp())[..., None])
+        <= tolerance
+    )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     ours = native.attention_backward(dout, dlse, query, key, value, mask, cu, out, lse, scale, ALL)
     right = attention_backward_reference(dout.double(), dlse, *wide, mask, cu, right_out, right_lse, scale)
@@ -71,7 +76,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width, value_width", [(1, 1), (2, 3), (5, 8), (8, 8), (12, 7), (16, 16), (17, 33), (64, 64), (100, 40), (255, 256), (256, 129)])
+@pytest.mark.parametrize(
+    "width, value_width", [(1, 1), (2, 3), (5, 8), (8, 8), (12, 7), (16, 16), (17, 33), (64, 64), (100, 40), (255, 256), (256, 129)]
+)
 def test_widths(isa: str, dtype: torch.dtype, width: int, value_width: int) -> None:
     if dtype == torch.bfloat16 and isa == "avx512bf16":
         pytest.skip("kernels of their own: test_bf16.py")
@@ -125,7 +132,14 @@ def test_expanded_operands(isa: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(spread, dense, strict=True))
 
 
-MASKED = {"first tile": slice(0, 64), "middle tiles": slice(64, 192), "last tile": slice(192, 230), "all but one": slice(1, None), "all": slice(None), "none": slice(0, 0)}
+MASKED = {
+    "first tile": slice(0, 64),
+    "middle tiles": slice(64, 192),
+    "last tile": slice(192, 230),
+    "all but one": slice(1, None),
+    "all": slice(None),
+    "none": slice(0, 0),
+}
 
 
 @pytest.mark.parametrize("where", MASKED)
@@ -151,7 +165,7 @@ def test_packed_sets(isa: str, sizes: list[int], kind: torch.dtype) -> None:
     _, key, value = _case(1, 2, 0, int(offsets[-1]), 8, 8, torch.float64)
     _check(query, key, value, None, offsets.to(kind))
     _check(query, key, value, torch.rand(1, key.shape[2]) < 0.5, offsets.to(kind))
-    for i, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(offsets)):
         alone = _everything(query[i : i + 1], key[:, :, start:stop], value[:, :, start:stop])[:2]
         packed = native.attention_forward(query, key, value, None, offsets.to(kind), None, None, 8**-0.5)
         assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(alone, packed, strict=True))
@@ -179,7 +193,9 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
         assert torch.equal(both[0], first[0]) and torch.equal(both[1], first[1])
     empty = torch.zeros_like(first[0]), torch.full_like(first[1], -math.inf)
     merged = native.attention_forward(query, key, value, None, None, *empty, 0.3)
-    assert all(torch.equal(a, b) for a, b in zip(merged, native.attention_forward(query, key, value, None, None, None, None, 0.3), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(merged, native.attention_forward(query, key, value, None, None, None, None, 0.3), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -242,7 +258,9 @@ def test_rows_without_a_key_contribute_nothing(isa: str) -> None:
     query, key, value = _case(1, 1, 20, 100, 8, 8, torch.float64)
     out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    right = native.attention_backward(dout[:, :, 1:], dlse[:, :, 1:], query[:, :, 1:], key, value, None, None, out[:, :, 1:], lse[:, :, 1:], 1.0, ALL)
+    right = native.attention_backward(
+        dout[:, :, 1:], dlse[:, :, 1:], query[:, :, 1:], key, value, None, None, out[:, :, 1:], lse[:, :, 1:], 1.0, ALL
+    )
     lse[:, :, 0], out[:, :, 0], dout[:, :, 0], dlse[:, :, 0] = -math.inf, 0.0, math.nan, math.nan
     dquery, dkey, dvalue = native.attention_backward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL)
     assert (dquery[:, :, 0] == 0).all() and torch.equal(dquery[:, :, 1:], right[0])
@@ -300,7 +318,9 @@ def test_offsets_beyond_32_bits() -> None:
         memory = torch.frombuffer(mmap.mmap(sparse.fileno(), 0), dtype=torch.float32)
         far = memory.as_strided((1, 1, 2, 2), (0, 0, 2**31, 1))
         far.copy_(torch.randn(1, 1, 2, 2))
-        assert all(torch.equal(a, b) for a, b in zip(_everything(query, far, far), _everything(query, far.clone(), far.clone()), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(_everything(query, far, far), _everything(query, far.clone(), far.clone()), strict=True)
+        )
         del memory, far
 
 
