@@ -1,7 +1,7 @@
 """What the launches of a call compile to, for GPUs that need not be at hand.
 
-`record(call)` keeps the launches of a call on CPU tensors instead of running them, and `compiled(launch, capability)` compiles one as the launcher
-would have, with the same specialisation of its arguments, and reads the figures of the machine code.
+`record(call)` keeps the launches of a call on CPU tensors instead of running them, and `compiled(launch, capability)` compiles one as the
+launcher would have, with the same specialisation of its arguments, and reads the figures of the machine code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLS = 0.005
-"""Instructions to local memory that are none of our business, as a share: ptxas parks a few values there to fit one block more on a processor."""
+"""The share of instructions to local memory that is let pass: ptxas parks a few values there to fit one block more on a processor."""
 
 _TOOLS = Path(nvidia.__file__).parent / "bin"
 
@@ -55,8 +55,9 @@ class Figures(NamedTuple):
     def __str__(self) -> str:
         matrix = next((name for name in ("UTCHMMA", "UTCQMMA", "HGMMA", "HMMA", "DMMA") if self.count(name)), "none")
         return (
-            f"{self.kernel:14} sm_{self.capability:<4} registers {self.registers:3}  shared {self.shared / 1024:5.1f} KiB  local {self.local:3}  "
-            f"matrix {self.matrix:3} ({matrix})  ex2 {self.count('MUFU.EX2'):3}  ffma {self.count('FFMA'):4}  all {self.instructions.total()}"
+            f"{self.kernel:14} sm_{self.capability:<4} registers {self.registers:3}  shared {self.shared / 1024:5.1f} KiB  "
+            f"local {self.local:3}  matrix {self.matrix:3} ({matrix})  ex2 {self.count('MUFU.EX2'):3}  ffma {self.count('FFMA'):4}  "
+            f"all {self.instructions.total()}"
         )
 
 

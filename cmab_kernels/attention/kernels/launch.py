@@ -84,7 +84,7 @@ class Tiles(NamedTuple):
 # Lengths play no part, but that a block is no larger than the queries need.
 _HALF, _DOUBLE = "half", "double"
 _FORWARD = {
-    _HALF: {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 8, 2)},
+    _HALF: {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
     "bf16x6": {64: Tiles(128, 32, 8, 2)},
     "ieee": {128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
@@ -94,7 +94,7 @@ _BACKWARD = {
     _HALF: {128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "bf16x6": {16: Tiles(128, 32, 8, 2), 32: Tiles(128, 16, 8, 2)},
-    "ieee": {128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    "ieee": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
     _DOUBLE: {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
 _BACKWARD_KEYS = {
