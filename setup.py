@@ -81,9 +81,13 @@ class NinjaBuild(build_ext):
         folder = Path(self.build_temp).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(target, folder, compiler))
-        subprocess.run([Path(BIN_DIR) / "ninja", "-C", folder], check=True)
+        build = subprocess.run([Path(BIN_DIR) / "ninja", "-C", folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(build.stdout)
+        if build.returncode:
+            reason = next((line for line in build.stdout.splitlines() if "error:" in line or "not found" in line), "see the build's output")
+            raise OSError(f"{compiler} failed: {reason.strip()}")
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout.splitlines()[0]
-        return {"built": True, "compiler": version, "targets": ["cpu", *sorted(s[1:] for s in map(suffix, sources()) if s)]}
+        return {"built": True, "compiler": version, "targets": ["cpu", *sorted({s[1:] for s in map(suffix, sources()) if s})]}
 
 
 setup(ext_modules=[Extension("cmab_kernels._C", [], optional=WANTED != "1")], cmdclass={"build_ext": NinjaBuild})
