@@ -126,6 +126,22 @@ def test_large_logits(engine: str, size: float) -> None:
     assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * size
 
 
+def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
+    """Weights are divided by the sum of the weights as they were rounded."""
+    q, k, v = _random(1, 2, 20, 8), _random(1, 2, 7, 8), torch.full((1, 2, 7, 3), 0.75).bfloat16()
+    assert (_state(q, k, v).out - 0.75).abs().max() < 1e-6
+
+
+def test_gradients_take_lse_in_two_parts(engine: str) -> None:
+    """At logits of 1e6 a float32 lse is off by 3 %, and with it every weight."""
+    q = torch.stack([torch.linspace(1.0, 1.9, 8), torch.ones(8)], -1)[None, None].bfloat16()
+    k = torch.stack([torch.full((40,), 2.0**20), torch.randint(0, 3, (40,)).float()], -1)[None, None].bfloat16()
+    v = _random(1, 1, 40, 1).requires_grad_()
+    (dvalue,) = torch.autograd.grad(_state(q, k, v, scale=1.0).out.sum(), v)
+    weights = torch.softmax(q.double() @ k.double().mT, -1).sum(2)[..., None]
+    assert ((dvalue.double() - weights).abs() / weights).max() < 0.008
+
+
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e9, -1e9, 1e38, -1e38])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
