@@ -1,4 +1,4 @@
-"""The GPU check as far as a machine without a GPU shows it: its floors, its parity section in Triton's interpreter, its report, its refusal."""
+"""The GPU check as far as a machine without a GPU shows it: floors, parity in the interpreter, report, refusal."""
 
 from __future__ import annotations
 
