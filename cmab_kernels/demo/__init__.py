@@ -117,7 +117,7 @@ def _introduce(device: str, total: int) -> str:
 
 def where(device: str, impl: str) -> str:
     """Machine, torch and implementation, in words."""
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"a CPU, threads: {torch.get_num_threads()}"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"
 
 
