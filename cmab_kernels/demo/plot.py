@@ -37,9 +37,9 @@ def draw(scans: list[Scan], target: Path, where: str) -> None:
         figure, (photo, memory, time) = plt.subplots(1, 3, figsize=(12.5, 4.2), width_ratios=(0.7, 1, 1))
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06)
         height, width = c.photograph().shape[:2]
-        figure.suptitle(
-            f"{c.LATENTS} latents read a photograph: from pixels to latents, in three ways with equal results", x=0.01, ha="left"
-        )
+        difference = max((scan.difference.get("conditioning", 0.0) for scan in scans), default=0.0)
+        title = f"{c.LATENTS} latents read a photograph in three ways, whose results differ by {difference:.0e} at most"
+        figure.suptitle(title, x=0.01, ha="left")
         photo.imshow(c.photograph().numpy())
         photo.set_title(f"{height * width:,} pixels")
         photo.axis("off")
