@@ -36,17 +36,24 @@ ATTENTION: dict[str, Attend] = {
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Attention, and its gradients for `dout`, in float64 by autograd over few queries at a time."""
-    query, key, value = (t.detach().double().requires_grad_(dout is not None) for t in (query, key, value))
-    few = max(1, 2**24 // (key.shape[0] * key.shape[1] * max(1, key.shape[2])))
-    outs = []
-    for start in range(0, query.shape[2], few):
-        out = naive_attention(query[:, :, start : start + few], key, value)
-        if dout is not None:
-            out.backward(dout[:, :, start : start + few].double())
+    """Attention, and its gradients for `dout`, in float64 by autograd: head by head, as the scores are stored."""
+    heads = [
+        _exact_head(*(None if t is None else t[:, head].detach().double() for t in (query, key, value, dout)))
+        for head in range(query.shape[1])
+    ]
+    return tuple(torch.stack(results, dim=1) for results in zip(*heads, strict=True))
+
+
+def _exact_head(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) -> tuple[Tensor, ...]:
+    few = max(1, 2**26 // max(1, key.shape[0] * key.shape[1]))  # queries at a time: 512 MiB of scores
+    if dout is None:
+        return (torch.cat([naive_attention(part, key, value) for part in query.split(few, dim=1)], dim=1),)
+    outs, inputs = [], [t.requires_grad_() for t in (query, key, value)]
+    for part, gradient in zip(query.split(few, dim=1), dout.split(few, dim=1), strict=True):
+        out = naive_attention(part, key, value)
+        out.backward(gradient)
         outs.append(out.detach())
-    grads = () if dout is None else (query.grad, key.grad, value.grad)
-    return torch.cat(outs, dim=2), *grads
+    return torch.cat(outs, dim=1), *(t.grad for t in inputs)
 
 
 class AttentionInputs(NamedTuple):
@@ -113,7 +120,7 @@ class Attention:
         sample = torch.empty(1, self.heads, 1, self.width, dtype=self.dtype)
         reasons = {row.impl: row.reason for row in cmab_kernels.explain("latent_attention", *3 * [sample]) if not row.usable}
         stored = 16 * self._scores() if implementation in ("naive", "reference") else 0
-        return reasons.get(implementation) or lacking_memory(stored + 2**30)
+        return reasons.get(implementation) or lacking_memory(stored + 3 * 2**30)
 
 
 def _forward(attend: Attend) -> Callable[[AttentionInputs], Sequence[Tensor]]:

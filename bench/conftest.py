@@ -71,12 +71,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skipped = [item for item in items if config.option.quick and not _case(item).quick]
-    if skipped:
-        config.hook.pytest_deselected(items=skipped)
-        items[:] = [item for item in items if _case(item).quick]
+    if config.option.quick:
+        config.hook.pytest_deselected(items=[item for item in items if not _matters(item)])
+        items[:] = [item for item in items if _matters(item)]
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=CLOCK, group=str(_case(item))))
+
+
+def _matters(item: pytest.Item) -> bool:
+    """For a quick run: the definition, which is slow, is no peer."""
+    return _case(item).quick and item.callspec.params["implementation"] != "reference"  # type: ignore[attr-defined]
 
 
 def _case(item: pytest.Item) -> Case:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from cmab_kernels import attention_state, demo
 from cmab_kernels.demo import conditioning as c
-from cmab_kernels.measure import peak_memory
+from cmab_kernels.measure import Peak, peak_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 MIB = 2**20
@@ -79,6 +79,14 @@ def test_random_sizes_add_up():
 def test_a_difference_that_is_no_number_is_told():
     assert demo._largest_difference([torch.zeros(2), torch.tensor([1.0, -3.0])]) == 3.0
     assert math.isnan(demo._largest_difference([torch.zeros(2), torch.tensor([1.0, math.nan])]))
+
+
+@pytest.mark.parametrize("wrong", [1.05, math.nan])
+def test_a_wrong_result_is_no_speed(wrong, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(c.CONDITIONING, c.SDPA_NAME, lambda reader, points: reader.multihead(points) * wrong)
+    monkeypatch.setattr(demo, "peak_memory", lambda *_, **__: Peak(0, 0))
+    with pytest.raises(RuntimeError, match="one is wrong"):
+        demo.run(str(tmp_path / "demo.png"), [700])
 
 
 def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):

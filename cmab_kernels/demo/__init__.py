@@ -26,6 +26,9 @@ POINTS_WITHOUT_KERNEL = (10_000, 30_000, 100_000, 300_000)
 TIMING_STEPS = 3
 """What timing a method takes on the progress bar, of what measuring its memory takes."""
 
+WRONG = 1e-2
+"""Difference between results of order one that no rounding explains, be it that of a GPU's tf32."""
+
 SMALL = 8192
 """Pixels of the call that comes before a memory is measured."""
 
@@ -154,6 +157,10 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
     rounds = min(20, max(2, int(SECONDS / (time.perf_counter() - start))))
     if len(results) > 1:
         scan.difference[kind] = _largest_difference(results)
+        if not scan.difference[kind] < WRONG:
+            raise RuntimeError(
+                f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has no speed"
+            )
     samples = interleave(tasks, rounds, device)
     figures |= {name: Figures(statistics.median(samples[name]), peaks[name].extra) for name in fitting}
     bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
