@@ -24,5 +24,5 @@ def _figures(row: Row) -> str:
     low, _, high = statistics.quantiles(row.samples, n=4, method="inclusive")
     within = "[{:.3g}, {:.3g}]".format(*info["ratio_quartiles"]) if "ratio" in info else ""
     ratio = f"{info['ratio']:.3g} {within}" if "ratio" in info else "--"
-    memory = f"+{(info['extra_memory'] - info['result_memory']) / 2**20:.1f} MiB"
+    memory = f"{(info['extra_memory'] - info['result_memory']) / 2**20:+.1f} MiB"
     return f"{readable(median):>10}{(high - low) / median:>8.0%}{ratio:>24}{memory:>12}{info['gflops']:>9.1f}{info['error']:>9.0e}"

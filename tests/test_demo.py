@@ -62,11 +62,12 @@ def test_stream_is_any_chunking(reader):
     assert torch.allclose(state.lse, chunked_state.lse, atol=1e-5)
 
 
-def test_memory_of_the_stream_is_constant():  # 198,000 pixels more would be 48 MiB of keys
+def test_memory_of_the_stream_is_constant():
     few, many = (
-        peak_memory(c.conditioning, c.CMAB_NAME, n, "cpu", "auto", warm_up=(c.CMAB_NAME, 8192, "cpu", "auto")) for n in (66_000, 264_000)
+        peak_memory(c.conditioning, c.CMAB_NAME, count, "cpu", "auto", warm_up=(c.CMAB_NAME, 8192, "cpu", "auto")).extra
+        for count in (200_000, 800_000)
     )
-    assert many.extra < few.extra + 8 * MIB
+    assert many < few + 32 * MIB  # what the allocator keeps varies; the keys and values of 600,000 pixels are 293 MiB
     torchs = peak_memory(c.conditioning, c.SDPA_NAME, 264_000, "cpu", "auto", warm_up=(c.SDPA_NAME, 8192, "cpu", "auto"))
     assert torchs.extra > 2 * 264_000 * c.DIM * 4  # keys and values at the least
 

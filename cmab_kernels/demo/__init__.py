@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ SMALL = 8192
 """Pixels of the call that comes before a memory is measured."""
 
 SECONDS = 5.0
-"""Of timing for each number of pixels, at most, where two rounds do not take longer."""
+"""Of timing at each number of pixels, at most, after the first call of each method."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ def _introduce(device: str, total: int) -> str:
 
 def where(device: str, impl: str) -> str:
     """Machine, torch and implementation, in words."""
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"a CPU, threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"
 
 
@@ -152,17 +152,17 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
         bar.update(_effort(scan.count))
     bar.set_description(f"{scan.count:,} pixels, time of {kind}")
     tasks = {name: prepare(name, scan.count, device, impl) for name in fitting}
-    start = time.perf_counter()
-    results = [result for task in tasks.values() for result in task()]
-    rounds = min(20, max(2, int(SECONDS / (time.perf_counter() - start))))
+    results: list[Tensor] = []
+    first = interleave({name: functools.partial(lambda task: results.extend(task()), task) for name, task in tasks.items()}, 1, device)
     if len(results) > 1:
         scan.difference[kind] = _largest_difference(results)
         if not scan.difference[kind] < WRONG:
             raise RuntimeError(
                 f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has no speed"
             )
-    samples = interleave(tasks, rounds, device)
-    figures |= {name: Figures(statistics.median(samples[name]), peaks[name].extra) for name in fitting}
+    once = sum(sum(samples) for samples in first.values())
+    more = interleave(tasks, min(20, max(1, int(SECONDS / once))) if tasks else 0, device)
+    figures |= {name: Figures(statistics.median(first[name] + more[name]), peaks[name].extra) for name in fitting}
     bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
 
 
