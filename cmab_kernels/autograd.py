@@ -1,15 +1,25 @@
-"""One way to make a differentiable operator, shared by all families."""
+"""One way to make a differentiable operator, shared by all families, and what its callers need to be traced and transformed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _under_transform = torch._C._are_functorch_transforms_active
+
+
+def traced_as_constant(function: _F) -> _F:
+    """A compiler that traces the caller calls `function` once, with Python constants, and sees the answer only.
+
+    As `torch.compiler.assume_constant_result`, without importing the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:

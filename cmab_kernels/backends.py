@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .autograd import traced_as_constant
 from .checks import wrong
 
 FAMILIES: dict[str, dict[str, str]] = {
@@ -45,6 +46,7 @@ _MODULES: dict[str, ModuleType] = {}
 _PROBLEMS: dict[str, str] = {}
 
 
+@traced_as_constant
 def _import_problem(path: str) -> str:
     """Import the module once and say why it cannot be ("" when it can)."""
     if path not in _PROBLEMS:
@@ -54,10 +56,6 @@ def _import_problem(path: str) -> str:
         except ImportError as error:
             _PROBLEMS[path] = str(error)
     return _PROBLEMS[path]
-
-
-# A compiler tracing the caller sees the answer only. This is `torch.compiler.assume_constant_result` without importing the compiler for it.
-_import_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def implementation(family: str, impl: str) -> ModuleType:

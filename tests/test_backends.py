@@ -20,7 +20,10 @@ def _run(code: str) -> str:
 
 def test_import_starts_nothing() -> None:
     """No Triton, no extension, no GPU: they are imported when first used."""
-    code = "import sys, torch, cmab_kernels; print([m for m in ('triton', 'cmab_kernels._C') if m in sys.modules], torch.cuda.is_initialized())"
+    code = """
+import sys, torch, cmab_kernels, cmab_kernels.nn
+print([name for name in ("triton", "torch._dynamo", "cmab_kernels._C") if name in sys.modules], torch.cuda.is_initialized())
+"""
     assert _run(code).strip() == "[] False"
 
 
@@ -81,6 +84,18 @@ with warnings.catch_warnings(record=True) as caught:
 print(cmab_kernels.explain("latent_attention", q, k, k)[0].usable, len(caught))
 """
     assert _run(code).strip() == "False 1"
+
+
+def test_without_the_extension_the_choice_can_still_be_traced() -> None:
+    code = """
+import sys, warnings
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+compiled = torch.compile(lambda q, k: cmab_kernels.latent_attention(q, k, k), fullgraph=True, backend="eager")
+print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl="reference")))
+"""
+    assert _run(code).strip() == "True"
 
 
 def test_info() -> None:

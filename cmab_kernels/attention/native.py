@@ -26,9 +26,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def _inputs(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float
-) -> tuple:
+def _inputs(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> tuple:
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     sizes = (DTYPES[query.dtype], batch, heads, queries, keys, width, value_width, scale, torch.get_num_threads())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -34,7 +35,7 @@ def test_packed_sets_equal_each_set_alone() -> None:
     offsets = [0, 3, 3, 10]
     q, k, v = torch.randn(3, 2, 4, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 5)
     out, lse = attention_reference(q, k, v, None, torch.tensor(offsets), 0.5)
-    for i, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (start, stop) in enumerate(itertools.pairwise(offsets)):
         alone = attention_reference(q[i : i + 1], k[:, :, start:stop], v[:, :, start:stop], None, None, 0.5)
         torch.testing.assert_close(out[i : i + 1], alone[0])
         torch.testing.assert_close(lse[i : i + 1], alone[1])

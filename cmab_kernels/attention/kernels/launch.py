@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...autograd import traced_as_constant
+
 WIDEST = 256
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities with 99 KiB in a block (CUDA C++ Programming Guide, technical specifications)."""
@@ -20,13 +22,23 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"its heads are at most {WIDEST} wide"
     if max(query.shape[-2], key.shape[-2]) >= 2**31:
         return "it counts queries and keys in 32 bits"
-    if query.device.type == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter computes bfloat16 wrongly" if query.dtype == torch.bfloat16 else None
-    if query.device.type != "cuda":
+    if query.device.type == "cuda":
+        return _gpu_problem(query.device.index)
+    if query.device.type != "cpu" or not _interprets():
         return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
+    return "Triton's interpreter computes bfloat16 wrongly" if query.dtype == torch.bfloat16 else None
+
+
+@traced_as_constant
+def _interprets() -> bool:
+    return triton.knobs.runtime.interpret
+
+
+@traced_as_constant
+def _gpu_problem(index: int | None) -> str | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(query.device)
+    major, minor = torch.cuda.get_device_capability(index)
     if major < 8:
         return f"it needs compute capability 8.0, and the GPU has {major}.{minor}"
     if (major, minor) in LITTLE_SHARED_MEMORY:
