@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from bench import attention, harness, readme_table
@@ -122,6 +123,13 @@ def test_a_wrong_result_has_no_speed(fault, monkeypatch):
     rows = harness.measure(SHAPES[0], [attention.SDPA, "naive"], budget=0.01)
     assert rows["naive"].wrong and not rows["naive"].samples and "wrong" in rows["naive"].problem
     assert rows[attention.SDPA].samples and rows[attention.SDPA].info["ratio"] == 1.0
+
+
+def test_a_number_that_is_none_is_an_error_wherever_it_is():
+    good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert harness.relative_error([good, good], [good, good]) == 0.0
+    assert harness.relative_error([good, bad], [good, good]) == math.inf
+    assert harness.relative_error([bad, good], [good, good]) == math.inf
 
 
 @pytest.mark.parametrize("case", [attention.Update(keys=40), attention.Module(keys=40)], ids=str)
