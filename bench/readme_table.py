@@ -64,9 +64,9 @@ def _figures(row: dict[str, Any]) -> str:
 def _where(path: Path, run: dict[str, Any]) -> str:
     machine = run["machine_info"]
     return (
-        "Medians of interleaved rounds, with the quartiles of the ratio; memory is the peak beyond inputs and results, to 0.3 MiB. torch is "
-        "`scaled_dot_product_attention`, for the module `torch.nn.MultiheadAttention`, for one more key the update formula in eager "
-        f"torch. {machine['cpu']['brand_raw']} ({machine['native_instruction_set']}), {run['threads']} threads, "
+        "Medians of interleaved rounds, with the quartiles of the ratio; memory is the peak beyond inputs and results, to 0.3 MiB. torch "
+        "is `scaled_dot_product_attention`, for the module `torch.nn.MultiheadAttention`, for one more key the update formula in "
+        f"eager torch. {machine['cpu']['brand_raw']} ({machine['native_instruction_set']}), {run['threads']} threads, "
         f"torch {machine['versions']['torch']}, commit {run['commit_info']['id'][:7]}, {run['datetime'][:10]}, "
         f"[{path.name}](bench/results/{path.name})."
     )
