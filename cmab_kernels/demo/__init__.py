@@ -32,8 +32,8 @@ WRONG = 1e-2
 SMALL = 8192
 """Pixels of the call that comes before a memory is measured."""
 
-SECONDS = 5.0
-"""Of timing at each number of pixels, at most, after the first call of each method."""
+SECONDS = 3.0
+"""Of timing at each number of pixels after the first call of each method, unless two more take longer."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
                 f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has no speed"
             )
     once = sum(sum(samples) for samples in first.values())
-    more = interleave(tasks, min(20, max(1, int(SECONDS / once))) if tasks else 0, device)
+    more = interleave(tasks, min(20, max(2, int(SECONDS / once))) if tasks else 0, device)
     figures |= {name: Figures(statistics.median(first[name] + more[name]), peaks[name].extra) for name in fitting}
     bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
 
