@@ -44,8 +44,8 @@ def largest_score(query: Tensor, key: Tensor, mask: Tensor | None = None, cu_seq
     """max abs(S), which no rounding of the logits can do better than eps of."""
     if key.numel() == 0 or query.numel() == 0:
         return 0.0
-    seen = visible(key, ignored_keys(key, mask, cu_seqlens), torch.float64)
-    return float((query.double() @ seen.mT).abs().max()) * query.shape[-1] ** -0.5
+    seen = visible(key.detach(), ignored_keys(key, mask, cu_seqlens), torch.float64)
+    return float((query.detach().double() @ seen.mT).abs().max()) * query.shape[-1] ** -0.5
 
 
 def bound(dtype: torch.dtype, score: float, torch_error: Tensor | float, factor: float = 1.0) -> Tensor:
