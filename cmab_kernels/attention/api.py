@@ -161,7 +161,7 @@ def _inputs(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if scale is None:
         scale = shape[3] ** -0.5
-    return _Inputs(query.expand(shape), key, value, key_padding_mask, cu_seqlens, float(scale))
+    return _Inputs(query if query.dim() == 4 else query.expand(shape), key, value, key_padding_mask, cu_seqlens, float(scale))
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

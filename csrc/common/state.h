@@ -20,7 +20,7 @@ struct Sums {
 
 // Takes `from` into `into`. Exact where either is empty; a NaN in either stays.
 template <class T>
-inline void absorb(Sums<T>& into, T* acc, const Sums<T>& from, const T* from_acc, int width) {
+inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const T* __restrict from_acc, int width) {
   if (from.empty()) return;
   if (into.empty()) {
     into = from;

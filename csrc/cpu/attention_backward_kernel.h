@@ -239,7 +239,7 @@ struct Backward {
   static void attend_block(const Shape& shape, const Needs& needs, const BackwardBlock& block, Tile<T> key,
                            Tile<T> value, int count, const Scratch& scratch) {
     const PackedRows<T> packed(shape, block.rows, block.packed);
-    const int keys = round_up(count, 16);
+    const int keys = round_up(count, kKeyStep);
     constexpr int kVectors = B::kRows / kVectorLanes<T>;
     for (int c = 0; c < kVectors; c += B::kColumns)
       recompute_weights<B>(packed, shape.key_width, key, count, keys, c, scratch.weights);

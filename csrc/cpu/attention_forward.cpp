@@ -188,19 +188,31 @@ class Forward {
   void absorb_state(const Merge& merge, int row, const Group& group, int64_t at) const {
     const int width = in_.shape.value_width;
     const double lse = *state_lse_.at<double>(group.b, group.h, at);
-    for (int e = 0; e < width; ++e)
-      merge.part[e] = in_.shape.dtype == DType::kFloat64
-                          ? state_out_.at<double>(group.b, group.h, at)[e * state_out_.stride[3]]
-                          : state_out_.at<float>(group.b, group.h, at)[e * state_out_.stride[3]];
+    if (in_.shape.dtype == DType::kFloat64)
+      copy(state_out_.at<double>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
+    else
+      copy(state_out_.at<float>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
     absorb(merge.total[row], merge.acc + row * width, {lse, lse == -INFINITY ? 0.0 : 1.0}, merge.part, width);
   }
 
-  void write_out(int64_t at, double factor, const double* acc) const {
-    const int width = in_.shape.value_width;
-    if (in_.shape.dtype == DType::kFloat64)
-      for (int e = 0; e < width; ++e) static_cast<double*>(out_)[at + e] = acc[e] * factor;
+  template <class T>
+  static void copy(const T* from, int64_t stride, double* to, int count) {
+    if (stride == 1)
+      for (int i = 0; i < count; ++i) to[i] = from[i];
     else
-      for (int e = 0; e < width; ++e) static_cast<float*>(out_)[at + e] = float(acc[e] * factor);
+      for (int i = 0; i < count; ++i) to[i] = from[i * stride];
+  }
+
+  void write_out(int64_t at, double factor, const double* acc) const {
+    if (in_.shape.dtype == DType::kFloat64)
+      write_row(static_cast<double*>(out_) + at, factor, acc, in_.shape.value_width);
+    else
+      write_row(static_cast<float*>(out_) + at, factor, acc, in_.shape.value_width);
+  }
+
+  template <class T>
+  static void write_row(T* to, double factor, const double* acc, int count) {
+    for (int i = 0; i < count; ++i) to[i] = T(acc[i] * factor);
   }
 
   const Inputs& in_;

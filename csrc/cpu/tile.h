@@ -9,6 +9,11 @@
 namespace cmab::cpu {
 namespace {
 
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Kernels step through the keys of a tile by divisors of this: so far past the last key are zeros.
+constexpr int kKeyStep = 16;
+
 // Which keys of a tile are present.
 struct Present {
   int count;
@@ -69,12 +74,10 @@ inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const
       if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
     for (int k = 0; k < present.count; ++k)
       copy_row(from + present.row[k] * matrix.row_stride, matrix.col_stride, width, padded, copy + k * padded);
-    for (int i = present.count * padded; i < kKeyTile * padded; ++i) copy[i] = 0;
+    for (int i = present.count * padded; i < round_up(present.count, kKeyStep) * padded; ++i) copy[i] = 0;
     return {copy, padded};
   });
 }
-
-constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Cuts buffers, each aligned for every vector, from a block of memory; from null, it only counts.
 class Arena {
