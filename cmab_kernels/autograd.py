@@ -29,6 +29,16 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
     return _under_transform() or forward_ad._current_level >= 0
 
 
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether nobody but the caller watches a call (no compiler, no dispatch mode, no tensor subclass), so that it need not be dispatched.
+
+    Dispatch costs 6 us, which is what a streaming step of few keys has to spare.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
     """An autograd Function of `forward(*args)`, in both of torch's styles.
 

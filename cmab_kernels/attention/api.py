@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import is_differentiated
+from ..autograd import is_differentiated, is_plain
 from ..backends import choose
 from ..checks import wrong
 from ..dtypes import FLOATING, state_dtype
 from .reference import attention_reference
-from .schema import attention_op, check_offsets
+from .schema import attention_op, check_offsets, run_attention
 from .state import AttentionState, Removal, check_state, merge_states, subtract_state
 
 
@@ -134,8 +134,11 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
             new = AttentionState(*attention_reference(*inputs))
         return new if state is None else merge_states(state, new)
     before = state or (None, None)
-    operator = attention_op if is_differentiated(*tensors, *before) else torch.ops.cmab.attention.default
-    return AttentionState(*operator(*inputs[:-1], *before, inputs.scale, chosen))
+    arguments = (*inputs[:-1], *before, inputs.scale, chosen)
+    if is_differentiated(*tensors, *before):
+        return AttentionState(*attention_op(*arguments))
+    operator = run_attention if is_plain(*inputs[:-1], *before) else torch.ops.cmab.attention.default
+    return AttentionState(*operator(*arguments))
 
 
 def _check_offsets_now(inputs: _Inputs) -> None:

@@ -37,9 +37,8 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def run_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The operator's body: the chosen implementation."""
     *state_and_scale, impl = rest
     check_offsets(cu_seqlens, key.shape[2])
     return implementation("attention", impl).attention_forward(query, key, value, mask, cu_seqlens, *state_and_scale)
@@ -50,7 +49,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return implementation("attention", impl).attention_backward(*rest)
 
 
-LIB.impl("attention", _attention, "CompositeExplicitAutograd")
+LIB.impl("attention", run_attention, "CompositeExplicitAutograd")
 LIB.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
