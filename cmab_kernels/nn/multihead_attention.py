@@ -33,7 +33,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     dropout in training, nested tensors.
 
     Three differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
-    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, or ignores it, as the mood of its fast path has it). And in
+    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, except in its fast path, which ignores it). And in
     eval mode without gradients `torch.nn.TransformerEncoderLayer` does not call its attention module, but runs torch's own fused layer on
     its weights, with equal results; `torch.backends.mha.set_fastpath_enabled(False)` makes it call this one.
 
