@@ -222,16 +222,22 @@ def test_more_than_65535_heads(impl: str) -> None:
     assert row_error(ck.latent_attention(q, k, v, impl=impl), oracle(q, k, v)[0]).max() < 1e-4
 
 
-def test_rows_beyond_two_to_the_31_elements() -> None:
-    """Keys 2^30 elements apart, the third beyond the reach of 32 bits; the memory between them is never touched."""
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_beyond_two_to_the_31_elements(dim: int) -> None:
+    """Batch elements, heads or keys 2^30 elements apart, the third beyond the reach of 32 bits; the memory between is never touched."""
     step = 2**30
     storage = torch.empty(0, dtype=torch.float16).set_(torch.UntypedStorage(2 * (2 * step + 64)))
-    keys = storage.as_strided((1, 1, 3, 8), (0, 0, step, 1))
-    values = torch.randn(1, 1, 3, 8, dtype=torch.float16)
-    keys.copy_(torch.randn(1, 1, 3, 8))
-    query = torch.randn(1, 1, 4, 8, dtype=torch.float16)
+    shape, strides = [1, 1, 1, 8], [8, 8, 8, 1]
+    shape[dim], strides[dim] = 3, step
+    keys = storage.as_strided(shape, strides)
+    keys.copy_(torch.randn(shape))
+    values = torch.randn(shape, dtype=torch.float16)
+    query = torch.randn(shape[0], shape[1], 4, 8, dtype=torch.float16)
     strided = ck.latent_attention(query, keys, values, impl="native")
-    assert torch.equal(strided, ck.latent_attention(query, keys.clone(memory_format=torch.contiguous_format), values, impl="native"))
+    compact = ck.latent_attention(query, keys.clone(memory_format=torch.contiguous_format), values, impl="native")
+    assert torch.equal(strided, compact)
+    swapped = ck.latent_attention(query, values, keys, impl="native")
+    assert torch.equal(swapped, ck.latent_attention(query, values, keys.clone(memory_format=torch.contiguous_format), impl="native"))
 
 
 @pytest.mark.parametrize("width, value_width", [(1, 1), (3, 5), (7, 1), (17, 31), (64, 8), (100, 3), (255, 257 - 1), (256, 256)])
@@ -244,7 +250,7 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
     wanted = _gradients(ck.AttentionState(*expected), wide, (torch.ones_like(expected[0]), torch.ones_like(expected[1])))
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for a, b in zip(results, (*expected, *wanted), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max())))
 
 
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [5000, 7], [1], [0]])
