@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
 SECTIONS = {"parity": 150, "repeats": 90, "timings": 220}
 """name -> seconds that it may take"""

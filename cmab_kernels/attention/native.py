@@ -11,7 +11,7 @@ from ..extension import load
 _C = load()
 
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cpu/attention.h
-MAX_WIDTH = 256
+MAX_WIDTH = _C.MAX_WIDTH
 NO_STRIDES = ()
 
 

@@ -67,6 +67,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     True
     """
     states = (first, *others)
+    if not isinstance(first, AttentionState):
+        raise TypeError(wrong("states[0]", f"is a {type(first).__name__}", "an AttentionState(out, lse) is needed"))
     for position, state in enumerate(states):
         check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
     if not others:
@@ -79,8 +81,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     share = (weight / total).unsqueeze(-1)
-    out = sum(share[i] * state.out.double() for i, state in enumerate(states))
-    return AttentionState(out.to(first.out.dtype), (top + total.log()).masked_fill(empty, -math.inf))  # type: ignore[union-attr]
+    out = (share * torch.stack([state.out for state in states])).sum(0)
+    return AttentionState(out.to(first.out.dtype), (top + total.log()).masked_fill(empty, -math.inf))
 
 
 def subtract_state(state: AttentionState, part: AttentionState) -> Removal:

@@ -100,6 +100,9 @@ def test_merge_of_foreign_states() -> None:
         ck.merge_states(STATE, ck.empty_state(2, 3, 4, 6))
     with pytest.raises(TypeError, match=r"`states\[2\].out` is torch.float64"):
         ck.merge_states(STATE, STATE, ck.empty_state(2, 3, 4, 5, dtype=torch.float64))
+    for position, states in enumerate([(tuple(STATE), STATE), (STATE, tuple(STATE))]):
+        with pytest.raises(TypeError, match=rf"`states\[{position}\]` is a tuple"):
+            ck.merge_states(*states)
     with pytest.raises(TypeError, match=r"`dtype` is torch.bfloat16"):
         ck.empty_state(1, 1, 1, 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"are \(1, -1, 1, 1\)"):

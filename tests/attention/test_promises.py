@@ -212,6 +212,19 @@ def test_expanded_tensors(impl: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_lazy_negation_is_seen(impl: str, position: int) -> None:
+    """`x.conj().imag` is minus what stands in memory."""
+    inputs = [torch.randn(1, 2, n, 8) for n in (5, 40, 40)]
+    lazy = list(inputs)
+    lazy[position] = torch.complex(torch.zeros_like(inputs[position]), -inputs[position]).conj().imag
+    assert lazy[position].is_neg()
+    torch.testing.assert_close(ck.latent_attention(*lazy, impl=impl), ck.latent_attention(*inputs, impl=impl))
+    ours, wanted = (_bits(impl, *tensors) for tensors in (lazy, inputs))
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_shared_query_equals_an_expanded_one(impl: str) -> None:
     q, k, v = torch.randn(3, 5, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8)
     assert torch.equal(ck.latent_attention(q, k, v, impl=impl), ck.latent_attention(q.expand(2, 3, 5, 8), k, v, impl=impl))

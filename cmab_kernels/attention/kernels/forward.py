@@ -92,7 +92,7 @@ def _forward(
     if cu_seqlens is not None:
         batch = 0
 
-    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300  not a comparison
     scale_ = tl.full([1], scale, tl.float64)
     log2_scale = (scale_ * LOG2_E).to(DTYPE)
     coarse_ = tl.full([1], coarse, DTYPE)
