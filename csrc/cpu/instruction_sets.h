@@ -17,6 +17,13 @@ std::vector<std::string> usable_instruction_sets();
 Isa instruction_set();
 const char* name(Isa);
 
+// Of tables of kernels that differ in the width of their vectors alone: the widest in use.
+template <class Kernels>
+const Kernels& widest(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
+  const Isa isa = instruction_set();
+  return isa >= Isa::kAvx512 ? avx512 : isa == Isa::kAvx2 ? avx2 : portable;
+}
+
 const ForwardKernel& forward_kernel(DType);
 const BackwardKernel& backward_kernel(DType);
 
