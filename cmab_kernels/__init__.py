@@ -10,6 +10,23 @@ from .attention import (
     remove_from_state,
 )
 from .backends import Explanation, explain, use_impl
+from .intention import (
+    RidgeSolution,
+    RidgeState,
+    empty_ridge,
+    intention,
+    merge_ridge,
+    regularised_inverse,
+    regularised_solve,
+    remove_ridge,
+    ridge_state,
+    sigma_intention,
+    solve_ridge,
+    variants,
+)
+
+# The name is the function's and the subpackage's: so `cmab_kernels.intention.variants` is there by attribute as it is by import.
+intention.variants = variants  # type: ignore[attr-defined]
 
 __version__ = "0.1.0"
 
@@ -17,11 +34,22 @@ __all__ = [
     "AttentionState",
     "Explanation",
     "Removal",
+    "RidgeSolution",
+    "RidgeState",
     "attention_state",
+    "empty_ridge",
     "empty_state",
     "explain",
+    "intention",
     "latent_attention",
+    "merge_ridge",
     "merge_states",
+    "regularised_inverse",
+    "regularised_solve",
     "remove_from_state",
+    "remove_ridge",
+    "ridge_state",
+    "sigma_intention",
+    "solve_ridge",
     "use_impl",
 ]

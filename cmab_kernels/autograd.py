@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _under_transform = torch._C._are_functorch_transforms_active
+_is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
 
 
 def traced_as_constant(function: _F) -> _F:
@@ -32,11 +33,16 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a call need not be dispatched: nobody watches (no compiler, mode or tensor subclass), and memory holds what the tensors are.
 
-    Dispatch costs 6 us, which is what a streaming step of few keys has to spare. It also resolves lazy negations (`x.conj().imag`).
+    Dispatch costs 6 us, which is what a streaming step of few keys has to spare. It also resolves lazy negations (`x.conj().imag`), and
+    takes apart what `is_grads_batched` hands to a backward.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_neg()) for t in tensors)
+    return all(_is_plain(t) for t in tensors if t is not None)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() and not _is_batched_gradient(tensor)
 
 
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
@@ -71,3 +77,42 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
         return function.apply(*args)
 
     return call
+
+
+class Operator:
+    """An operator as the public functions call it: the cheapest road that gives the right thing.
+
+    Through its autograd Function where a gradient may be asked for or a transform is on; straight into `body` where nobody watches; else
+    through the dispatcher.
+    """
+
+    def __init__(self, body: Callable[..., Any], overload: Callable[..., Any], save: Callable, backward: Callable) -> None:
+        self._body, self._overload = body, overload
+        self._function = differentiable(overload, save, backward)
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if is_differentiated(*tensors):
+            return self._function(*args)
+        return (self._body if is_plain(*tensors) else self._overload)(*args)
+
+
+def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """(B, ...) mapped by vmap along `dim`, or not mapped at all, as (size * B, ...)."""
+    if tensor is None:
+        return None
+    mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+def folding_rule(operator: Callable, tensors: int) -> Callable:
+    """The vmap rule of an operator whose first `tensors` arguments are tensors or None, batch first: into the batch with the mapped one."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        folded = [fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
+        results = operator(*folded, *args[tensors:])
+        unneeded = [r.dim() == 1 and r.numel() == 0 for r in results]  # a result that nobody asked for is an empty vector
+        unfolded = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
+        return unfolded, tuple(None if skip else 0 for skip in unneeded)
+
+    return rule

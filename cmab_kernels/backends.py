@@ -19,6 +19,12 @@ from .checks import wrong
 
 FAMILIES: dict[str, dict[str, str]] = {
     "attention": {"native": "cmab_kernels.attention.native", "triton": "cmab_kernels.attention.kernels"},
+    "ridge": {
+        "native": "cmab_kernels.intention.native",
+        "cuda": "cmab_kernels.intention.cuda",
+        "triton": "cmab_kernels.intention.kernels",
+    },
+    "solve": {"native": "cmab_kernels.intention.native_solve", "cuda": "cmab_kernels.intention.cuda_solve"},
 }
 """family -> implementation -> the module that holds it, imported when first used; `reference` is always there."""
 
@@ -26,8 +32,21 @@ OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
     "attention_state": "attention",
     "remove_from_state": "attention",
+    "intention": "ridge",
+    "sigma_intention": "ridge",
+    "ridge_state": "ridge",
+    "remove_ridge": "ridge",
+    "solve_ridge": "solve",
+    "regularised_solve": "solve",
+    "regularised_inverse": "solve",
 }
 """public operator -> family"""
+
+REFERENCE_COSTS: dict[str, str] = {
+    "attention": "is dense in the number of keys",
+    "ridge": "reads keys and values more than once, and copies them for sums in float64",
+}
+"""family -> what its reference costs, of which `auto` warns; that of `solve` is LAPACK, which costs nothing to be warned of"""
 
 
 class Explanation(NamedTuple):
@@ -75,8 +94,8 @@ def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | N
 class use_impl:
     """Choose the implementation of every operator, from now on or within a `with` block.
 
-    `impl` is "auto", "reference", "native" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it. The
-    choice is the process's, like `torch.set_num_threads`.
+    `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it,
+    and those that have no implementation of that name choose as with "auto". The choice is the process's, like `torch.set_num_threads`.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
@@ -103,7 +122,7 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
 
     `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
     """
-    if impl == "auto":
+    if impl == "auto" and use_impl.current in _names(family):
         impl = use_impl.current
     if impl == "auto":
         return _first_usable(family, tensors)
@@ -122,18 +141,21 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         if reason is None:
             return impl
         reasons[impl] = reason
-    if not torch.compiler.is_compiling():
+    if family in REFERENCE_COSTS and not torch.compiler.is_compiling():
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
-        warnings.warn(
-            f"cmab_kernels runs its PyTorch reference, which is dense in the number of keys ({why})", RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
     return "reference"
+
+
+def named(family: str, impl: str) -> str:
+    """`impl` where the family has it, else "auto": an operator that calls on a second family asks it for the same as far as it can."""
+    return impl if impl in _names(family) else "auto"
 
 
 def explain(operator: str, *tensors: Any) -> list[Explanation]:
     """Which implementations of `operator` can run these inputs, and why not the others, in the order in which `auto` looks.
 
-    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value.
+    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value; of a solve, gram and rhs.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

@@ -1,8 +1,85 @@
-"""How every error of the package reads."""
+"""What every family checks before any work, and how every error of the package reads."""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dtypes import FLOATING
 
 
 def wrong(argument: str, given: str, allowed: str) -> str:
     """Which argument, what was given, what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
     return f"`{argument}` {given}: {allowed}"
+
+
+def check_operands(**operands: Tensor) -> None:
+    """Raise unless all are tensors of one device and of one floating dtype, or of any where autocast will make it one."""
+    first_name, first = next(iter(operands.items()))
+    for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+        if tensor.dtype not in FLOATING:
+            raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+        if tensor.device != first.device:
+            raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {first.device}; move them together"))
+        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+            raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {first.dtype}; cast them alike"))
+
+
+def check_key_value(key: Tensor, value: Tensor) -> None:
+    """Raise unless key is (B, H, N, D) and value (B, H, N, E), with D, E >= 1."""
+    if key.dim() != 4 or key.shape[-1] == 0:
+        raise ValueError(wrong("key", f"has shape {tuple(key.shape)}", "(B, H, N, D) with D >= 1 is needed"))
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or value.shape[-1] == 0:
+        allowed = f"(B, H, N, E) = ({', '.join(map(str, key.shape[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("value", f"has shape {tuple(value.shape)}", allowed))
+
+
+def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
+    """`query` (B, H, L, D) as it is, or (H, L, D) expanded over the batch; an error where it does not fit the key."""
+    if query.dim() not in (3, 4):
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
+    shape = (batch, key.shape[1], query.shape[-2], key.shape[-1])
+    if query.shape != shape[4 - query.dim() :]:
+        fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
+        allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+    return query if query.dim() == 4 else query.expand(shape)
+
+
+def check_mask(mask: Tensor | None, key: Tensor) -> None:
+    """Raise unless there is no mask, or a bool one (B, N) on the key's device."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
+    wanted = (key.shape[0], key.shape[2])
+    if mask.shape != wanted:
+        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
+    if mask.device != key.device:
+        raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+
+
+def refuse_negative(name: str, tensor: Tensor) -> None:
+    """`ValueError` if an element is below 0. Values on a GPU are not waited for: there it is an assertion on the device.
+
+    A compiler or a transform that traces the caller has no values to look at.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    negative = (tensor < 0).any()
+    message = wrong(name, "has a negative element", "every element must be >= 0")
+    if tensor.is_cuda:
+        torch._assert_async(~negative, message)
+    elif negative:
+        raise ValueError(message)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, if it is on and they are not float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import is_differentiated, is_plain
 from ..backends import choose
-from ..checks import wrong
-from ..dtypes import FLOATING, state_dtype
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, wrong
+from ..dtypes import state_dtype
 from .reference import attention_reference
-from .schema import attention_op, check_offsets, run_attention
+from .schema import attention_op, check_offsets
 from .state import AttentionState, Removal, check_state, merge_states, subtract_state
 
 
@@ -126,19 +125,14 @@ def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
-    tensors = inputs[:3]
-    chosen = choose("attention", impl, *tensors)
+    chosen = choose("attention", impl, *inputs[:3])
     if chosen == "reference":
         _check_offsets_now(inputs)
         with torch.autocast(inputs.query.device.type, enabled=False):
             new = AttentionState(*attention_reference(*inputs))
         return new if state is None else merge_states(state, new)
     before = state or (None, None)
-    arguments = (*inputs[:-1], *before, inputs.scale, chosen)
-    if is_differentiated(*tensors, *before):
-        return AttentionState(*attention_op(*arguments))
-    operator = run_attention if is_plain(*inputs[:-1], *before) else torch.ops.cmab.attention.default
-    return AttentionState(*operator(*arguments))
+    return AttentionState(*attention_op(*inputs[:-1], *before, inputs.scale, chosen))
 
 
 def _check_offsets_now(inputs: _Inputs) -> None:
@@ -150,51 +144,15 @@ def _check_offsets_now(inputs: _Inputs) -> None:
 def _inputs(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float | None
 ) -> _Inputs:
-    _check_tensors(query, key, value)
+    check_operands(query=query, key=key, value=value)
+    check_key_value(key, value)
     sets = key.shape[0] if cu_seqlens is None else _check_offsets_shape(cu_seqlens, key)
-    shape = (sets, key.shape[1], query.shape[-2], key.shape[-1])
-    if query.shape != shape[4 - query.dim() :]:
-        fitting = f"({sets}, {shape[1]}, L, {shape[3]})"
-        allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
-    if key_padding_mask is not None:
-        _check_mask(key_padding_mask, key)
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query = over_batch(query, key, sets)
+    check_mask(key_padding_mask, key)
+    query, key, value = as_autocast(query, key, value)
     if scale is None:
-        scale = shape[3] ** -0.5
-    return _Inputs(query if query.dim() == 4 else query.expand(shape), key, value, key_padding_mask, cu_seqlens, float(scale))
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
-        if tensor.dtype not in FLOATING:
-            raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
-        if tensor.device != query.device:
-            raise ValueError(wrong(name, f"is on {tensor.device}", f"query is on {query.device}; move them together"))
-        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise TypeError(wrong(name, f"is {tensor.dtype}", f"query is {query.dtype}; cast them alike"))
-    if query.dim() not in (3, 4):
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
-    if key.dim() != 4 or key.shape[-1] == 0:
-        raise ValueError(wrong("key", f"has shape {tuple(key.shape)}", "(B, H, N, D) with D >= 1 is needed"))
-    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or value.shape[-1] == 0:
-        allowed = f"(B, H, N, E) = ({', '.join(map(str, key.shape[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(key.shape)}"
-        raise ValueError(wrong("value", f"has shape {tuple(value.shape)}", allowed))
-
-
-def _check_mask(mask: Tensor, key: Tensor) -> None:
-    if mask.dtype != torch.bool:
-        raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
-    wanted = (key.shape[0], key.shape[2])
-    if mask.shape != wanted:
-        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"
-        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
-    if mask.device != key.device:
-        raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+        scale = key.shape[-1] ** -0.5
+    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, float(scale))
 
 
 def _check_offsets_shape(cu_seqlens: Tensor, key: Tensor) -> int:

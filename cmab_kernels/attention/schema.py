@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import differentiable
+from ..autograd import Operator, folding_rule
 from ..backends import implementation
 from ..checks import wrong
 from ..dtypes import state_dtype
@@ -37,7 +37,7 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
 
 
-def run_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+def _run_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     """The operator's body: the chosen implementation."""
     *state_and_scale, impl = rest
     check_offsets(cu_seqlens, key.shape[2])
@@ -49,7 +49,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return implementation("attention", impl).attention_backward(*rest)
 
 
-LIB.impl("attention", run_attention, "CompositeExplicitAutograd")
+LIB.impl("attention", _run_attention, "CompositeExplicitAutograd")
 LIB.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
@@ -88,38 +88,27 @@ def _attention_backward_flops(
     return 2 * _scores(query, key, cu_seqlens) * widths
 
 
-# ---- vmap: fold the mapped dimension into the batch
+# ---- vmap
 
 
-def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """(B, ...) mapped along `dim`, or not mapped at all, as (size * B, ...)."""
-    if tensor is None:
-        return None
-    mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return mapped.flatten(0, 1)
-
-
-def _folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are tensors or None; packed sets, which share a batch of 1, loop."""
+def _looping_rule(operator: Callable, tensors: int) -> Callable:
+    """As `folding_rule`; but packed sets, which share a batch of 1, are taken one after the other."""
+    folding = folding_rule(operator, tensors)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         cu_seqlens = args[tensors - 3]
-        if cu_seqlens is not None:
-            mapped = list(zip(args[:tensors], in_dims, strict=False))
-            calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]
-            outputs = [torch.stack(parts) for parts in zip(*(operator(*call, *args[tensors:]) for call in calls), strict=True)]
-            return tuple(outputs), (0,) * len(outputs)
-        folded = [_fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
-        results = operator(*folded, *args[tensors:])
-        unneeded = [r.dim() == 1 for r in results]  # a gradient that nobody asked for is an empty vector
-        unfolded = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
-        return unfolded, tuple(None if skip else 0 for skip in unneeded)
+        if cu_seqlens is None:
+            return folding(info, in_dims, *args)
+        mapped = list(zip(args[:tensors], in_dims, strict=False))
+        calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]
+        outputs = [torch.stack(parts) for parts in zip(*(operator(*call, *args[tensors:]) for call in calls), strict=True)]
+        return tuple(outputs), (0,) * len(outputs)
 
     return rule
 
 
-torch.library.register_vmap("cmab::attention", _folding_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
-torch.library.register_vmap("cmab::attention_backward", _folding_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
+torch.library.register_vmap("cmab::attention", _looping_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
+torch.library.register_vmap("cmab::attention_backward", _looping_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
 
 
 # ---- gradients
@@ -173,5 +162,5 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return *partials[:5], None, None, *partials[5:], None, None, None
 
 
-attention_op = differentiable(lambda *args: torch.ops.cmab.attention.default(*args), _save, _backward)
-_backward_op = differentiable(lambda *args: torch.ops.cmab.attention_backward.default(*args), _save_backward, _double_backward)
+attention_op = Operator(_run_attention, torch.ops.cmab.attention.default, _save, _backward)
+_backward_op = Operator(_attention_backward, torch.ops.cmab.attention_backward.default, _save_backward, _double_backward)

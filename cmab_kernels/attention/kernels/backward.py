@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import alignment, backward_keys_tiles, backward_products, backward_tiles, mask_bytes, on_device, triton_dtype
-from .runs import cut_keys, first_slot, locate, run_length, set_bounds
-from .tiles import LOG2_E, kept_keys, load_tile, product, rows_at, tile_at
+from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, run_length, tile_at, triton_dtype
+from .forward import LOG2_E
+from .launch import backward_keys_tiles, backward_products, backward_tiles
+from .runs import cut_keys, first_slot, locate, set_bounds
 
 
 @triton.jit

@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import alignment, forward_products, forward_tiles, mask_bytes, on_device, triton_dtype
-from .runs import cut_keys, first_slot, locate, run_length, set_bounds
-from .tiles import LN_2, LOG2_E, kept_keys, load_tile, product, rows_at, tile_at
+from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, run_length, tile_at, triton_dtype
+from .launch import forward_products, forward_tiles
+from .runs import cut_keys, first_slot, locate, set_bounds
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

@@ -15,20 +15,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-GRAIN = tl.constexpr(1024)
-"""The shortest run that is worth a state of its own."""
+from ...triton_common import GRAIN, run_length
 
 MOST_RUNS = 256
 """The most runs with one block of queries: with a single head, just under two programs for each of 132 multiprocessors."""
 
 MOST_QUERIES = 128
 """The largest block of queries."""
-
-
-@triton.jit
-def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.constexpr = 128):
-    """Keys in a run: a multiple of every tile. On the host, `run_length.fn`."""
-    return max(grain, (keys + most_runs * step - 1) // (most_runs * step) * step)
 
 
 @triton.jit

@@ -1,0 +1,349 @@
+"""Intention, regularised least squares as an attention layer: what users call."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention import latent_attention
+from ..backends import choose, named
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, refuse_negative, wrong
+from ..dtypes import FLOATING, state_dtype
+from .dual import dual_solve
+from .reference import apply_rows_reference, gram_reference, ridge_solve_reference, rows_of
+from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op, solve
+from .state import RidgeSolution, RidgeState, check_ridge, merge_ridge, subtract_ridge
+
+FORMS = ("auto", "primal", "dual")
+
+
+def intention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    *,
+    form: str = "auto",
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Q (K'WK + alpha I)^-1 K'WV: each query read off a ridge regression of values on keys, in memory that does not grow with their number.
+
+    Args:
+        query: (B, H, M, D), or (H, M, D) shared over the batch. float64, float32, bfloat16 or float16.
+        key: (B, H, N, D), any strides; N may be 0.
+        value: (B, H, N, E).
+        alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H).
+        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Equal results.
+        weights: of the keys, >= 0: (B, N) or (B, H, N); None means 1.
+        key_padding_mask: (B, N) bool, True = ignore.
+        impl: "auto", "reference", "native", "cuda" or "triton".
+
+    Returns:
+        (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
+        float64; where it is singular even so (at alpha = 0), the result of that head is NaN: `solve_ridge` tells more in its `info`.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+        RuntimeError: `impl` cannot run here.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), section 2.
+
+    >>> x = torch.linspace(-1, 1, 50, dtype=torch.float64)
+    >>> features = torch.stack([torch.ones_like(x), x, x**2], dim=-1)[None, None]
+    >>> curve = (1 - 2 * x + 3 * x**2)[None, None, :, None]
+    >>> at_two = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)[None, None, None]
+    >>> f"{cmab_kernels.intention(at_two, features, curve, 1e-9).item():.4f}"
+    '9.0000'
+    """
+    if form not in FORMS:
+        raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
+    inputs = _inputs(query, key, value, weights, key_padding_mask)
+    penalty = _penalty(alpha, inputs.key.shape[:2], inputs.key.device)
+    chosen = choose("ridge", impl, *inputs[:3])
+    *_, length, width = inputs.key.shape
+    with torch.autocast(inputs.key.device.type, enabled=False):
+        if form == "dual" or (form == "auto" and length < width):
+            return _dual(inputs, penalty, chosen)
+        if chosen == "reference":
+            _check_values(inputs, penalty)
+            return apply_rows_reference(inputs.query, ridge_solve_reference(*inputs[1:], penalty)[0])
+        return apply_rows_op(inputs.query, ridge_solve_op(*inputs[1:], penalty, chosen)[0], chosen)
+
+
+def sigma_intention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> Tensor:
+    """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention whose queries have been through a ridge regression's inverse.
+
+    Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. Keys fewer than they are wide are solved in the dual,
+    where there are no weights. As alpha grows, with queries alpha times as large, this tends to attention with that scale.
+
+    >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
+    >>> near = cmab_kernels.sigma_intention(1e6 * q, k, v, 1e6)
+    >>> torch.allclose(near, cmab_kernels.latent_attention(q, k, v, scale=1.0), atol=1e-3)
+    True
+    """
+    inputs = _inputs(query, key, value, weights, key_padding_mask)
+    penalty = _penalty(alpha, inputs.key.shape[:2], inputs.key.device)
+    chosen = choose("ridge", impl, *inputs[:3])
+    *_, length, width = inputs.key.shape
+    attend = named("attention", chosen)
+    with torch.autocast(inputs.key.device.type, enabled=False):
+        if inputs.weights is None and 0 < length < width:
+            scores = _dual_scores(inputs, penalty, chosen)
+            one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
+            return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
+        solved = _solve_heads(_gram(inputs, chosen), inputs.query.mT.double(), penalty, chosen).weight.mT.to(inputs.query.dtype)
+        return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
+
+
+def ridge_state(
+    key: Tensor,
+    value: Tensor,
+    *,
+    state: RidgeState | None = None,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> RidgeState:
+    """The sums K'WK and K'WV that these keys leave behind, added to `state` if one is given: O(new keys), whatever came before.
+
+    Arguments and errors as in `intention`. Products and sums are float64: after a million updates, in chunks of any size, the state is
+    that of all keys at once. `state` is not changed. Gradients flow to key, value, weights and the state.
+
+    >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
+    >>> state = None
+    >>> for k, v in zip(key.split(100, dim=2), value.split(100, dim=2)):
+    ...     state = cmab_kernels.ridge_state(k, v, state=state)
+    >>> weight, info = cmab_kernels.solve_ridge(state, alpha=0.1)
+    >>> torch.allclose(key @ weight.float(), cmab_kernels.intention(key, key, value, 0.1), atol=1e-5)
+    True
+    """
+    inputs = _inputs(None, key, value, weights, key_padding_mask)
+    if state is not None:
+        batch, heads, _, width = inputs.key.shape
+        check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
+    new = RidgeState(*_sums(inputs, impl), _count(inputs))
+    return new if state is None else merge_ridge(state, new)
+
+
+def remove_ridge(
+    state: RidgeState,
+    key: Tensor,
+    value: Tensor,
+    *,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> RidgeState:
+    """`state` as it would be had it never seen these keys: O(removed keys).
+
+    Arguments and errors as in `ridge_state`; removing more keys than the state has is a `ValueError`. Sums in float64 cancel to about
+    1e-16 of what was removed; a state left with no key is exactly empty. Where what is left is too little to be positive definite,
+    `solve_ridge` says so.
+
+    >>> key, value = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 3)
+    >>> state = cmab_kernels.remove_ridge(cmab_kernels.ridge_state(key, value), key[:, :, :20], value[:, :, :20])
+    >>> torch.allclose(state.gram, cmab_kernels.ridge_state(key[:, :, 20:], value[:, :, 20:]).gram)
+    True
+    """
+    removed = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    check_ridge(state, removed.moment.shape, removed.gram.device)
+    left = subtract_ridge(state, removed)
+    refuse_negative("state.count, less the keys to remove,", left.count)
+    return left
+
+
+def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
+    """The ridge regression that a state determines: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
+
+    `alpha` >= 0 as in `intention`. Differentiable in the state and alpha. `query @ weight.to(query.dtype)` is `intention`.
+
+    >>> state = cmab_kernels.ridge_state(torch.ones(1, 1, 4, 2), torch.randn(1, 1, 4, 1))
+    >>> cmab_kernels.solve_ridge(state, alpha=0.0).info.item() > 0, cmab_kernels.solve_ridge(state, alpha=1.0).info.item()
+    (True, 0)
+    """
+    check_ridge(state)
+    penalty = _penalty(alpha, state.gram.shape[:2], state.gram.device)
+    return _solve_heads(state.gram, state.moment, penalty, impl)
+
+
+def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
+    """(A + alpha I)^-1 B for many symmetric positive (semi-)definite matrices at once, by Cholesky.
+
+    Args:
+        gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
+        rhs: (..., D, E), the same leading dimensions and dtype.
+        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions.
+
+    Returns:
+        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, that weight is NaN, and its
+        neighbours' bits are what they would be without it; 2 condition number times eps above 1e-2: at most two digits are left.
+        Differentiable to any order in gram (symmetrised), rhs and alpha.
+
+    >>> a = torch.randn(3, 4, 4, dtype=torch.float64)
+    >>> weight, info = cmab_kernels.regularised_solve(a @ a.mT, torch.eye(4, dtype=torch.float64).expand(3, -1, -1), 0.5)
+    >>> torch.allclose((a @ a.mT + 0.5 * torch.eye(4)) @ weight, torch.eye(4, dtype=torch.float64)), info.tolist()
+    (True, [0, 0, 0])
+    """
+    check_operands(gram=gram, rhs=rhs)
+    if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or gram.shape[-1] == 0:
+        raise ValueError(wrong("gram", f"has shape {tuple(gram.shape)}", "(..., D, D) with D >= 1 is needed"))
+    if rhs.dim() != gram.dim() or rhs.shape[:-1] != gram.shape[:-1]:
+        allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E) is needed, as gram has shape {tuple(gram.shape)}"
+        raise ValueError(wrong("rhs", f"has shape {tuple(rhs.shape)}", allowed))
+    solution = _solve_heads(gram, rhs, _penalty(alpha, gram.shape[:-2], gram.device), impl)
+    return RidgeSolution(solution.weight.to(gram.dtype), solution.info)
+
+
+def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
+    """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive definite.
+
+    A solve is as fast and more accurate than a product with the inverse: this is for those who need its elements (variances, say).
+
+    >>> cmab_kernels.regularised_inverse(torch.zeros(2, 2), 4.0)
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.2500]])
+    """
+    check_operands(gram=gram)
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return regularised_solve(gram, one.expand(gram.shape), alpha, impl=impl).weight
+
+
+class _Inputs(NamedTuple):
+    """Validated arguments, in the autocast dtype if one is on; weights (B, H, N) in the type of sums."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None
+    key_padding_mask: Tensor | None
+
+
+def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None) -> _Inputs:
+    operands = {"key": key, "value": value} if query is None else {"query": query, "key": key, "value": value}
+    check_operands(**operands)
+    check_key_value(key, value)
+    query = key if query is None else over_batch(query, key, key.shape[0])
+    check_mask(key_padding_mask, key)
+    query, key, value = as_autocast(query, key, value)
+    return _Inputs(query, key, value, _weights(weights, key), key_padding_mask)
+
+
+def _weights(weights: Tensor | None, key: Tensor) -> Tensor | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
+        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
+        raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
+    batch, heads, length, _ = key.shape
+    if weights.shape not in ((batch, length), (batch, heads, length)):
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
+    if weights.device != key.device:
+        raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
+    weights = weights.to(state_dtype(key.dtype))
+    return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
+
+
+def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    """alpha as a float64 tensor of `shape`."""
+    if not isinstance(alpha, Tensor):
+        if not 0 <= alpha < math.inf:
+            raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
+        return torch.full((), alpha, dtype=torch.float64, device=device).expand(shape)
+    if not alpha.is_floating_point():
+        raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
+    if alpha.device != device and alpha.dim() > 0:
+        raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
+    aligned = zip(reversed(alpha.shape), reversed(shape), strict=False)
+    if alpha.dim() > len(shape) or any(given not in (1, wanted) for given, wanted in aligned):
+        raise ValueError(
+            wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
+        )
+    return alpha.to(device, torch.float64).expand(shape)
+
+
+def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
+    """What operators check in their bodies, for the reference, which has none."""
+    check_weights(inputs.weights, inputs.key_padding_mask)
+    refuse_negative("alpha", penalty)
+
+
+def _solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
+    """`solve` of any leading dimensions, in the type of sums."""
+    dtype = state_dtype(gram.dtype)
+    systems = penalty.numel()
+    flat_gram, flat_rhs = (part.to(dtype).reshape(systems, *part.shape[-2:]) for part in (gram, rhs))
+    weight, info = solve(flat_gram, flat_rhs, penalty.reshape(systems).to(dtype), impl)
+    return RidgeSolution(weight.view(rhs.shape), info.view(penalty.shape))
+
+
+def _gram(inputs: _Inputs, chosen: str) -> Tensor:
+    """K'WK alone."""
+    nothing = inputs.value[..., :0]
+    if chosen == "reference":
+        check_weights(inputs.weights, inputs.key_padding_mask)
+        return gram_reference(inputs.key, nothing, inputs.weights, inputs.key_padding_mask, exact=False)[0]
+    return gram_op(inputs.key, nothing, inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)[0]
+
+
+def _sums(inputs: _Inputs, impl: str) -> tuple[Tensor, Tensor]:
+    """K'WK and K'WV for a state: products and sums in float64."""
+    chosen = choose("ridge", impl, *inputs[:3])
+    if chosen == "reference":
+        check_weights(inputs.weights, inputs.key_padding_mask)
+        with torch.autocast(inputs.key.device.type, enabled=False):
+            return gram_reference(*inputs[1:], exact=True)
+    return gram_op(*inputs[1:], (True, True), True, chosen)
+
+
+def _count(inputs: _Inputs) -> Tensor:
+    batch, heads, length, _ = inputs.key.shape
+    if inputs.key_padding_mask is None:
+        return torch.full((batch, heads), length, dtype=torch.int64, device=inputs.key.device)
+    return (~inputs.key_padding_mask).sum(-1).unsqueeze(-1).expand(batch, heads).contiguous()
+
+
+def _dual_rows(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values in the type of sums, zero where masked; weights in float64, 0 where masked, or None if every key counts as 1."""
+    dtype = state_dtype(inputs.key.dtype)
+    mask = inputs.key_padding_mask
+    key, value = rows_of(inputs.key, mask, dtype), rows_of(inputs.value, mask, dtype)
+    if mask is None:
+        return key, value, None if inputs.weights is None else inputs.weights.double()
+    weights = key.new_ones(()).expand(key.shape[:3]) if inputs.weights is None else inputs.weights
+    return key, value, weights.double().masked_fill(mask[:, None], 0.0)
+
+
+def _dual(inputs: _Inputs, penalty: Tensor, chosen: str) -> Tensor:
+    _check_values(inputs, penalty)
+    key, value, weights = _dual_rows(inputs)
+    solution = _dual_solution(key, value, weights, penalty, chosen).to(key.dtype)
+    return (inputs.query.to(key.dtype) @ key.mT @ solution).to(inputs.query.dtype)
+
+
+def _dual_scores(inputs: _Inputs, penalty: Tensor, chosen: str) -> Tensor:
+    """Q (K'K + alpha I)^-1 K' = Q K' (K K' + alpha I)^-1, (B, H, M, N)."""
+    _check_values(inputs, penalty)
+    key, _, weights = _dual_rows(inputs)
+    return _dual_solution(key, key @ inputs.query.to(key.dtype).mT, weights, penalty, chosen).mT.to(inputs.query.dtype)
+
+
+def _dual_solution(key: Tensor, value: Tensor, weights: Tensor | None, penalty: Tensor, chosen: str) -> Tensor:
+    flat = None if weights is None else weights.flatten(0, 1)
+    products = (key @ key.mT).double().flatten(0, 1)
+    return dual_solve(products, value.double().flatten(0, 1), flat, penalty.flatten(), chosen).view(*key.shape[:3], value.shape[-1])

@@ -1,0 +1,97 @@
+"""The definition of Intention, in plain PyTorch.
+
+Keys k_i with values v_i, weights w_i >= 0 (1 where none are given) and a penalty alpha >= 0 leave behind two sums and a solution:
+
+    G = K'WK = sum_i w_i k_i' k_i        C = K'WV = sum_i w_i k_i' v_i        Omega = (G + alpha I)^-1 C
+
+    intention        out = Q Omega                                     primal, D x D
+                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same number (push-through identity)
+    sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
+
+(Exploring the Space of Key-Value-Query Models with Intention, Garnelo and Czarnecki.) Gradients, given dG, dC, with S = dG + dG':
+
+    u_i = S k_i + dC v_i     y_i = dC' k_i     dk_i = w_i u_i     dv_i = w_i y_i     dw_i = (k_i.S k_i) / 2 + k_i.(dC v_i)
+
+and of a solution X = (G + alpha I)^-1 B, given dX: Z = (G + alpha I)^-1 dX, dB = Z, dG = -(Z X' + X Z') / 2, dalpha = -sum(Z * X).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dtypes import state_dtype
+
+ILL_CONDITIONED = 1e-2
+"""A solution is flagged where the condition number times the dtype's eps exceeds this: two digits are left at most."""
+
+
+def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows (B, H, N, *) in `dtype`, zero where they are masked: a NaN in padding is nobody's business."""
+    rows = rows.to(dtype)
+    return rows if key_padding_mask is None else rows.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+
+
+def weights_of(weights: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | float:
+    """Weights as a column (B, H, N, 1), zero where they are masked; 1 where there are none."""
+    return 1.0 if weights is None else rows_of(weights.unsqueeze(-1), key_padding_mask, dtype)
+
+
+def gram_reference(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """(K'WK, K'WV) in float64, of products in float64 (`exact`) or in `state_dtype`."""
+    dtype = torch.float64 if exact else state_dtype(key.dtype)
+    k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
+    weighted = (weights_of(weights, key_padding_mask, dtype) * k).mT
+    return (weighted @ k).double(), (weighted @ v).double()
+
+
+def gram_backward_reference(
+    dgram: Tensor,
+    dmoment: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) without weights too, where they are 1."""
+    dtype = torch.float64 if exact else state_dtype(key.dtype)
+    k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
+    w = weights_of(weights, key_padding_mask, dtype)
+    slope, dmoment = (dgram + dgram.mT).to(dtype), dmoment.to(dtype)
+    u, y = k @ slope + v @ dmoment.mT, k @ dmoment
+    dweights = ((k * u).sum(-1) + (y * v).sum(-1)) / 2
+    return (w * u).to(key.dtype), (w * y).to(value.dtype), dweights.to(state_dtype(key.dtype))
+
+
+def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """((A + alpha I)^-1 B, info) of (..., D, D), (..., D, E) and (...,), by Cholesky from the lower triangle of A.
+
+    info: 1 where the factorisation fails (the solution is NaN), 2 where the condition number in the 1-norm says that hardly a digit is
+    left (`ILL_CONDITIONED`), else 0.
+    """
+    lower = gram.tril()
+    matrix = lower + lower.tril(-1).mT + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor, failure = torch.linalg.cholesky_ex(matrix)
+    failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+    solution = torch.cholesky_solve(rhs, factor).masked_fill(failed[..., None, None], torch.nan)
+    condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
+    doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
+    return solution, torch.where(failed, 1, torch.where(doubtful, 2, 0)).int()
+
+
+def ridge_solve_reference(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Omega, G, info), all in float64; alpha (B, H)."""
+    gram, moment = gram_reference(key, value, weights, key_padding_mask, exact=False)
+    weight, info = regularised_solve_reference(gram, moment, alpha)
+    return weight, gram, info
+
+
+def apply_rows_reference(query: Tensor, weight: Tensor) -> Tensor:
+    """Q Omega in query's dtype, with the products of `state_dtype`."""
+    dtype = state_dtype(query.dtype)
+    return (query.to(dtype) @ weight.to(dtype)).to(query.dtype)

@@ -1,0 +1,274 @@
+"""Family C as `torch.library` operators, and the `torch.autograd.Function`s that call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import Operator, folding_rule
+from ..backends import choose, implementation, named
+from ..checks import refuse_negative
+from ..dtypes import state_dtype
+from ..flops import flop_formula
+from .reference import gram_backward_reference, regularised_solve_reference
+
+LIB = torch.library.Library("cmab", "FRAGMENT")
+LIB.define(
+    "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[2] parts, bool exact, str impl) "
+    "-> (Tensor gram, Tensor moment)"
+)
+LIB.define(
+    "gram_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[3] needs, "
+    "bool exact, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights)"
+)
+LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
+LIB.define("regularised_solve(Tensor gram, Tensor rhs, Tensor alpha, str impl) -> (Tensor weight, Tensor info)")
+LIB.define(
+    "ridge_solve(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor alpha, str impl) "
+    "-> (Tensor weight, Tensor gram, Tensor info)"
+)
+
+
+# ---- bodies: values are checked here, at run time, inside a compiled graph too
+
+
+def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
+    """Raise if a weight that counts is negative."""
+    if weights is not None:
+        refuse_negative("weights", weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0))
+
+
+def _gram(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
+    check_weights(weights, mask)
+    return implementation("ridge", impl).gram(key, value, weights, mask, parts, exact)
+
+
+def _gram_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, impl = args
+    return implementation("ridge", impl).gram_backward(*rest)
+
+
+def _apply_rows(query: Tensor, weight: Tensor, impl: str) -> Tensor:
+    return implementation("ridge", impl).apply_rows(query, weight)
+
+
+def _regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    refuse_negative("alpha", alpha)
+    return implementation("solve", impl).regularised_solve(gram, rhs, alpha)
+
+
+def _ridge_solve(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_weights(weights, mask)
+    refuse_negative("alpha", alpha)
+    return implementation("ridge", impl).ridge_solve(key, value, weights, mask, alpha)
+
+
+for _name, _body in {
+    "gram": _gram,
+    "gram_backward": _gram_backward,
+    "apply_rows": _apply_rows,
+    "regularised_solve": _regularised_solve,
+    "ridge_solve": _ridge_solve,
+}.items():
+    LIB.impl(_name, _body, "CompositeExplicitAutograd")
+
+
+# ---- shapes
+
+
+def _sums(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
+    batch, heads, _, width = key.shape
+    shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
+    gram, moment = (key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True))
+    return gram, moment
+
+
+@torch.library.register_fake("cmab::gram", lib=LIB)
+def _(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
+    return _sums(key, value, parts)
+
+
+@torch.library.register_fake("cmab::gram_backward", lib=LIB)
+def _(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, mask: Any, needs: Any, *rest: Any) -> tuple[Tensor, ...]:
+    shapes = ((key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype)))
+    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in zip(shapes, needs, strict=True))
+
+
+@torch.library.register_fake("cmab::apply_rows", lib=LIB)
+def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
+    return query.new_empty(*query.shape[:-1], weight.shape[-1])
+
+
+@torch.library.register_fake("cmab::regularised_solve", lib=LIB)
+def _(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    return rhs.new_empty(rhs.shape), rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
+
+
+@torch.library.register_fake("cmab::ridge_solve", lib=LIB)
+def _(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    gram, moment = _sums(key, value)
+    return moment, gram, key.new_empty(key.shape[:2], dtype=torch.int32)
+
+
+for _name, _tensors in {"gram": 4, "gram_backward": 6, "regularised_solve": 3, "ridge_solve": 5}.items():
+    torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
+
+
+@torch.library.register_vmap("cmab::apply_rows", lib=LIB)
+def _(info: Any, in_dims: Any, query: Tensor, weight: Tensor, impl: str) -> tuple[Tensor, int]:
+    rule = folding_rule(lambda *args: (torch.ops.cmab.apply_rows.default(*args),), 2)
+    (out,), (dim,) = rule(info, in_dims, query, weight, impl)
+    return out, dim
+
+
+# ---- operations, two for each multiplication with its addition
+
+
+def _gram_operations(key: Any, value: Any, parts: Any) -> int:
+    """Of the symmetric sum one half, with its diagonal."""
+    batch, heads, length, width = key
+    return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
+
+
+def _solve_operations(systems: int, width: int, columns: int) -> int:
+    """A Cholesky factor, and two triangular solves of each column."""
+    return systems * (width**3 // 3 + 2 * width**2 * columns)
+
+
+@flop_formula(torch.ops.cmab.gram)
+def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest: Any, **_: Any) -> int:
+    return _gram_operations(key, value, parts)
+
+
+@flop_formula(torch.ops.cmab.gram_backward)
+def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, needs: Any, *rest: Any, **_: Any) -> int:
+    """K S and V dC' for the keys, K dC for the values, both for the weights."""
+    batch, heads, length, width = key
+    needs_key, needs_value, needs_weights = needs
+    to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
+    return 2 * batch * heads * length * width * (to_key * (width + value[-1]) + to_value * value[-1])
+
+
+@flop_formula(torch.ops.cmab.apply_rows)
+def _apply_rows_flops(query: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * width * weight[-1]
+
+
+@flop_formula(torch.ops.cmab.regularised_solve)
+def _regularised_solve_flops(gram: Any, rhs: Any, *rest: Any, **_: Any) -> int:
+    return _solve_operations(*rhs)
+
+
+@flop_formula(torch.ops.cmab.ridge_solve)
+def _ridge_solve_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    batch, heads, _, width = key
+    return _gram_operations(key, value, (True, True)) + _solve_operations(batch * heads, width, value[-1])
+
+
+# ---- gradients
+
+
+def _save_gram(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.parts, ctx.exact, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
+    """To key, value and weights."""
+    needs = tuple(ctx.needs_input_grad[:3])
+    if not any(needs):
+        return None, None, None
+    grads = _gram_backward_op(dgram, dmoment, *tensors, needs, exact, ctx.impl)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+
+
+def _backward_of_gram(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor | None, ...]:
+    key, value, weights, mask = ctx.saved_tensors
+    batch, heads, _, width = key.shape
+    if not ctx.parts[0]:
+        dgram = key.new_zeros(batch, heads, width, width, dtype=torch.float64)
+    if not ctx.parts[1]:
+        dmoment = key.new_zeros(batch, heads, width, value.shape[-1], dtype=torch.float64)
+    return *_gradient_of_sums(ctx, dgram, dmoment, (key, value, weights, mask), ctx.exact), None, None, None, None
+
+
+def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.needs, ctx.exact, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second order and beyond through the formula, which takes N-sized temporaries: rare, and right."""
+    *saved, mask = ctx.saved_tensors
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
+        inputs: list[Any] = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in saved]
+        dgram, dmoment, key, value, weights = inputs
+        first = gram_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.exact)
+        outputs, directions = zip(*[(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need], strict=True)
+        given = [t for t in inputs if t is not None]
+        partials = iter(torch.autograd.grad(outputs, given, directions, create_graph=create_graph, allow_unused=True))
+    return *(None if t is None else next(partials) for t in inputs), None, None, None, None
+
+
+def _save_all(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    query, weight = ctx.saved_tensors
+    needs_query, needs_weight, _ = ctx.needs_input_grad
+    dquery = apply_rows_op(dout, weight.mT, ctx.impl) if needs_query else None
+    dweight = gram_op(query, dout, None, None, (False, True), False, ctx.impl)[1] if needs_weight else None
+    return dquery, dweight, None
+
+
+def _save_solution(ctx: Any, inputs: Any, output: Any) -> None:
+    gram, _, alpha, ctx.impl = inputs
+    weight, info = output
+    ctx.mark_non_differentiable(info)
+    ctx.save_for_backward(gram, alpha, weight)
+
+
+def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """Another solve with the same matrix; nothing but the solution is kept."""
+    gram, alpha, weight = ctx.saved_tensors
+    z, _info = regularised_solve_op(gram, dweight, alpha, ctx.impl)
+    product = z @ weight.mT
+    return (product + product.mT) / -2, z, -(z * weight).sum((-2, -1)), None
+
+
+def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.impl = inputs
+    weight, gram, info = output
+    ctx.mark_non_differentiable(info)
+    ctx.save_for_backward(*tensors, weight, gram)
+
+
+def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    """The solution's gradient to G and C, and theirs to the rows. `gram` is an output, so that its own graph leads back to the keys."""
+    key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
+    z = solve(gram.flatten(0, 1), dweight.flatten(0, 1), alpha.flatten(), ctx.impl)[0].view_as(weight)
+    rows = _gradient_of_sums(ctx, dgram - z @ weight.mT, z, (key, value, weights, mask), exact=False)
+    return *rows, None, -(z * weight).sum((-2, -1)), None
+
+
+def solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """((A + alpha I)^-1 B, info) of (M, D, D), (M, D, E) and (M,), by the implementation of that name where solves have it."""
+    chosen = choose("solve", named("solve", impl), gram, rhs)
+    if chosen == "reference":
+        refuse_negative("alpha", alpha)
+        with torch.autocast(gram.device.type, enabled=False):
+            return regularised_solve_reference(gram, rhs, alpha)
+    return regularised_solve_op(gram, rhs, alpha, chosen)
+
+
+gram_op = Operator(_gram, torch.ops.cmab.gram.default, _save_gram, _backward_of_gram)
+_gram_backward_op = Operator(_gram_backward, torch.ops.cmab.gram_backward.default, _save_gram_backward, _backward_of_gram_backward)
+apply_rows_op = Operator(_apply_rows, torch.ops.cmab.apply_rows.default, _save_all, _backward_of_apply_rows)
+regularised_solve_op = Operator(_regularised_solve, torch.ops.cmab.regularised_solve.default, _save_solution, _backward_of_solve)
+ridge_solve_op = Operator(_ridge_solve, torch.ops.cmab.ridge_solve.default, _save_ridge, _backward_of_ridge)

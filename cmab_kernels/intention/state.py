@@ -1,0 +1,99 @@
+"""What a set of keys and values leaves behind for ridge regression, and its algebra: merge, remove. O(D^2 + D E), whatever N was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import wrong
+
+
+class RidgeState(NamedTuple):
+    """The sums G = K'WK and C = K'WV over the keys seen so far, which determine every ridge regression on them.
+
+    Both are float64 whatever the dtype of the keys: a product of two float32 is exact there, so that a million updates, or a removal, lose
+    nothing that the keys had. `_asdict()` gives a plain dict of tensors, `RidgeState(**d)` takes it back.
+    """
+
+    gram: Tensor
+    """(B, H, D, D) float64, symmetric."""
+    moment: Tensor
+    """(B, H, D, E) float64."""
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody misses
+    """(B, H) int64: how many keys were seen, not counting masked ones."""
+
+
+class RidgeSolution(NamedTuple):
+    """The solution of a regularised system, and what it is worth."""
+
+    weight: Tensor
+    """(B, H, D, E), in the dtype of the system: float64 from a `RidgeState`."""
+    info: Tensor
+    """(B, H) int32: 0 sound; 1 not positive definite, the weight is NaN; 2 so ill-conditioned that at most two digits are left."""
+
+
+def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
+    """The state of no keys of `width` D and values of `value_width` E, the identity of `merge_ridge`. Extents below 0: `ValueError`.
+
+    >>> state = cmab_kernels.empty_ridge(1, 2, 8, 3)
+    >>> state.moment.shape, int(state.count.sum())
+    (torch.Size([1, 2, 8, 3]), 0)
+    """
+    if min(batch, heads, width, value_width) < 0:
+        raise ValueError(wrong("batch, heads, width, value_width", f"are {(batch, heads, width, value_width)}", "each must be >= 0"))
+    return RidgeState(
+        torch.zeros(batch, heads, width, width, dtype=torch.float64, device=device),
+        torch.zeros(batch, heads, width, value_width, dtype=torch.float64, device=device),
+        torch.zeros(batch, heads, dtype=torch.int64, device=device),
+    )
+
+
+def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
+    """The state of the union of disjoint sets of keys: the sums of the sums. Associative, commutative, differentiable.
+
+    Every state has the shapes and device of the first (`ValueError`) and the dtypes of a `RidgeState` (`TypeError`).
+
+    >>> key, value = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 3)
+    >>> halves = [cmab_kernels.ridge_state(key[:, :, s], value[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
+    >>> torch.allclose(cmab_kernels.merge_ridge(*halves).gram, cmab_kernels.ridge_state(key, value).gram)
+    True
+    """
+    check_ridge(first, name="states[0]")
+    for position, state in enumerate(others, start=1):
+        check_ridge(state, first.moment.shape, first.gram.device, f"states[{position}]")
+    states = (first, *others)
+    return RidgeState(*(sum(parts[1:], start=parts[0]) for parts in zip(*states, strict=True)))
+
+
+def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
+    """`state` without `part`, the state of a subset of its keys; what is left of all keys is exactly nothing."""
+    count = state.count - part.count
+    nothing = (count == 0)[..., None, None]
+    gram, moment = ((whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(state[:2], part[:2], strict=True))
+    return RidgeState(gram, moment, count)
+
+
+def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
+    """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None: any that fit together."""
+    if not isinstance(state, RidgeState):
+        raise TypeError(wrong(name, f"is a {type(state).__name__}", "a RidgeState(gram, moment, count) is needed"))
+    if state.moment.dim() != 4:
+        raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
+    batch, heads, width, value_width = state.moment.shape if shape is None else shape
+    device = state.gram.device if device is None else device
+    parts = {
+        "gram": ((batch, heads, width, width), torch.float64),
+        "moment": ((batch, heads, width, value_width), torch.float64),
+        "count": ((batch, heads), torch.int64),
+    }
+    for part, (wanted, dtype) in parts.items():
+        tensor = getattr(state, part)
+        if tensor.shape != wanted:
+            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{wanted} is needed"))
+        if tensor.dtype != dtype:
+            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
+        if tensor.device != device:
+            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))

@@ -1,0 +1,156 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What Triton kernels of every family share: what a GPU must offer, loads of any strides, matrix products, how keys are cut into runs."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .autograd import traced_as_constant
+
+WIDEST = 256
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities with 99 KiB in a block (CUDA C++ Programming Guide, technical specifications)."""
+
+GRAIN = tl.constexpr(1024)
+"""The shortest run of keys that is worth a partial result of its own."""
+
+
+# ---- on the host
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why Triton's kernels cannot run these inputs here; None when they can."""
+    if max(key.shape[-1], value.shape[-1]) > WIDEST:
+        return f"its heads are at most {WIDEST} wide"
+    if max(query.shape[-2], key.shape[-2]) >= 2**31:
+        return "it counts queries and keys in 32 bits"
+    if query.device.type == "cuda":
+        return _gpu_problem(query.device.index)
+    if query.device.type != "cpu" or not _interprets():
+        return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
+    return "Triton's interpreter computes bfloat16 wrongly" if query.dtype == torch.bfloat16 else None
+
+
+@traced_as_constant
+def _interprets() -> bool:
+    return triton.knobs.runtime.interpret
+
+
+@traced_as_constant
+def _gpu_problem(index: int | None) -> str | None:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        return f"it needs compute capability 8.0, and the GPU has {major}.{minor}"
+    if (major, minor) in LITTLE_SHARED_MEMORY:
+        return f"its tiles need 163 KiB of shared memory in a block, and GPUs of compute capability {major}.{minor} have 99"
+    return None
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Kernels run on the tensor's GPU, on the stream that is current there."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+class Products(NamedTuple):
+    """How matrices are multiplied: the type of the operands, and how Triton is to multiply them."""
+
+    operand: torch.dtype
+    precision: str
+
+    @property
+    def input_precision(self) -> str:
+        """The interpreter knows no bf16x6; it multiplies in full whatever it is told."""
+        return "ieee" if triton.knobs.runtime.interpret else self.precision
+
+    @property
+    def kind(self) -> str:
+        """What block sizes go by: "half", "double", or for float32 its precision."""
+        return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
+
+
+def allows_tf32() -> bool:
+    """Whether torch may multiply float32 in tf32 on a GPU."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
+def alignment(*tensors: Tensor) -> int:
+    """The largest power of two up to 16 that divides every stride, in elements, except those of the columns."""
+    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+
+
+def mask_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+# ---- in kernels
+
+
+@triton.jit
+def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.constexpr = 128):
+    """Keys in a run: a multiple of every tile. On the host, `run_length.fn`."""
+    return max(grain, (keys + most_runs * step - 1) // (most_runs * step) * step)
+
+
+@triton.jit
+def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
+    """Pointers to rows of a (B, H, rows, columns) tensor. Rows may lie 2**31 elements and more apart, so every product is 64-bit.
+
+    Strides are multiples of ALIGN elements; unless Triton is told, it loads a row of 8 element by element.
+    """
+    origin = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2]
+    rows = tl.multiple_of(tl.arange(0, ROWS).to(tl.int64) * strides[2], ALIGN)
+    columns = (column + tl.arange(0, COLUMNS)).to(tl.int64) * strides[3]
+    return base + tl.multiple_of(origin, ALIGN) + (rows[:, None] + columns[None, :])
+
+
+@triton.jit
+def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
+    """Pointers to rows of a contiguous (rows, WIDTH) tensor."""
+    return base + (rows.to(tl.int64)[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :])
+
+
+@triton.jit
+def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
+    """A tile from `column` on, zero from column WIDTH on and in rows that are not kept: their memory is not read.
+
+    `keep` is None where all rows are.
+    """
+    columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH
+    WHOLE: tl.constexpr = tl.constexpr(WIDTH) % pointers.shape[1] == 0
+    if keep is None:
+        tile = tl.load(pointers) if WHOLE else tl.load(pointers, mask=columns, other=0.0)
+    elif WHOLE:
+        tile = tl.load(pointers, mask=keep[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=keep[:, None] & columns, other=0.0)
+    return tile
+
+
+@triton.jit
+def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """Which keys of a tile take part; None where all do, which spares the code: tiles reach beyond `last` only if RAGGED."""
+    keys = start + tl.arange(0, BLOCK)
+    keep = None
+    if mask is not None:
+        ignored = tl.load(mask + (tl.cast(batch, tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]), mask=keys < last, other=1)
+        keep = ignored == 0
+    elif RAGGED:
+        keep = keys < last
+    return keep
+
+
+@triton.jit
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
