@@ -79,7 +79,7 @@ def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: P
 @pytest.mark.nightly
 @pytest.mark.parametrize("width, capability", list(itertools.product((8, 16, 32, 64, 128, 256), (80, 90, 100))))
 def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
-    with mock.patch.object(launches, "_allows_tf32", lambda: True):
+    with mock.patch.object(launches, "allows_tf32", lambda: True):
         found = [launch for latents in (300, 128) for launch in _launches(torch.float32, width, latents)]
     assert _check(found, capability, tmp_path) == []
 
