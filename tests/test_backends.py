@@ -56,7 +56,7 @@ def test_use_impl_as_context_and_as_call() -> None:
         assert backends.choose("attention", "auto", Q, K, K) == "reference"
     finally:
         ck.use_impl("auto")
-    with pytest.raises(ValueError, match=r"`impl` is 'fast'.*auto, native, reference, triton"):
+    with pytest.raises(ValueError, match=r"`impl` is 'fast'.*auto, cuda, native, reference, triton"):
         ck.use_impl("fast")
 
 

@@ -17,6 +17,8 @@ def dual_solve(products: Tensor, value: Tensor, weights: Tensor | None, alpha: T
     Symmetric and positive definite in the form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. A key of weight 0 drops out of it: a 1 on
     its diagonal keeps the factorisation alive at alpha = 0.
     """
+    if products.shape[-1] == 0:
+        return value
     return solve(products, value, alpha, impl)[0] if weights is None else _weighted(products, value, weights, alpha, impl)
 
 

@@ -73,9 +73,11 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     left (`ILL_CONDITIONED`), else 0.
     """
     lower = gram.tril()
-    matrix = lower + lower.tril(-1).mT + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    matrix = lower + lower.tril(-1).mT + alpha[..., None, None] * one
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+    factor = torch.where(failed[..., None, None], one, factor)
     solution = torch.cholesky_solve(rhs, factor).masked_fill(failed[..., None, None], torch.nan)
     condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
     doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
