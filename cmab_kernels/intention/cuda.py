@@ -1,0 +1,50 @@
+"""Streams over rows on an NVIDIA GPU: sums and solve fused in one CUDA kernel (csrc/cuda); what is sums alone is Triton's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cuda_launch import CUDA, gpu_problem, operand, stream_of
+from .kernels import apply_rows, gram, gram_backward
+
+__all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
+
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cuda/ridge_solve.h
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why this implementation cannot run these inputs, or None."""
+    if key.device.type != "cuda":
+        return f"it needs a GPU, and key is on {key.device}"
+    if key.dtype not in DTYPES:
+        return f"no CUDA kernel for {key.dtype}"
+    if key.shape[-1] > CUDA.MAX_WIDTH:
+        return f"its keys are at most {CUDA.MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
+    return gpu_problem(key.device.index)
+
+
+def ridge_solve(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weight, gram, info): weight = (K'WK + alpha I)^-1 K'WV."""
+    (batch, heads, keys, width), value_width = key.shape, value.shape[-1]
+    workspace_size, ticket_count = CUDA.ridge_needs(batch * heads, keys, width, value_width)
+    weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)
+    gram = key.new_empty((batch, heads, width, width), dtype=torch.float64)
+    info = key.new_empty((batch, heads), dtype=torch.int32)
+    workspace = key.new_empty(workspace_size, dtype=torch.float64)
+    tickets = key.new_zeros(ticket_count, dtype=torch.int32)
+    alpha = alpha.contiguous()
+    CUDA.ridge_solve(
+        [
+            *stream_of(key),
+            *(DTYPES[key.dtype], batch, heads, keys, width, value_width),
+            *operand(key, 4),
+            *operand(value, 4),
+            *operand(weights, 3),
+            *operand(key_padding_mask, 2),
+            *(tensor.data_ptr() for tensor in (alpha, weight, gram, info, workspace, tickets)),
+        ]
+    )
+    return weight, gram, info

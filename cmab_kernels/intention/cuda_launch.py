@@ -1,0 +1,36 @@
+"""What every call into csrc/cuda needs: a GPU that can run it, a stream, addresses and strides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autograd import traced_as_constant
+from ..extension import load_cuda
+
+CUDA = load_cuda()
+
+
+@traced_as_constant
+def gpu_problem(index: int | None) -> str | None:
+    """Why this GPU cannot run the kernels of csrc/cuda; None when it can."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        return f"it was built for compute capability 8.0 and up, and the GPU has {major}.{minor}"
+    available = CUDA.shared_memory(torch.cuda.current_device() if index is None else index)
+    if available < CUDA.SHARED_BYTES:
+        return f"it needs {CUDA.SHARED_BYTES // 1024} KiB of shared memory in a block, and the GPU has {available // 1024}"
+    return None
+
+
+def stream_of(tensor: Tensor) -> tuple[int, int]:
+    """The tensor's device, and the stream that is current there, as numbers."""
+    stream = torch.cuda.current_stream(tensor.device)
+    return stream.device_index, stream.cuda_stream
+
+
+def operand(tensor: Tensor | None, dimensions: int) -> list[int]:
+    """Address and strides; zeros for none."""
+    return [0] * (1 + dimensions) if tensor is None else [tensor.data_ptr(), *tensor.stride()]

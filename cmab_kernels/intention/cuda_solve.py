@@ -1,0 +1,37 @@
+"""Batches of small systems on an NVIDIA GPU, a block each (csrc/cuda)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cuda_launch import CUDA, gpu_problem, operand, stream_of
+
+
+def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
+    """Why this implementation cannot run these inputs, or None."""
+    if gram.device.type != "cuda":
+        return f"it needs a GPU, and gram is on {gram.device}"
+    if gram.dtype not in (torch.float64, torch.float32):
+        return f"no CUDA kernel for {gram.dtype}"
+    if gram.shape[-1] > CUDA.MAX_WIDTH:
+        return f"its systems have at most {CUDA.MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
+    return gpu_problem(gram.device.index)
+
+
+def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram."""
+    matrices, order, columns = rhs.shape
+    weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
+    info = rhs.new_empty(matrices, dtype=torch.int32)
+    alpha = alpha.contiguous()
+    CUDA.regularised_solve(
+        [
+            *stream_of(gram),
+            *(gram.dtype == torch.float64, matrices, order, columns),
+            *operand(gram, 3),
+            *operand(rhs, 3),
+            *(tensor.data_ptr() for tensor in (alpha, weight, info)),
+        ]
+    )
+    return weight, info

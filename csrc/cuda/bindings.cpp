@@ -1,0 +1,28 @@
+// cmab_kernels._cuda: the kernels of csrc/cuda as Python calls them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "calls.h"
+
+namespace py = pybind11;
+using namespace cmab::cuda;
+
+PYBIND11_MODULE(_cuda, module) {
+  module.attr("MAX_WIDTH") = kMaxWidth;
+  module.attr("SHARED_BYTES") = most_shared_bytes();
+  module.def("shared_memory", shared_memory);
+  module.def("ridge_needs", [](int64_t matrices, int64_t keys, int key_width, int value_width) {
+    const Needs needed = needs(matrices, keys, key_width, value_width);
+    return py::make_tuple(needed.workspace, needed.tickets);
+  });
+  module.def("ridge_solve", [](const std::array<int64_t, kRidgeNumbers>& numbers) {
+    Numbers in(numbers.data());
+    const Stream on = read_stream(in);
+    ridge_solve(read_ridge_call(in), on);
+  });
+  module.def("regularised_solve", [](const std::array<int64_t, kSolveNumbers>& numbers) {
+    Numbers in(numbers.data());
+    const Stream on = read_stream(in);
+    regularised_solve(read_solve_call(in), on);
+  });
+}

@@ -1,0 +1,90 @@
+// The kernels on a CPU thread, for tests: blocks in a random order, and in each of them the threads of every phase in
+// ascending or descending order. Shared memory starts as NaNs. Tests compile this file by itself.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "calls.h"
+
+namespace cmab::cuda {
+namespace {
+
+// Calls `work` for each block of a launch.
+template <class Work>
+void play_launch(int64_t blocks, int threads, int shared_bytes, std::mt19937& random, Work work) {
+  std::vector<int64_t> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  const std::unique_ptr<char, void (*)(void*)> shared(
+      static_cast<char*>(std::aligned_alloc(32, (shared_bytes + 31) / 32 * 32)), std::free);
+  for (const int64_t index : order) {
+    std::memset(shared.get(), 0xff, shared_bytes);
+    work(Block{shared.get(), threads, random() % 2 == 1}, index);
+  }
+}
+
+template <class T>
+void play_ridge(const RidgeCall& call, std::mt19937& random) {
+  const int64_t matrices = call.batch * call.heads;
+  const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
+  const int64_t together = needs(matrices, call.keys, call.key_width, call.value_width).together;
+  const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
+  for (int64_t first = 0; first < matrices; first += together) {
+    const int64_t blocks = std::min(together, matrices - first) * cut.leaves * cut.panels;
+    play_launch(blocks, kThreads, bytes, random, [&](const Block& block, int64_t index) {
+      std::make_unique<RidgeBlock<T>>(block, call, cut, first, index)->run();
+    });
+  }
+}
+
+template <class T>
+void play_solve(const SolveCall& call, std::mt19937& random) {
+  const int bytes = SolveBlock<T>::shared_bytes(call.order, call.columns);
+  play_launch(call.matrices, solve_threads(call.order), bytes, random, [&](const Block& block, int64_t index) {
+    const System<T> own = system<T>(call, index);
+    SolveBlock<T>(block, own).solve();
+  });
+}
+
+}  // namespace
+}  // namespace cmab::cuda
+
+using namespace cmab::cuda;
+
+extern "C" {
+
+void ridge_needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t* to) {
+  const Needs needed = needs(matrices, keys, key_width, value_width);
+  to[0] = needed.workspace;
+  to[1] = needed.tickets;
+}
+
+void emulate_ridge_solve(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const RidgeCall call = read_ridge_call(in);
+  std::mt19937 random(seed);
+  switch (call.dtype) {
+    case DType::kFloat64:
+      return play_ridge<double>(call, random);
+    case DType::kFloat32:
+      return play_ridge<float>(call, random);
+    case DType::kBFloat16:
+      return play_ridge<cmab::BFloat16>(call, random);
+    case DType::kFloat16:
+      return play_ridge<cmab::Float16>(call, random);
+  }
+}
+
+void emulate_regularised_solve(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const SolveCall call = read_solve_call(in);
+  std::mt19937 random(seed);
+  return call.wide ? play_solve<double>(call, random) : play_solve<float>(call, random);
+}
+
+}  // extern "C"

@@ -1,0 +1,42 @@
+#include "launch.h"
+
+namespace cmab::cuda {
+namespace {
+
+// Two blocks to a multiprocessor, so that one multiplies while the other waits for its keys.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(Sum<T>) == 4 ? 2 : 1)
+    ridge_kernel(const __grid_constant__ RidgeCall call, const __grid_constant__ Cut cut, int64_t first_matrix) {
+  extern __shared__ __align__(32) char shared[];
+  const Block block{shared, kThreads};
+  RidgeBlock<T>(block, call, cut, first_matrix, blockIdx.x).run();
+}
+
+template <class T>
+void run(const RidgeCall& call, Stream on) {
+  const int64_t matrices = call.batch * call.heads;
+  const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
+  const int64_t together = needs(matrices, call.keys, call.key_width, call.value_width).together;
+  const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
+  for (int64_t first = 0; first < matrices; first += together) {
+    const int64_t count = first + together < matrices ? together : matrices - first;
+    launch(ridge_kernel<T>, count * cut.leaves * cut.panels, kThreads, bytes, on, call, cut, first);
+  }
+}
+
+}  // namespace
+
+void ridge_solve(const RidgeCall& call, Stream on) {
+  switch (call.dtype) {
+    case DType::kFloat64:
+      return run<double>(call, on);
+    case DType::kFloat32:
+      return run<float>(call, on);
+    case DType::kBFloat16:
+      return run<BFloat16>(call, on);
+    case DType::kFloat16:
+      return run<Float16>(call, on);
+  }
+}
+
+}  // namespace cmab::cuda
