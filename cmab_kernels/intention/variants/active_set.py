@@ -1,0 +1,123 @@
+"""Which constraints of a strictly convex quadratic programme hold with equality at its minimum: a dual active-set method, many at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import regularised_solve
+
+VIOLATED = 1e-12
+"""A constraint is violated where it exceeds what it is computed from by more than this."""
+DEPENDENT = 1e-10
+"""A normal depends on the active ones where the square of its part that is orthogonal to them is below this share of its own."""
+
+SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
+
+
+class _Systems(NamedTuple):
+    """Of S programmes with R constraints each, scaled to products (S, R, R) with 1 on the diagonal."""
+
+    products: Tensor
+    excess: Tensor
+    size: Tensor
+
+
+class _Progress(NamedTuple):
+    """Where each of the S programmes stands. `pending` (S,) is the constraint that is on its way in, -1 if none; changed in place."""
+
+    multipliers: Tensor
+    active: Tensor
+    pending: Tensor
+    info: Tensor
+
+    def of(self, open_: Tensor) -> _Progress:
+        return _Progress(*(part[open_] for part in self))
+
+    def put(self, open_: Tensor, new: _Progress) -> None:
+        for part, values in zip(self, new, strict=True):
+            part[open_] = values
+
+
+@torch.no_grad()
+def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
+    """The active set (S, R) bool of each programme, and its info (S,) int32: 0 solved, 3 infeasible, 4 given up.
+
+    Of min w'Gw / 2 - m'w with N'w = n for the first `equalities` constraints and N'w <= n for the others, given are products = N'G^-1N
+    (S, R, R), excess = N'w0 - n (S, R) at the unconstrained minimum w0, and size (S, R), the terms that excess is the difference of.
+
+    The method of Goldfarb and Idnani (A numerically stable dual method for solving strictly convex quadratic programs), in terms of the
+    multipliers alone: w = w0 - G^-1 N lambda, so that the excess is that at w0 less products lambda. It takes the most violated constraint
+    and raises its multiplier until the constraint holds; if another's multiplier reaches 0 before, that one leaves and the same goes on.
+    Each constraint taken in makes the dual objective larger, so that no active set comes twice. Where the new normal depends on the
+    active ones, and none of these can leave, no point satisfies them all.
+    """
+    scale = torch.where((diagonal := products.diagonal(dim1=-2, dim2=-1)) > 0, diagonal, 1.0).rsqrt()
+    systems = _Systems(scale.unsqueeze(-1) * products * scale.unsqueeze(-2), scale * excess, scale * size)
+    equality = torch.arange(excess.shape[1], device=excess.device) < equalities
+    progress = _Progress(
+        torch.zeros_like(excess),
+        torch.zeros_like(excess, dtype=torch.bool),
+        torch.full_like(excess[:, 0], -1, dtype=torch.int64),
+        torch.zeros_like(excess[:, 0], dtype=torch.int32),
+    )
+    open_ = torch.arange(excess.shape[0], device=excess.device)
+    for _ in range(100 + 20 * excess.shape[1]):
+        part, here = _Systems(*(p[open_] for p in systems)), progress.of(open_)
+        entering = _entering(part, here, equality)
+        still = (entering >= 0) & (here.info == SOUND)
+        open_ = open_[still]
+        if open_.numel() == 0:
+            break
+        part, here = _Systems(*(p[still] for p in part)), _Progress(*(p[still] for p in here))
+        progress.put(open_, _step(part, here, entering[still], equality, impl))
+    else:
+        progress.info[open_] = torch.where(progress.info[open_] == SOUND, UNFINISHED, progress.info[open_])
+    return progress.active, progress.info
+
+
+def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
+    """The constraint to work on (S,): the one on its way, or the most violated, equalities first; -1 where all hold."""
+    change = systems.products * here.multipliers.unsqueeze(-2)
+    excess = systems.excess - change.sum(-1)
+    violation = torch.where(equality, excess.abs(), excess)
+    violated = (violation > VIOLATED * (systems.size + change.abs().sum(-1))) & ~here.active
+    rank = torch.where(violated, torch.where(equality, torch.inf, violation), -torch.inf)
+    worst = torch.where(violated.any(-1), rank.argmax(-1), -1)
+    return torch.where(here.pending >= 0, here.pending, worst)
+
+
+def _step(systems: _Systems, here: _Progress, entering: Tensor, equality: Tensor, impl: str) -> _Progress:
+    """Raise the entering multiplier as far as it goes."""
+    row = torch.arange(entering.numel(), device=entering.device)
+    active, column = here.active, systems.products[row, :, entering]
+    own = here.multipliers[row, entering]
+    one = torch.eye(active.shape[1], dtype=column.dtype, device=column.device)
+    matrix = torch.where(active.unsqueeze(-1) & active.unsqueeze(-2), systems.products, one)
+    given = torch.stack([column, systems.excess - column * own.unsqueeze(-1)], -1).masked_fill(~active.unsqueeze(-1), 0.0)
+    response, settled = regularised_solve(matrix, given, 0.0, impl=impl).weight.unbind(-1)
+    multipliers = torch.where(active, settled, here.multipliers)  # anew from the active set, so that rounding does not add up
+
+    excess = systems.excess[row, entering] - (systems.products[row, entering] * multipliers).sum(-1)
+    sign = torch.where(equality[entering] & (excess < 0), -1.0, 1.0).to(column.dtype)
+    slope = column[row, entering] - (column * response).sum(-1)
+    full = torch.where(slope > DEPENDENT, (sign * excess).clamp(min=0.0) / slope, torch.inf)
+    falling = sign.unsqueeze(-1) * response
+    may_leave = active & ~equality & (falling > DEPENDENT)
+    until, leaving = torch.where(may_leave, multipliers.clamp(min=0.0) / falling, torch.inf).min(-1)
+
+    length = torch.minimum(full, until)
+    impossible = length.isinf()
+    length = length.masked_fill(impossible, 0.0)
+    multipliers = multipliers - length.unsqueeze(-1) * falling
+    multipliers[row, entering] = own + length * sign
+    enters = (full <= until) & ~impossible
+    leaves = ~enters & ~impossible
+    active, multipliers = active.clone(), multipliers.clone()
+    active[row[enters], entering[enters]] = True
+    active[row[leaves], leaving[leaves]] = False
+    multipliers[row[leaves], leaving[leaves]] = 0.0
+    info = torch.where(impossible, INFEASIBLE, here.info).int()
+    return _Progress(multipliers, active, torch.where(leaves, entering, -1), info)

@@ -1,0 +1,143 @@
+"""Least squares under linear equalities and inequalities."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import check_operands, wrong
+from ..api import regularised_solve, ridge_state
+from .active_set import INFEASIBLE, SOUND, active_set
+from .inputs import check_query, check_rows, expand_to
+from .models import scaled_solve
+
+Constraints = tuple[Tensor, Tensor]
+
+
+class ConstrainedRegression(NamedTuple):
+    """The constrained minimum of each column of values, and what holds it there. Constraints: P equalities, then Q inequalities."""
+
+    weight: Tensor
+    """(B, H, D, E) float64; NaN where info is 1, 3 or 4."""
+    multipliers: Tensor
+    """(B, H, P + Q, E) float64: gradient of the sum of squares / 2 at `weight` is -(normals @ multipliers); >= 0 for inequalities."""
+    active: Tensor
+    """(B, H, P + Q, E) bool: the constraints that hold with equality and shape the minimum."""
+    info: Tensor
+    """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible, no point satisfies all; 4 given up."""
+
+    def predict(self, query: Tensor) -> Tensor:
+        """(B, H, M, E) of query (B, H, M, D), in its dtype."""
+        batch, heads, width, _ = self.weight.shape
+        return (check_query(query, batch, heads, width) @ self.weight).to(query.dtype)
+
+
+def constrained(
+    key: Tensor,
+    value: Tensor,
+    alpha: float | Tensor = 0.0,
+    *,
+    equal: Constraints | None = None,
+    at_most: Constraints | None = None,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> ConstrainedRegression:
+    """The minimum of sum_i w_i |y_i - x_i' W|^2 + alpha |W|^2 subject to C'W = c and A'W <= b.
+
+    Args:
+        key: (B, H, N, D). float64, float32, bfloat16 or float16; sums and solution are float64.
+        value: (B, H, N, E): E problems with the same keys.
+        alpha: >= 0: a number, or a tensor that broadcasts to (B, H). Keys of rank below D need alpha > 0 (`info` 1 or 2).
+        equal: (C, c), where C broadcasts to (B, H, D, P), a column a constraint, and c to (B, H, P, E), a row a constraint.
+        at_most: (A, b), likewise with Q; a bound of infinity is none.
+        weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
+
+    Returns:
+        ConstrainedRegression. Differentiable in key, value, alpha, weights and the constraints, through the optimality conditions of the
+        final active set.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose one correction by all violated
+    constraints, w - Z N (N'Z N)^-1 (N'w - n) with Z = (K'K + alpha I)^-1, is no minimum and need not be feasible: a constraint that it
+    takes in may have to leave again, and others may become violated. Here the same formula stands at the end of an active-set method.
+
+    >>> key = torch.eye(3, dtype=torch.float64)[None, None]
+    >>> value = torch.tensor([3.0, -1.0, 1.0], dtype=torch.float64)[None, None, :, None]
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> sums_to_one = (torch.ones(3, 1, dtype=torch.float64), one)
+    >>> not_negative = (-torch.eye(3, dtype=torch.float64), 0 * one.expand(3, 1))
+    >>> nearest = cmab_kernels.intention.variants.constrained(key, value, equal=sums_to_one, at_most=not_negative)
+    >>> [round(w, 6) for w in nearest.weight.flatten().tolist()]
+    [1.0, 0.0, 0.0]
+    """
+    check_rows(key, weights, key_padding_mask, value=value)
+    state = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    columns = value.shape[-1]
+    normals, bounds, equalities = _stacked(equal, at_most, state.moment)
+    solution, info = regularised_solve(state.gram, torch.cat([state.moment, normals], -1), alpha, impl=impl)
+    free, turned = solution.split([columns, normals.shape[-1]], -1)  # w0 = Z K'V and Z N
+    products, excess = normals.mT @ turned, normals.mT @ free - bounds
+    size = normals.mT.abs() @ free.abs() + bounds.abs()
+    active, problem = _search(products, excess, size, equalities, impl)
+    multipliers, doubt = _settled(products, excess, active, impl)
+    weight = free - turned @ multipliers
+    info = torch.maximum(info.unsqueeze(-1), doubt).masked_fill(weight.isnan().any(-2), 1)
+    info = torch.where((info != 1) & (problem != SOUND), problem, info)
+    unsolved = ((info != 0) & (info != 2)).unsqueeze(-2)
+    return ConstrainedRegression(weight.masked_fill(unsolved, torch.nan), multipliers.masked_fill(unsolved, torch.nan), active, info)
+
+
+def _stacked(equal: Constraints | None, at_most: Constraints | None, moment: Tensor) -> tuple[Tensor, Tensor, int]:
+    """All normals (B, H, D, R) and bounds (B, H, R, E) in float64, and how many of the R are equalities."""
+    (normals, bounds), (others, limits) = _pair("equal", equal, moment), _pair("at_most", at_most, moment)
+    return torch.cat([normals, others], -1), torch.cat([bounds, limits], -2), normals.shape[-1]
+
+
+def _pair(name: str, pair: Constraints | None, moment: Tensor) -> Constraints:
+    batch, heads, width, columns = moment.shape
+    if pair is None:
+        return moment.new_zeros(batch, heads, width, 0), moment.new_zeros(batch, heads, 0, columns)
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(wrong(name, f"is a {type(pair).__name__}", "a pair of tensors (normals, bounds) is needed"))
+    normals, bounds = pair
+    check_operands(**{f"{name}[0]": normals, f"{name}[1]": bounds})
+    if normals.dim() < 2:
+        raise ValueError(wrong(f"{name}[0]", f"has shape {tuple(normals.shape)}", f"(..., D, P) with D = {width} is needed"))
+    rows = normals.shape[-1]
+    shapes = (batch, heads, width, rows), (batch, heads, rows, columns)
+    normals, bounds = (expand_to(f"{name}[{i}]", t, shapes[i], moment.device) for i, t in enumerate(pair))
+    return normals, bounds
+
+
+def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
+    """The active set (B, H, R, E) and what became of the search (B, H, E). A head that is not finite has nothing to search."""
+    batch, heads, rows, columns = excess.shape
+    if rows == 0:
+        return torch.zeros_like(excess, dtype=torch.bool), torch.zeros_like(excess[..., 0, :], dtype=torch.int32)
+    is_equality = torch.arange(rows, device=excess.device).unsqueeze(-1) < equalities
+    never_met = (excess == torch.inf) | (is_equality & excess.isinf())
+    skipped = (never_met | excess.isnan()).any(-2, keepdim=True) | ~products.isfinite().all(-1).all(-1)[..., None, None]
+    one = torch.eye(rows, dtype=products.dtype, device=products.device)
+    symmetric = ((products + products.mT) / 2).unsqueeze(2)
+    flat = torch.where(skipped.mT.unsqueeze(-1), one, symmetric).flatten(0, 2)
+    excess, size = (t.masked_fill(skipped, 0.0).mT.flatten(0, 2) for t in (excess, size))
+    active, info = active_set(flat, excess, size, equalities, impl)
+    info = info.view(batch, heads, columns).masked_fill(never_met.any(-2), INFEASIBLE)
+    return active.view(batch, heads, columns, rows).mT, info
+
+
+def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """The multipliers (B, H, R, E) under which the active constraints hold, and the `info` (B, H, E) of their systems."""
+    rows = active.shape[-2]
+    if rows == 0:
+        return excess, torch.zeros_like(excess[..., 0, :], dtype=torch.int32)
+    chosen = active.mT  # (B, H, E, R)
+    one = torch.eye(rows, dtype=products.dtype, device=products.device)
+    system = torch.where(chosen.unsqueeze(-1) & chosen.unsqueeze(-2), products.unsqueeze(2), one)
+    weight, info = scaled_solve(system, excess.masked_fill(~active, 0.0).mT.unsqueeze(-1), impl)
+    return weight.squeeze(-1).mT, info

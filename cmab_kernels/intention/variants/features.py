@@ -1,0 +1,120 @@
+"""Features whose products are a Gaussian kernel: what makes linear estimators kernel machines."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...checks import check_mask, check_operands, refuse_negative, wrong
+from .inputs import check_query, check_rows, expand_to
+from .inverse_root import inverse_root
+
+
+def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    """phi_K(Q) = k(Q, K) k(K, K)^-1/2 with the Gaussian kernel k(x, y) = exp(-gamma |x - y|^2).
+
+    phi_K(Q) phi_K(K)' = k(Q, K): a linear estimator of these features is the kernel machine. `ridge(phi_K(K), value, alpha,
+    intercept=False)` read off at phi_K(Q) is kernel ridge regression.
+
+    Args:
+        query: (B, H, M, D). float64, float32, bfloat16 or float16; all is computed in float64.
+        key: (B, H, N, D), the points of the kernel, of the same dtype.
+        gamma: >= 0, a number or a tensor that broadcasts to (B, H).
+        key_padding_mask: (B, N) bool, True = ignore: the feature of that key is 0.
+
+    Returns:
+        (B, H, M, N) in the dtype of query. The root is that of the pseudo-inverse: directions in which the kernel vanishes to rounding (a
+        point given twice) count for nothing. Differentiable in query, key and gamma; to second order where no two eigenvalues of k(K, K)
+        are equal.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose kernel is printed without the minus:
+    exp(gamma |x - y|^2) is indefinite and has no real root.
+
+    >>> q, k = torch.randn(1, 1, 3, 2, dtype=torch.float64), torch.randn(1, 1, 5, 2, dtype=torch.float64)
+    >>> phi = cmab_kernels.intention.variants.kernel_features
+    >>> torch.allclose(phi(q, k, 0.5) @ phi(k, k, 0.5).mT, torch.exp(-0.5 * torch.cdist(q, k) ** 2))
+    True
+    """
+    check_operands(query=query, key=key)
+    check_rows(key, None, key_padding_mask)
+    batch, heads, _, width = key.shape
+    rate = _rate(gamma, key)
+    points, present = key.double(), None
+    if key_padding_mask is not None:
+        present = ~key_padding_mask[:, None, None, :]
+        points = points.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+    centre = points.detach().mean(2, keepdim=True) if key.shape[2] else 0.0
+    points, queries = points - centre, check_query(query, batch, heads, width) - centre
+    own, cross = _gaussian(points, points, rate), _gaussian(queries, points, rate)
+    if present is not None:
+        own, cross = own * present * present.mT, cross * present
+    return (cross @ inverse_root(own)).to(query.dtype)
+
+
+def nystrom_features(
+    query: Tensor, key: Tensor, num_landmarks: int, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """phi_L(Q) = k(Q, L) k(L, L)^-1/2, with `num_landmarks` m of the keys, evenly spaced among those that count, as L.
+
+    phi_L(X) phi_L(Y)' = k(X, L) k(L, L)^-1 k(L, Y), the Nyström approximation of the kernel: an m x m root and m features in place of N.
+    For landmarks of your own choice, means of clusters say, call `kernel_features(query, landmarks, gamma)`.
+
+    Args:
+        num_landmarks: 1 <= m <= N. Where fewer keys than m count, they all are landmarks, and the features beyond are 0.
+        query, key, gamma, key_padding_mask: as in `kernel_features`.
+
+    Returns:
+        (B, H, M, m) in the dtype of query, differentiable as `kernel_features`.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Williams and Seeger, Using the Nyström method to speed up kernel machines.
+
+    >>> key = torch.linspace(-1, 1, 200, dtype=torch.float64)[None, None, :, None]
+    >>> phi = cmab_kernels.intention.variants.nystrom_features(key, key, 12, gamma=1.0)
+    >>> exact = torch.exp(-torch.cdist(key, key) ** 2)
+    >>> phi.shape, bool((phi @ phi.mT - exact).abs().max() < 1e-6)
+    (torch.Size([1, 1, 200, 12]), True)
+    """
+    check_operands(query=query, key=key)
+    check_rows(key, None, key_padding_mask)
+    if not 1 <= num_landmarks <= key.shape[2]:
+        raise ValueError(wrong("num_landmarks", f"is {num_landmarks}", f"from 1 to N = {key.shape[2]} is needed"))
+    index, absent = _evenly_spaced(key, num_landmarks, key_padding_mask)
+    landmarks = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1]))
+    return kernel_features(query, landmarks, gamma, key_padding_mask=absent)
+
+
+def _evenly_spaced(key: Tensor, count: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The indices (B, m) of `count` keys that count, spread from the first to the last, and which (B, m) are not there."""
+    check_mask(mask, key)
+    batch, _, length, _ = key.shape
+    mask = torch.zeros(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask
+    present_first = mask.to(torch.int8).argsort(dim=-1, stable=True)
+    present = (~mask).sum(-1, keepdim=True)
+    taken = present.clamp(max=count)
+    position = torch.arange(count, device=key.device).expand(batch, -1)
+    spread = position * (present - 1) // (taken - 1).clamp(min=1)
+    absent = position >= taken
+    return present_first.gather(-1, torch.where(absent, 0, spread)), absent
+
+
+def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
+    """gamma as (B, H, 1, 1)."""
+    rate = gamma if isinstance(gamma, Tensor) else torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
+    if not isinstance(gamma, Tensor) and not 0 <= gamma < math.inf:
+        raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
+    refuse_negative("gamma", rate)
+    return expand_to("gamma", rate, key.shape[:2], key.device)[..., None, None]
+
+
+def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:
+    """exp(-gamma |x - y|^2), (B, H, M, N). The squares are not kept from going below 0 by a rounding: that would cut their derivatives."""
+    squares = rows.square().sum(-1, keepdim=True) + columns.square().sum(-1, keepdim=True).mT - 2 * rows @ columns.mT
+    return (-gamma * squares).exp()

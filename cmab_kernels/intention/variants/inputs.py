@@ -1,0 +1,87 @@
+"""What the estimators check before any work, beside what every family checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...checks import check_key_value, check_mask, check_operands, refuse_negative, wrong
+from ..api import _weights as over_heads
+
+
+def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
+    """Raise unless key is (B, H, N, D) and the rest fits it. The weights as (B, H, N), 1 where there are none."""
+    check_operands(key=key, **others)
+    check_key_value(key, others.get("value", key))
+    check_mask(mask, key)
+    weights = over_heads(weights, key)
+    return key.new_ones((), dtype=torch.float64).expand(key.shape[:3]) if weights is None else weights
+
+
+def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | None) -> Tensor:
+    """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label that counts and is no class."""
+    if num_classes < 1:
+        raise ValueError(wrong("num_classes", f"is {num_classes}", "it must be >= 1"))
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is a {type(labels).__name__}"
+        raise TypeError(wrong("labels", given, "a torch.Tensor of int64 is needed"))
+    batch, heads, length, _ = key.shape
+    if labels.shape not in ((batch, length), (batch, heads, length)):
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("labels", f"has shape {tuple(labels.shape)}", allowed))
+    if labels.device != key.device:
+        raise ValueError(wrong("labels", f"is on {labels.device}", f"key is on {key.device}"))
+    labels = (labels if labels.dim() == 3 else labels.unsqueeze(1)).expand(batch, heads, length)
+    counting = labels if mask is None else labels.masked_fill(mask[:, None], 0)
+    refuse_negative("labels", counting)
+    refuse_negative(f"num_classes - 1 - labels, with num_classes = {num_classes},", num_classes - 1 - counting)
+    return labels
+
+
+def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
+    """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as (B, H, 1, 1) beside `like` (B, H, ...)."""
+    if not isinstance(given, Tensor):
+        if not 0 <= given <= 1:
+            raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
+        given = torch.full((), given, dtype=torch.float64, device=like.device)
+    refuse_negative(name, given)
+    refuse_negative(f"1 - {name}", 1 - given)
+    return expand_to(name, given, like.shape[:2], like.device)[..., None, None]
+
+
+def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
+    """Class probabilities (B, H, C): those given, or the classes' shares of `weight` (B, H, C). A class without members has none."""
+    if given is None:
+        priors = weight
+    else:
+        priors = expand_to("priors", torch.as_tensor(given, device=weight.device), weight.shape, weight.device)
+        refuse_negative("priors", priors)
+        priors = priors.masked_fill(weight == 0, 0.0)
+    return divided(priors, priors.sum(-1, keepdim=True))
+
+
+def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """`given` in float64, expanded to `shape`; an error where it does not broadcast."""
+    if not given.is_floating_point():
+        raise TypeError(wrong(name, f"is {given.dtype}", "a floating tensor is needed"))
+    if given.device != device:
+        raise ValueError(wrong(name, f"is on {given.device}", f"the other arguments are on {device}"))
+    aligned = zip(reversed(given.shape), reversed(shape), strict=False)
+    if given.dim() > len(shape) or any(has not in (1, wanted) for has, wanted in aligned):
+        raise ValueError(wrong(name, f"has shape {tuple(given.shape)}", f"what broadcasts to {tuple(shape)} is needed"))
+    return given.double().expand(tuple(shape))
+
+
+def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
+    """`query` in float64, or an error unless it is (B, H, M, D)."""
+    check_operands(query=query)
+    if query.dim() != 4 or (*query.shape[:2], query.shape[-1]) != (batch, heads, width):
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width}) is needed"))
+    return query.double()
+
+
+def divided(total: Tensor, by: Tensor) -> Tensor:
+    """total / by, and total where there is nothing to divide by: then it is 0."""
+    return total / by.masked_fill(by == 0, 1.0)

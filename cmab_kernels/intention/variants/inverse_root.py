@@ -1,0 +1,47 @@
+"""The root of a pseudo-inverse, with a gradient that equal eigenvalues do not disturb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...autograd import differentiable
+
+
+def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues with 1 in place of those that are 0 to rounding, eigenvectors, and which eigenvalues (..., N) are more than that."""
+    values, vectors = torch.linalg.eigh(matrix)
+    cutoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
+    kept = values > cutoff
+    return torch.where(kept, values, 1.0), vectors, kept
+
+
+def _forward(matrix: Tensor) -> Tensor:
+    values, vectors, kept = _spectrum(matrix)
+    return (vectors * (values.rsqrt() * kept).unsqueeze(-2)) @ vectors.mT
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dout: Tensor) -> Tensor:
+    """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and Krein).
+
+    Between two eigenvalues that are kept this is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, which has no difference in it; between one
+    and a vanishing one it is f_i / l_i; between two of these there is nothing.
+    """
+    values, vectors, kept = _spectrum(ctx.saved_tensors[0])
+    root = values.sqrt()
+    one, other = root.unsqueeze(-1), root.unsqueeze(-2)
+    both, either = kept.unsqueeze(-1) & kept.unsqueeze(-2), kept.unsqueeze(-1) | kept.unsqueeze(-2)
+    inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # the vanishing one stands as 1
+    slopes = torch.where(both, inside, torch.where(either, across, 0.0))
+    turned = vectors.mT @ ((dout + dout.mT) / 2) @ vectors
+    return vectors @ (slopes * turned) @ vectors.mT
+
+
+inverse_root = differentiable(_forward, _save, _backward)
+"""A^-1/2 (..., N, N) of symmetric positive semi-definite A, 0 along eigenvectors whose eigenvalue is 0 to rounding."""

@@ -1,0 +1,136 @@
+"""Linear discriminants: the pooled covariance, or the sum of the classes' scatters, between the classes' means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..api import regularised_solve
+from .inputs import divided, fraction_of, priors_of
+from .models import LinearClassifier, log_of, scaled_solve
+from .moments import ClassMoments, check_moments, class_moments
+
+
+def lda(
+    key: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    *,
+    shrinkage: float | Tensor = 0.0,
+    priors: Tensor | Sequence[float] | None = None,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> LinearClassifier:
+    """Linear discriminant analysis: a Gaussian a class, all with one covariance Sigma.
+
+    Args:
+        key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
+        shrinkage: s from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma becomes (1 - s) Sigma + s (trace Sigma / D) I.
+        priors: probabilities of the classes, (C,) or what broadcasts to (B, H, C), brought to a sum of 1; None: their shares of the rows.
+
+    Returns:
+        LinearClassifier, whose probabilities are the posterior's. A class without members has score -inf and probability 0. Where Sigma
+        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN: shrink, or leave features out.
+        Differentiable in key, weights, shrinkage and priors.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Sigma = sum_c S_c / n is the estimate of maximum likelihood. Source: Fisher; as a form of Intention, Garnelo and Czarnecki, whose
+    relabelling y / N1 - (1 - y) / N0, which turns X'y into m_1 - m_0, is printed with another sign and other weights.
+
+    >>> key = torch.tensor([[0.0, 0], [1, 1], [0, 1], [4, 4], [5, 5], [5, 4]])[None, None]
+    >>> model = cmab_kernels.intention.variants.lda(key, torch.tensor([[0, 0, 0, 1, 1, 1]]), 2)
+    >>> model.predict(torch.tensor([[[[1.0, 0.0], [4.0, 5.0]]]])).tolist()
+    [[[0, 1]]]
+    """
+    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    return solve_lda(moments, shrinkage=shrinkage, priors=priors, impl=impl)
+
+
+def solve_lda(
+    moments: ClassMoments, *, shrinkage: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
+) -> LinearClassifier:
+    """`lda` of the rows that left these moments.
+
+    >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
+    >>> cmab_kernels.intention.variants.solve_lda(moments).coefficients.shape
+    torch.Size([1, 1, 2, 3])
+    """
+    check_moments(moments)
+    probability = priors_of(priors, moments.weight)
+    covariance = shrunk(divided(moments.scatter.sum(2), moments.weight.sum(-1)[..., None, None]), shrinkage)
+    centre = (probability.unsqueeze(-2) @ moments.mean).squeeze(-2)
+    away = _from(centre, moments)
+    weight, info = scaled_solve(covariance, away.mT, impl)
+    return LinearClassifier(weight, centre, log_of(probability) - (weight * away.mT).sum(-2) / 2, info)
+
+
+def pooled_class_scatter(
+    key: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    alpha: float | Tensor = 0.0,
+    *,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> LinearClassifier:
+    """For each class w_c = (sum_j S_j + alpha I)^-1 (m_c - m_rest), with score 0 midway between the mean m_c and that of all other rows.
+
+    What the paper calls "QDA", which it is not: it is linear, and of two classes it has the direction of LDA. `qda` is quadratic.
+
+    Args:
+        key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
+        alpha: >= 0, in the units of the scatter: a number, or a tensor that broadcasts to (B, H).
+
+    Returns:
+        LinearClassifier, one column a class; of two classes the columns are each other's negative. A class without members scores -inf.
+        Differentiable in key, alpha and weights.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki).
+
+    >>> key, labels = torch.randn(1, 1, 50, 3, dtype=torch.float64), torch.arange(50)[None] % 2
+    >>> ours = cmab_kernels.intention.variants.pooled_class_scatter(key, labels, 2).coefficients
+    >>> fisher = cmab_kernels.intention.variants.lda(key, labels, 2).coefficients
+    >>> f"{torch.cosine_similarity(ours, fisher, dim=-2).min().item():.6f}"
+    '1.000000'
+    """
+    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    return solve_pooled_class_scatter(moments, alpha, impl=impl)
+
+
+def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.0, *, impl: str = "auto") -> LinearClassifier:
+    """`pooled_class_scatter` of the rows that left these moments.
+
+    >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
+    >>> cmab_kernels.intention.variants.solve_pooled_class_scatter(moments, alpha=0.1).coefficients.shape
+    torch.Size([1, 1, 2, 3])
+    """
+    check_moments(moments)
+    share = divided(moments.weight, moments.weight.sum(-1, keepdim=True))
+    centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
+    to_own = _from(centre, moments)
+    to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)  # shares of own and rest weigh the two to the mean of all
+    weight, info = regularised_solve(moments.scatter.sum(2), (to_own - to_rest).mT, alpha, impl=impl)
+    offset = -(weight * (to_own + to_rest).mT).sum(-2) / 2
+    return LinearClassifier(weight, centre, offset.masked_fill(moments.weight == 0, -torch.inf), info)
+
+
+def shrunk(covariance: Tensor, shrinkage: float | Tensor) -> Tensor:
+    """(1 - s) Sigma + s (trace Sigma / D) I of (B, H, D, D)."""
+    amount = fraction_of("shrinkage", shrinkage, covariance)
+    spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    one = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    return (1 - amount) * covariance + amount * spread * one
+
+
+def _from(centre: Tensor, moments: ClassMoments) -> Tensor:
+    """From the centre to each class's mean, (B, H, C, D); nowhere for a class without members."""
+    return (moments.mean - centre.unsqueeze(2)).masked_fill((moments.weight == 0).unsqueeze(-1), 0.0)

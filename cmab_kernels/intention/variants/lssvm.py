@@ -1,0 +1,64 @@
+"""The least-squares support vector machine: ridge regression on labels of -1 and 1."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..api import regularised_solve
+from .inputs import divided
+from .models import LinearClassifier
+from .moments import ClassMoments, check_moments, class_moments
+
+
+def lssvm(
+    key: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    alpha: float | Tensor,
+    *,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> LinearClassifier:
+    """For each class c the minimum of sum_i w_i (y_ic - x_i' w_c - b_c)^2 + alpha |w_c|^2, where y_ic is 1 in the class and -1 outside.
+
+    Args:
+        key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
+        alpha: >= 0, of w and not of b: a number, or a tensor that broadcasts to (B, H). The literature's gamma is 1 / alpha.
+
+    Returns:
+        LinearClassifier, one column a class; of two classes the columns are each other's negative. A class without members scores -1
+        everywhere. Differentiable in key, alpha and weights.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Suykens and Vandewalle, Least squares support vector machine classifiers; as a form of Intention, Garnelo and Czarnecki.
+
+    >>> key = torch.tensor([[-2.0, 0.0], [-1.0, 0.5], [1.0, -0.5], [2.0, 0.0]])[None, None]
+    >>> machine = cmab_kernels.intention.variants.lssvm(key, torch.tensor([[0, 0, 1, 1]]), 2, alpha=0.1)
+    >>> machine.predict(torch.tensor([[[[-3.0, 1.0], [0.5, 0.0]]]])).tolist()
+    [[[0, 1]]]
+    """
+    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    return solve_lssvm(moments, alpha, impl=impl)
+
+
+def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "auto") -> LinearClassifier:
+    """`lssvm` of the rows that left these moments.
+
+    With d_c = m_c - m, from the mean m of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine is
+    w_c = (T + alpha I)^-1 2 n_c d_c with the value 2 n_c / n - 1 at m.
+
+    >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
+    >>> cmab_kernels.intention.variants.solve_lssvm(moments, alpha=0.1).coefficients.shape
+    torch.Size([1, 1, 2, 3])
+    """
+    check_moments(moments)
+    share = divided(moments.weight, moments.weight.sum(-1, keepdim=True))
+    centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
+    away = moments.mean - centre.unsqueeze(2)
+    sums = (moments.weight.unsqueeze(-1) * away).mT
+    total = moments.scatter.sum(2) + sums @ away
+    weight, info = regularised_solve(total, 2 * sums, alpha, impl=impl)
+    return LinearClassifier(weight, centre, 2 * share - 1, info)

@@ -1,0 +1,118 @@
+"""What the estimators return: what they learnt, and how it is read off at new points."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import regularised_solve
+from ..state import RidgeSolution
+from .inputs import check_query
+
+
+class LinearRegression(NamedTuple):
+    """Values that are affine in the point: offset + (x - centre) coefficients. All float64, differentiable in what they were made of."""
+
+    coefficients: Tensor
+    """(B, H, D, E)."""
+    centre: Tensor
+    """(B, H, D): where `offset` is the value, in the midst of the data, so that nothing cancels however far from 0 they are."""
+    offset: Tensor
+    """(B, H, E)."""
+    info: Tensor
+    """(B, H) int32, as of `cmab_kernels.solve_ridge`: 0 sound; 1 not positive definite, all is NaN; 2 ill-conditioned."""
+
+    @property
+    def intercept(self) -> Tensor:
+        """(B, H, E): the value at 0."""
+        return self.offset - (self.centre.unsqueeze(-2) @ self.coefficients).squeeze(-2)
+
+    def predict(self, query: Tensor) -> Tensor:
+        """(B, H, M, E) of query (B, H, M, D), in its dtype."""
+        return _affine(query, self.coefficients, self.centre, self.offset)
+
+
+class LinearClassifier(NamedTuple):
+    """One affine score a class. Fields as of `LinearRegression`, with the C classes in place of E."""
+
+    coefficients: Tensor
+    """(B, H, D, C)."""
+    centre: Tensor
+    """(B, H, D)."""
+    offset: Tensor
+    """(B, H, C); -inf for a class that can never be."""
+    info: Tensor
+    """(B, H) int32."""
+
+    @property
+    def intercept(self) -> Tensor:
+        """(B, H, C): the scores at 0."""
+        return self.offset - (self.centre.unsqueeze(-2) @ self.coefficients).squeeze(-2)
+
+    def decision(self, query: Tensor) -> Tensor:
+        """The scores (B, H, M, C) of query (B, H, M, D), in its dtype. Where there are two, their difference decides."""
+        return _affine(query, self.coefficients, self.centre, self.offset)
+
+    def predict(self, query: Tensor) -> Tensor:
+        """The class of the largest score, (B, H, M) int64."""
+        return self.decision(query).argmax(-1)
+
+    def probabilities(self, query: Tensor) -> Tensor:
+        """softmax(decision), (B, H, M, C): the posterior probabilities, where the scores are log densities as those of `lda`."""
+        return class_probabilities(self.decision(query))
+
+
+class QuadraticClassifier(NamedTuple):
+    """A Gaussian a class: its mean, the inverse of its covariance, and the logarithm of its density's factor times its prior."""
+
+    mean: Tensor
+    """(B, H, C, D)."""
+    precision: Tensor
+    """(B, H, C, D, D)."""
+    offset: Tensor
+    """(B, H, C); -inf for a class that can never be."""
+    info: Tensor
+    """(B, H, C) int32, of each covariance: 1 singular, the class's scores are NaN; 2 ill-conditioned."""
+
+    def decision(self, query: Tensor) -> Tensor:
+        """log(prior) - log(det covariance) / 2 - (x - mean)' precision (x - mean) / 2: (B, H, M, C) of query (B, H, M, D), in its dtype."""
+        batch, heads, _, width = self.mean.shape
+        away = check_query(query, batch, heads, width).unsqueeze(2) - self.mean.unsqueeze(3)
+        distance = ((away @ self.precision) * away).sum(-1)
+        return (self.offset.unsqueeze(-1) - distance / 2).mT.to(query.dtype)
+
+    def predict(self, query: Tensor) -> Tensor:
+        """The most probable class, (B, H, M) int64."""
+        return self.decision(query).argmax(-1)
+
+    def probabilities(self, query: Tensor) -> Tensor:
+        """The posterior probabilities of the classes, (B, H, M, C)."""
+        return class_probabilities(self.decision(query))
+
+
+def class_probabilities(decision: Tensor) -> Tensor:
+    """softmax over the classes; where none can be, all are 0."""
+    nothing = (decision == -torch.inf).all(-1, keepdim=True)
+    return decision.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+
+
+def log_of(probability: Tensor) -> Tensor:
+    """log, and -inf at 0 without its infinite derivative."""
+    never = probability == 0
+    return probability.masked_fill(never, 1.0).log().masked_fill(never, -torch.inf)
+
+
+def scaled_solve(matrix: Tensor, rhs: Tensor, impl: str) -> RidgeSolution:
+    """A^-1 B of symmetric A with its diagonal brought to 1 first: the units of the features are nobody's condition number."""
+    diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-1)
+    weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=impl)
+    return RidgeSolution(scale * weight, info)
+
+
+def _affine(query: Tensor, coefficients: Tensor, centre: Tensor, offset: Tensor) -> Tensor:
+    batch, heads, width, _ = coefficients.shape
+    away = check_query(query, batch, heads, width) - centre.unsqueeze(2)
+    return (away @ coefficients + offset.unsqueeze(2)).to(query.dtype)
