@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test nightly bench lint format clean
 
@@ -22,12 +23,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl')
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 # One environment; a stamp says which extras are in it, and is remade when what is built changes.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python

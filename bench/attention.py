@@ -78,7 +78,8 @@ class Attention:
     transposed: bool = False
     """Laid out (B, N, H, D), as projections leave it, and not (B, H, N, D)."""
     quick: bool = False
-    baseline: str = SDPA
+    baselines: tuple[str, ...] = (SDPA,)
+    threads: int | None = None
 
     def __str__(self) -> str:
         direction = "forward+backward" if self.backward else "forward"
@@ -110,8 +111,8 @@ class Attention:
         dout = torch.randn(query.shape if self.backward else 0, generator=random).to(self.dtype)
         return AttentionInputs(query, key, value, dout)
 
-    def oracle(self, inputs: AttentionInputs) -> tuple[Tensor, ...]:
-        return exact(*inputs[:3], inputs.dout if self.backward else None)
+    def oracle(self, inputs: AttentionInputs) -> Mapping[str, Sequence[Tensor]]:
+        return dict.fromkeys(self.implementations, exact(*inputs[:3], inputs.dout if self.backward else None))
 
     def small(self) -> Attention:
         return replace(self, keys=min(self.keys, 4096), batch=min(self.batch, 4))
@@ -153,7 +154,8 @@ class Update:
     latents: int = 128
     dtype: torch.dtype = torch.float32
     quick: bool = True
-    baseline: str = "eager torch"
+    baselines: tuple[str, ...] = ("eager torch",)
+    threads: int | None = None
 
     def __str__(self) -> str:
         return f"update-float32-{self.heads}x{self.width}-L{self.latents}-one-key-after-{self.keys}"
@@ -173,8 +175,8 @@ class Update:
         out = torch.softmax(scores, dim=-1) @ value[:, :, :-1].double()
         return UpdateInputs(query, key, value, out.float(), scores.logsumexp(-1))
 
-    def oracle(self, inputs: UpdateInputs) -> tuple[Tensor, ...]:
-        return exact(*inputs[:3])
+    def oracle(self, inputs: UpdateInputs) -> Mapping[str, Sequence[Tensor]]:
+        return dict.fromkeys(self.implementations, exact(*inputs[:3]))
 
     def small(self) -> Update:
         return replace(self, keys=4096)
@@ -212,7 +214,8 @@ class Module:
     latents: int = 128
     dtype: torch.dtype = torch.float32
     quick: bool = True
-    baseline: str = "nn.MultiheadAttention"
+    baselines: tuple[str, ...] = ("nn.MultiheadAttention",)
+    threads: int | None = None
 
     def __str__(self) -> str:
         return f"module-float32-{self.heads}-heads-C{self.width}-L{self.latents}-N{self.keys}"
@@ -244,13 +247,13 @@ class Module:
         latents, context = (torch.randn(1, length, self.width, generator=random) for length in (self.latents, self.keys))
         return ModuleInputs(latents, context)
 
-    def oracle(self, inputs: ModuleInputs) -> tuple[Tensor, ...]:
+    def oracle(self, inputs: ModuleInputs) -> Mapping[str, Sequence[Tensor]]:
         """The definition, with the parameters of the module."""
         module = deepcopy(self._theirs).double()
         parts = zip(module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), (inputs.latents, *2 * [inputs.context]), strict=True)
         heads = [F.linear(x.double(), w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2).detach() for w, b, x in parts]
         (out,) = exact(*heads)
-        return (module.out_proj(out.transpose(1, 2).flatten(-2)).detach(),)
+        return dict.fromkeys(self.implementations, (module.out_proj(out.transpose(1, 2).flatten(-2)).detach(),))
 
     def small(self) -> Module:
         return replace(self, keys=4096)

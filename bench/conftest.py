@@ -24,6 +24,7 @@ BUDGET = {True: 2.0, False: 10.0}
 """Seconds of timing a group, for a quick run and for a full one."""
 
 GROUPS = pytest.StashKey[dict[str, dict[str, Row]]]()
+FIGURES = pytest.StashKey[dict[str, float]]()
 REPLACES = pytest.StashKey[bool]()
 SOFTWARE = pytest.StashKey[dict[str, Any]]()
 
@@ -49,17 +50,20 @@ CLOCK = ReplayClock()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cmab_kernels")
-    group.addoption("--quick", action="store_true", help="the cases that matter most, in two to three minutes")
+    group.addoption("--quick", action="store_true", help="the cases that matter most, in four minutes")
     group.addoption("--save", metavar="NAME", default=SCRATCH, help="write results/NAME.json (default: %(default)s, which git ignores)")
     group.addoption("--force", action="store_true", help="let --save replace a file")
     group.addoption(
-        "--threads", type=int, default=min(2, torch.get_num_threads()), help="of torch and of this package (default: %(default)s)"
+        "--threads",
+        type=int,
+        default=min(2, torch.get_num_threads()),
+        help="where a case does not say (default: %(default)s)",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[GROUPS] = {}
+    config.stash[GROUPS], config.stash[FIGURES] = {}, {}
     config.stash[SOFTWARE] = software()  # if anything is amiss, before measuring and not after
     torch.set_num_threads(config.option.threads)
     path = RESULTS / f"{config.option.save}.json"
@@ -75,16 +79,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if not _matters(item)])
         items[:] = [item for item in items if _matters(item)]
     for item in items:
-        item.add_marker(pytest.mark.benchmark(timer=CLOCK, group=str(_case(item))))
+        if case := _case(item):
+            item.add_marker(pytest.mark.benchmark(timer=CLOCK, group=str(case)))
 
 
 def _matters(item: pytest.Item) -> bool:
     """For a quick run: the definition, which is slow, is no peer."""
-    return _case(item).quick and item.callspec.params["implementation"] != "reference"  # type: ignore[attr-defined]
+    case = _case(item)
+    return case is not None and case.quick and item.callspec.params["implementation"] != "reference"  # type: ignore[attr-defined]
 
 
-def _case(item: pytest.Item) -> Case:
-    return item.callspec.params["case"]  # type: ignore[attr-defined]
+def _case(item: pytest.Item) -> Case | None:
+    """None of what is no row."""
+    return item.callspec.params["case"] if hasattr(item, "callspec") else None
 
 
 @pytest.fixture
@@ -107,6 +114,12 @@ def replay(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Calla
     return row
 
 
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
+    """Keeps a figure that is no time for the end of the run, and for its file."""
+    return request.config.stash[FIGURES].__setitem__
+
+
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     cpu = machine_info["cpu"]
     machine_info.clear()  # of what tells whose machine it was
@@ -121,6 +134,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     groups = config.stash[GROUPS]
     output_json["quick"] = config.option.quick
     output_json["threads"] = config.option.threads
+    output_json["figures"] = config.stash[FIGURES]
     output_json["not_measured"] = {
         f"{group}-{name}": row.problem for group, rows in groups.items() for name, row in rows.items() if row.problem
     }
@@ -129,5 +143,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for line in table(config.stash[GROUPS]):
         terminalreporter.write_line(line)
+    for name, figure in config.stash[FIGURES].items():
+        terminalreporter.write_line(f"\n{name}: {figure:.1e}")
     if any(row.samples for rows in config.stash[GROUPS].values() for row in rows.values()):
         terminalreporter.write_line(f"bench/results/{config.option.save}.json {'replaced' if config.stash[REPLACES] else 'written'}")

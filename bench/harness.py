@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -34,20 +35,22 @@ class Case(Protocol):
 
     quick: bool
     dtype: torch.dtype
-    baseline: str
-    """The implementation that ratios are to."""
+    threads: int | None
+    """None: as many as the run has."""
+    baselines: tuple[str, ...]
+    """Ratios are to the fastest of these implementations."""
 
     def __str__(self) -> str: ...
 
     @property
     def implementations(self) -> Mapping[str, Callable[[Any], Sequence[Tensor]]]:
-        """name -> function of the inputs that returns its results, all the same ones."""
+        """name -> function of the inputs that returns its results."""
 
     def inputs(self, seed: int) -> Any:
         """A tuple with the tensors that the implementations take."""
 
-    def oracle(self, inputs: Any) -> Sequence[Tensor]:
-        """The results in float64, by other means."""
+    def oracle(self, inputs: Any) -> Mapping[str, Sequence[Tensor]]:
+        """name -> the results in float64, by other means."""
 
     def small(self) -> Case:
         """The same on little data: it starts thread pools and loads libraries."""
@@ -68,15 +71,25 @@ class Row:
 
 def measure(case: Case, names: Iterable[str], budget: float) -> dict[str, Row]:
     """Each implementation of `case`: memory, result and FLOPs one by one, then time with all of them in turn for about `budget` seconds."""
-    rows, inputs = {}, case.inputs(seed=0)
+    inputs = case.inputs(seed=0)
     expected = case.oracle(inputs)
-    for name in names:
-        rows[name] = _examine(case, name, inputs, expected)
-    sound = [name for name, row in rows.items() if not row.problem]
-    copies = [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))]
-    if sound:
-        _time(case, {name: rows[name] for name in sound}, copies, budget)
+    with threads(case.threads):
+        rows = {name: _examine(case, name, inputs, expected[name]) for name in names}
+        sound = {name: row for name, row in rows.items() if not row.problem}
+        if sound:
+            _time(case, sound, [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))], budget)
     return rows
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many of torch and of this package, here and in the process that measures memory; None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> Row:
@@ -93,7 +106,8 @@ def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> 
     if not error <= ERROR_BOUND[case.dtype]:
         return Row(problem=f"wrong: relative RMS error {error:.1e}, allowed {ERROR_BOUND[case.dtype]:.0e}", wrong=True)
     moved = sum(tensor.nbytes for tensor in (*inputs, *results))
-    return Row(info={"extra_memory": peak.extra, "result_memory": peak.results, "flops": flops, "bytes": moved, "error": error})
+    memory = {"extra_memory": peak.extra, "result_memory": peak.results}
+    return Row(info=memory | {"flops": flops, "bytes": moved, "error": error, "threads": torch.get_num_threads()})
 
 
 def prepare(case: Case, name: str) -> Task:
@@ -102,8 +116,8 @@ def prepare(case: Case, name: str) -> Task:
 
 
 def count_flops(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], int]:
-    """Results, and the floating-point operations of the matrix products that torch's counter sees."""
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    """Results, and the floating-point operations of the matrix products and factorisations that torch's counter sees."""
+    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
         results = run()
     return results, counter.get_total_flops()
 
@@ -116,11 +130,21 @@ def _attention_backward_flops(dout: Any, query: Any, key: Any, value: Any, *rest
     return sdpa_backward_flop_count(dout, query, key, value)
 
 
-_CPU_ATTENTION = {
+def _cholesky_flops(matrix: Any, *rest: Any, **_: Any) -> int:
+    return math.prod(matrix) * matrix[-1] // 3
+
+
+def _cholesky_solve_flops(rhs: Any, factor: Any, *rest: Any, **_: Any) -> int:
+    return 2 * math.prod(rhs) * factor[-1]
+
+
+_UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
+    torch.ops.aten.cholesky_solve: _cholesky_solve_flops,
 }
-"""torch counts its attention on GPUs, but not that on CPUs."""
+"""torch counts its attention on GPUs, but not that on CPUs, and no factorisation."""
 
 
 def relative_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -144,9 +168,10 @@ def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: fl
     for name, samples in interleave(calls, rounds, repeats=repeats).items():
         rows[name].samples = samples
         rows[name].info |= {"repeats": repeats[name], "gflops": rows[name].info["flops"] / statistics.median(samples) / 1e9}
-    if case.baseline in rows:
+    baseline = min(rows.keys() & set(case.baselines), key=lambda name: statistics.median(rows[name].samples), default=None)
+    if baseline:
         for row in rows.values():
-            row.info |= ratio(row.samples, rows[case.baseline].samples) | {"baseline": case.baseline}
+            row.info |= ratio(row.samples, rows[baseline].samples) | {"baseline": baseline}
 
 
 def _rotating(implementation: Callable[[Any], Any], copies: Sequence[Any]) -> Callable[[], Any]:

@@ -1,21 +1,21 @@
-"""The README's table of figures: `python bench/readme_table.py [RUN.json]` writes it, from a committed run, between two marks."""
+"""The README's tables of figures: `python bench/readme_table.py [RUN.json]` writes them, from a committed run, each between two marks."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cmab_kernels.measure import readable
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCRATCH = "latest.json"
 
 OURS = ("native", "cmab_kernels.nn.MultiheadAttention")
-LABELS = {
+
+ATTENTION = {
     "forward-float32-B1-8x8-L128-N100000": "forward, float32, 8 heads of 8",
     "forward-float32-B1-4x16-L128-N100000": "forward, float32, 4 heads of 16",
     "forward-float32-B1-1x64-L128-N100000": "forward, float32, 1 head of 64",
@@ -30,21 +30,76 @@ LABELS = {
     "module-float32-4-heads-C64-L128-N100000": "`nn.MultiheadAttention`, projections and all, 4 heads of 16",
     "update-float32-4x16-L128-one-key-after-100000": "one more key, 4 heads of 16",
 }
-"""group -> what a reader calls it"""
+SOLVE = {f"solve-float32-D{width}-E{width}-B1024": f"solve, 1,024 systems, {width} x {width}" for width in (16, 32, 64, 128)}
+VECTOR = {f"solve-float32-D{width}-E1-B1024": f"the same, one right-hand side, {width} x {width}" for width in (16, 64)}
+INTENTION = (
+    SOLVE
+    | VECTOR
+    | {
+        "intention-forward-float32-1x64-N1000000": "`intention`, N = 1,000,000, forward",
+        "intention-forward+backward-float32-1x64-N1000000": "`intention`, N = 1,000,000, forward and backward",
+    }
+    | {f"intention-forward-float32-1x64-N{n}": f"`intention`, N = {n:,}, forward, beside attention" for n in (256, 1024, 4096, 16_384)}
+    | {
+        "intention-forward+backward-float32-1x64-N4096": "`intention`, N = 4,096, forward and backward, beside attention",
+        "intention-update-float32-4x16-one-key-after-100000": "one more key and the regression anew, 4 heads of 16",
+        "intention-update-float32-1x64-one-key-after-100000": "one more key and the regression anew, 1 head of 64",
+    }
+)
 
 
-def newest_run(results: Path = RESULTS) -> Path | None:
-    """The committed run of the latest date; None if there is none."""
+class Table(NamedTuple):
+    """One of the README's: what a reader calls each group, and what torch is."""
+
+    mark: str
+    heading: str
+    labels: dict[str, str]
+    """group -> row"""
+    torch: str
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- {self.mark}: begin -->"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- {self.mark}: end -->"
+
+
+TABLES = (
+    Table(
+        "table",
+        "N = 100,000 keys, 128 queries, where not said otherwise",
+        ATTENTION,
+        "`scaled_dot_product_attention`, for the module `torch.nn.MultiheadAttention`, for one more key the update formula in eager torch",
+    ),
+    Table(
+        "intention table",
+        "float32, 64 wide, as many queries as keys",
+        INTENTION,
+        "its Cholesky factorisation and triangular solves, for a million keys the fastest form that was found (a few thousand keys at a "
+        "time, gradients by hand), beside attention `scaled_dot_product_attention`, for one more key the update formula in eager torch",
+    ),
+)
+
+
+def newest_run(shown: Table, results: Path = RESULTS) -> Path | None:
+    """The committed run of the latest date that has rows of this table; None if there is none."""
     runs = {path: json.loads(path.read_text()) for path in results.glob("*.json") if path.name != SCRATCH}
-    dates = {path: run["datetime"] for path, run in runs.items() if "benchmarks" in run}
+    dates = {path: run["datetime"] for path, run in runs.items() if has_rows(run, shown)}
     return max(dates, key=lambda path: dates[path], default=None)
 
 
-def table(path: Path) -> str:
+def has_rows(run: dict[str, Any], shown: Table) -> bool:
+    return any(row["group"] in shown.labels for row in run.get("benchmarks", ()))
+
+
+def table(path: Path, shown: Table) -> str:
     """The run as a table in Markdown, with a line that says where it was measured."""
     run = json.loads(path.read_text())
-    lines = ["| N = 100,000 keys, 128 queries, where not said otherwise | torch | cmab_kernels | time, of torch's |", "|---|---|---|---|"]
-    for group, label in LABELS.items():
+    lines = [f"| {shown.heading} | torch | cmab_kernels | time, of torch's |", "|---|---|---|---|"]
+    threads = set()
+    for group, label in shown.labels.items():
         rows = {row["extra_info"]["implementation"]: row for row in run["benchmarks"] if row["group"] == group}
         ours = next((rows[name] for name in OURS if name in rows), None)
         theirs = rows.get(ours["extra_info"].get("baseline")) if ours else None
@@ -53,7 +108,8 @@ def table(path: Path) -> str:
             lines.append(
                 f"| {label} | {_figures(theirs)} | {_figures(ours)} | **{ours['extra_info']['ratio']:.2f}** ({low:.2f} to {high:.2f}) |"
             )
-    return "\n".join([*lines, "", _where(path, run)])
+            threads.add(ours["extra_info"].get("threads", run["threads"]))
+    return "\n".join([*lines, "", _where(path, run, shown, " or ".join(map(str, sorted(threads))))])
 
 
 def _figures(row: dict[str, Any]) -> str:
@@ -61,32 +117,37 @@ def _figures(row: dict[str, Any]) -> str:
     return f"{readable(row['stats']['median'])}, {memory:+.1f} MiB"
 
 
-def _where(path: Path, run: dict[str, Any]) -> str:
+def _where(path: Path, run: dict[str, Any], shown: Table, threads: str) -> str:
     machine = run["machine_info"]
     return (
         "Medians of interleaved rounds, with the quartiles of the ratio; memory is the peak beyond inputs and results, to 0.3 MiB. torch "
-        "is `scaled_dot_product_attention`, for the module `torch.nn.MultiheadAttention`, for one more key the update formula in "
-        f"eager torch. {machine['cpu']['brand_raw']} ({machine['native_instruction_set']}), {run['threads']} threads, "
-        f"torch {machine['versions']['torch']}, commit {run['commit_info']['id'][:7]}, {run['datetime'][:10]}, "
-        f"[{path.name}](bench/results/{path.name})."
+        f"is {shown.torch}. {machine['cpu']['brand_raw']} ({machine['native_instruction_set']}), {threads} "
+        f"thread{'' if threads == '1' else 's'}, torch {machine['versions']['torch']}, commit {run['commit_info']['id'][:7]}, "
+        f"{run['datetime'][:10]}, [{path.name}](bench/results/{path.name})."
     )
 
 
-def insert(text: str, new: str) -> str:
-    """`text` with what stands between the two marks replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise SystemExit(f"README.md must hold one {BEGIN} and one {END} after it")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+def insert(text: str, new: str, shown: Table) -> str:
+    """`text` with what stands between the two marks of the table replaced."""
+    begin, end = shown.begin, shown.end
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise SystemExit(f"README.md must hold one {begin} and one {end} after it")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest_run()
-    if path is None:
-        raise SystemExit("no run in bench/results: pytest bench --save NAME")
+    if len(sys.argv) > 1:
+        given = Path(sys.argv[1])
+        runs = [(shown, given) for shown in TABLES if has_rows(json.loads(given.read_text()), shown)]
+    else:
+        runs = [(shown, path) for shown in TABLES if (path := newest_run(shown))]
+    if not runs:
+        raise SystemExit("no run with rows of a table: pytest bench --save NAME")
     readme = ROOT / "README.md"
-    readme.write_text(insert(readme.read_text(), table(path)))
-    print(f"README.md: table of {path.name}")
+    for shown, path in runs:
+        readme.write_text(insert(readme.read_text(), table(path, shown), shown))
+        print(f"README.md: {shown.mark} of {path.name}")
 
 
 if __name__ == "__main__":

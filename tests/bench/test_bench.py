@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import attention, harness, readme_table
+from bench import attention, harness, intention, readme_table
 from bench.conftest import CLOCK
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
@@ -109,7 +110,7 @@ def test_flops_of_peers_are_those_of_the_products(case, name):
     products = (7 if name == attention.SDPA else 6) if case.backward else 2  # torch's attention computes its scores again for the backward
     results, flops = harness.count_flops(lambda: case.implementations[name](case.inputs(0)))
     assert flops == products * 2 * case._scores() * case.width
-    assert harness.relative_error(results, case.oracle(case.inputs(0))) < 1e-5
+    assert harness.relative_error(results, case.oracle(case.inputs(0))[name]) < 1e-5
 
 
 @pytest.mark.parametrize("fault", ["scaled", "nan", "shape"])
@@ -125,6 +126,35 @@ def test_a_wrong_result_has_no_speed(fault, monkeypatch):
     assert rows[attention.SDPA].samples and rows[attention.SDPA].info["ratio"] == 1.0
 
 
+def test_threads_are_those_of_the_case_while_it_is_measured(monkeypatch):
+    before, seen = torch.get_num_threads(), []
+
+    def noticed(query, key, value):
+        seen.append(torch.get_num_threads())
+        return attention.naive_attention(query, key, value)
+
+    monkeypatch.setitem(attention.ATTENTION, "naive", noticed)
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: seen.append(torch.get_num_threads()) or Peak(0, 0))
+    rows = harness.measure(replace(SHAPES[0], threads=before + 1), ["naive"], budget=0.01)
+    assert set(seen) == {before + 1} == {rows["naive"].info["threads"]}
+    assert torch.get_num_threads() == before
+
+
+def test_ratios_are_to_the_fastest_baseline(monkeypatch):
+    def slow(query, key, value):
+        time.sleep(0.02)
+        return attention.naive_attention(query, key, value)
+
+    monkeypatch.setitem(attention.ATTENTION, "naive", slow)
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
+    for baselines in (("naive", attention.SDPA), (attention.SDPA, "naive")):
+        rows = harness.measure(replace(SHAPES[0], baselines=baselines), [attention.SDPA, "naive"], budget=0.01)
+        assert {row.info["baseline"] for row in rows.values()} == {attention.SDPA}
+        assert rows["naive"].info["ratio"] > 5
+    rows = harness.measure(replace(SHAPES[0], baselines=("absent",)), ["naive"], budget=0.01)
+    assert rows["naive"].samples and "ratio" not in rows["naive"].info
+
+
 def test_a_number_that_is_none_is_an_error_wherever_it_is():
     good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
     assert harness.relative_error([good, good], [good, good]) == 0.0
@@ -132,64 +162,133 @@ def test_a_number_that_is_none_is_an_error_wherever_it_is():
     assert harness.relative_error([bad, good], [good, good]) == math.inf
 
 
-@pytest.mark.parametrize("case", [attention.Update(keys=40), attention.Module(keys=40)], ids=str)
+SMALL = [
+    attention.Update(keys=40),
+    attention.Module(keys=40),
+    intention.Solve(8, 8, 5),
+    intention.Solve(8, 1, 5),
+    intention.Layer(100, heads=2, width=8),
+    intention.Layer(100, heads=2, width=8, backward=True),
+    intention.OneMore(2, 8, keys=100),
+    intention.Sums(100, 8),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_implementations_of_a_case_agree(case):
     inputs = case.inputs(seed=1)
+    expected = case.oracle(inputs)
+    assert set(expected) == set(case.implementations)
     for name, run in case.implementations.items():
         if case.refusal(name) is None:
-            assert harness.relative_error(run(inputs), case.oracle(inputs)) < 2e-6, name
+            assert harness.relative_error(run(inputs), expected[name]) < 4e-6, name
+
+
+@pytest.mark.parametrize("length", [1, intention.CHUNK, intention.CHUNK + 3])
+def test_gradients_by_hand_are_those_of_autograd(length):
+    case = intention.Layer(length, heads=2, width=4, backward=True)
+    query, key, value, dout = (part.detach().double() for part in case.inputs(0))
+    inputs = [part.requires_grad_() for part in (query, key, value)]
+    system = key.mT @ key + intention.ALPHA * torch.eye(4, dtype=torch.float64)
+    out = query @ torch.linalg.solve_ex(system, key.mT @ value)[0]
+    expected = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    by_hand = intention.chunked(intention.LayerInputs(query, key, value, dout))
+    assert harness.relative_error(by_hand, expected) < 1e-12
+    assert harness.relative_error(intention.chunked(intention.LayerInputs(query, key, value, dout[:0, 0, 0, 0])), expected[:1]) < 1e-12
+
+
+@pytest.mark.parametrize(("width", "columns", "batch"), [(6, 6, 5), (9, 1, 3)])
+def test_operations_of_a_solve_are_counted(width, columns, batch):
+    case = intention.Solve(width, columns, batch)
+    _, flops = harness.count_flops(lambda: case.implementations[intention.CHOLESKY](case.inputs(0)))
+    products = 2 * width**2 * 4 * width * batch  # of the inputs, which are rows' * rows
+    assert flops - products == batch * (width**3 // 3 + 2 * width**2 * columns)
+
+
+def test_the_long_layer_has_its_peer_and_the_short_ones_have_attention():
+    million, short = intention.Layer(1_000_000), intention.Layer(16_384)
+    assert million.baselines == (intention.CHUNKED,) and attention.SDPA not in million.implementations
+    assert short.baselines == (attention.SDPA,) and attention.SDPA in short.implementations
+
+
+def test_float64_sums_stay_exact_where_float32_sums_do_not():
+    errors = intention.errors_of_additions(3000)
+    assert errors["ridge_state"] < 1e-14 < 1e-7 < errors["float32 sums in torch"]
 
 
 def test_cases_have_names_of_their_own():
-    names = [str(case) for case in attention.CASES]
+    names = [str(case) for case in (*attention.CASES, *intention.CASES)]
     assert len(set(names)) == len(names)
-    assert set(readme_table.LABELS) <= set(names)
+    assert {label for table in readme_table.TABLES for label in table.labels} <= set(names)
 
 
 # ---- the README ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_readme_shows_the_newest_committed_run():
-    path = readme_table.newest_run()
+@pytest.mark.parametrize("shown", readme_table.TABLES, ids=lambda shown: shown.mark)
+def test_readme_shows_the_newest_committed_run(shown):
+    path = readme_table.newest_run(shown)
     if path is None:
-        pytest.skip("no run is committed in bench/results")
+        pytest.skip(f"no run in bench/results has rows of the {shown.mark}")
     text = (readme_table.ROOT / "README.md").read_text()
-    assert readme_table.insert(text, readme_table.table(path)) == text, "stale: python bench/readme_table.py"
+    assert readme_table.insert(text, readme_table.table(path, shown), shown) == text, "stale: python bench/readme_table.py"
 
 
-def run_of(date: str, median: float) -> dict:
+ATTENTION, INTENTION = readme_table.TABLES
+
+
+def run_of(date: str, median: float, shown: readme_table.Table = ATTENTION, **more: object) -> dict:
     def row(name: str, seconds: float) -> dict:
         info = {"implementation": name, "extra_memory": 3 * MIB, "result_memory": 2 * MIB, "baseline": attention.SDPA}
-        info |= {"ratio": 0.25, "ratio_quartiles": [0.2, 0.3]}
-        return {"group": next(iter(readme_table.LABELS)), "extra_info": info, "stats": {"median": seconds}}
+        info |= {"ratio": 0.25, "ratio_quartiles": [0.2, 0.3]} | more
+        return {"group": next(iter(shown.labels)), "extra_info": info, "stats": {"median": seconds}}
 
     machine = {"cpu": {"brand_raw": "a processor"}, "native_instruction_set": "avx2", "versions": {"torch": "2"}}
     rows = [row("native", median), row(attention.SDPA, 4 * median)]
     return {"datetime": date, "benchmarks": rows, "machine_info": machine, "threads": 2, "commit_info": {"id": "0123456789"}}
 
 
-def test_table_is_of_the_newest_run_and_drift_is_seen(tmp_path: Path):
-    for name, run in {"old": run_of("2026-01-01", 0.5), "new": run_of("2026-01-02", 0.025), "latest": run_of("2027-01-01", 9.0)}.items():
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    runs = {
+        "old": run_of("2026-01-01", 0.5),
+        "new": run_of("2026-01-02", 0.025),
+        "other": run_of("2026-01-03", 0.001, INTENTION, threads=1),
+        "latest": run_of("2027-01-01", 9.0),
+        "gpu": {"datetime": "2028-01-01"},
+    }
+    for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    (tmp_path / "gpu.json").write_text(json.dumps({"datetime": "2028-01-01"}))
-    path = readme_table.newest_run(tmp_path)
-    assert path == tmp_path / "new.json"
-    table = readme_table.table(path)
+    return tmp_path
+
+
+def test_a_table_is_of_the_newest_run_that_has_its_rows(runs: Path):
+    assert readme_table.newest_run(ATTENTION, runs) == runs / "new.json"
+    assert readme_table.newest_run(INTENTION, runs) == runs / "other.json"
+    (runs / "other.json").unlink()
+    assert readme_table.newest_run(INTENTION, runs) is None
+
+
+def test_tables_say_what_they_show(runs: Path):
+    table = readme_table.table(runs / "new.json", ATTENTION)
     assert "| forward, float32, 8 heads of 8 | 100 ms, +1.0 MiB | 25 ms, +1.0 MiB | **0.25** (0.20 to 0.30) |" in table
-    readme = f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n"
-    once = readme_table.insert(readme, table)
-    assert once == f"before\n{readme_table.BEGIN}\n{table}\n{readme_table.END}\nafter\n"
-    assert readme_table.insert(once, table) == once
-    assert readme_table.insert(once, table.replace("25 ms", "24 ms")) != once
+    assert "2 threads" in table and "nn.MultiheadAttention" in table
+    table = readme_table.table(runs / "other.json", INTENTION)
+    assert "| solve, 1,024 systems, 16 x 16 | 4 ms, +1.0 MiB | 1 ms, +1.0 MiB | **0.25** (0.20 to 0.30) |" in table
+    assert "1 thread," in table and "Cholesky" in table
 
 
-@pytest.mark.parametrize(
-    "readme", ["", readme_table.BEGIN, f"{readme_table.END}{readme_table.BEGIN}", 2 * f"{readme_table.BEGIN}{readme_table.END}"]
-)
-def test_a_readme_without_its_marks_is_refused(readme):
+def test_drift_of_a_table_is_seen_and_the_other_is_left_alone():
+    readme = "before\n" + "".join(f"{shown.begin}\nold {shown.mark}\n{shown.end}\nafter\n" for shown in readme_table.TABLES)
+    for shown in readme_table.TABLES:
+        once = readme_table.insert(readme, "25 ms", shown)
+        assert once == readme.replace(f"old {shown.mark}\n", "25 ms\n")
+        assert readme_table.insert(once, "25 ms", shown) == once
+        assert readme_table.insert(once, "24 ms", shown) != once
+
+
+@pytest.mark.parametrize("shown", readme_table.TABLES, ids=lambda shown: shown.mark)
+@pytest.mark.parametrize("readme", ["", "{begin}", "{end}{begin}", "{begin}{end}{begin}{end}"])
+def test_a_readme_without_its_marks_is_refused(readme, shown):
     with pytest.raises(SystemExit, match=r"README\.md must hold"):
-        readme_table.insert(readme, "table")
-
-
-def test_no_run_is_newest_of_none(tmp_path: Path):
-    assert readme_table.newest_run(tmp_path) is None
+        readme_table.insert(readme.format(begin=shown.begin, end=shown.end), "table", shown)
