@@ -128,7 +128,7 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
     `keep` is None where all rows are.
     """
     columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH
-    WHOLE: tl.constexpr = tl.constexpr(WIDTH) % pointers.shape[1] == 0
+    WHOLE: tl.constexpr = WIDTH > 0 and tl.constexpr(WIDTH) % pointers.shape[1] == 0
     if keep is None:
         tile = tl.load(pointers) if WHOLE else tl.load(pointers, mask=columns, other=0.0)
     elif WHOLE:
@@ -152,5 +152,13 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
 
 
 @triton.jit
+def _operand(tile, OPERAND: tl.constexpr):
+    """Triton 3.6 cannot multiply in float64 what comes from narrower numbers, a mask's among them: a sum of one term hides whence it is."""
+    if tl.float64 == OPERAND:
+        tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)
+    return tile.to(OPERAND)
+
+
+@triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
+    return tl.dot(_operand(a, OPERAND), _operand(b, OPERAND), input_precision=PRECISION)

@@ -1,19 +1,24 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The sums K'WK and K'WV of each run of keys, and their sum.
+"""The sums K'WK and K'WV of each run of keys, and their sum over the runs.
 
-A program forms one tile of the result. Where all columns fit in one tile it forms both sums, and so reads each key once. Products of one
-tile of keys are summed in float32 and added to totals in float64.
+A program forms one tile of a sum. Where all columns fit in one tile it forms both sums, and so reads each key once.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ...triton_common import kept_keys, load_tile, product, rows_at, tile_at
+from ...triton_common import Products, alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
+
+IN_FLOAT32 = tl.constexpr(512)
+"""The keys whose products are summed in float32 before they go to totals in float64: a million such additions would cost four digits."""
 
 
 @triton.jit
 def _add_keys(
-    totals,
+    sums,
     key,
     value,
     weights,
@@ -31,29 +36,29 @@ def _add_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The totals with one tile of keys more."""
-    gram, moment = totals
+    """The sums with one tile of keys more."""
+    gram, moment = sums
     batch, head, row, column = place
     key_strides, value_strides, weight_strides, mask_strides = strides
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-    left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN, row), keep, D, row).to(OPERAND)
+    left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN, row), keep, D, row)
     right = left
     if GRAM and gram.shape[0] < D:
         right = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN, column), keep, D, column)
     if weights is not None:
         weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 1), mask=keep[:, None], other=0.0)
-        left *= weight.to(OPERAND)
+        left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
-        gram += product(tl.trans(left), right, OPERAND, PRECISION).to(tl.float64)
+        gram += product(tl.trans(left), right, OPERAND, PRECISION)
     if MOMENT:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN, column), keep, E, column)
-        moment += product(tl.trans(left), values, OPERAND, PRECISION).to(tl.float64)
+        moment += product(tl.trans(left), values, OPERAND, PRECISION)
     return gram, moment
 
 
 @triton.jit
-def _overflown(total):
-    return tl.max(tl.max((tl.abs(total) < float("inf")).to(tl.int32) ^ 1, 1), 0) != 0
+def _is_finite(total):
+    return tl.min(tl.min((tl.abs(total) < float("inf")).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
@@ -73,7 +78,7 @@ def _gram(
     TILE_D: tl.constexpr,
     TILE_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SLOW_N: tl.constexpr,
+    EXACT_N: tl.constexpr,
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -84,52 +89,123 @@ def _gram(
     DOWN: tl.constexpr = triton.cdiv(D, TILE_D)
     ACROSS: tl.constexpr = DOWN if GRAM else triton.cdiv(E, TILE_E)
     runs, length = cut
-    tile = tl.program_id(0) % (DOWN * ACROSS)
     slot = tl.program_id(0) // (DOWN * ACROSS)
-    row = tile // ACROSS * TILE_D
-    column = tile % ACROSS * (TILE_D if GRAM else TILE_E)
-    if GRAM and column > row:  # the tile opposite gives this one too
+    row = tl.program_id(0) // ACROSS % DOWN * TILE_D
+    column = tl.program_id(0) % ACROSS * (TILE_D if GRAM else TILE_E)
+    if GRAM and column > row:  # the opposite tile holds the same numbers
         return
     place = (slot // runs // heads, slot // runs % heads, row, column)
     first = slot % runs * length
     last = tl.minimum(first + length, keys)
 
     totals = (tl.zeros([TILE_D, TILE_D], tl.float64), tl.zeros([TILE_D, TILE_E], tl.float64))
-    for start in range(first, last, BLOCK_N):
-        totals = _add_keys(
-            totals, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, BLOCK_N, ALIGN, OPERAND, PRECISION
-        )
-    if tl.float64 != OPERAND:  # finite keys have finite sums: what is beyond float32 is added up again
-        again = _overflown(totals[0]) | _overflown(totals[1])
-        totals = (tl.where(again, 0.0, totals[0]), tl.where(again, 0.0, totals[1]))
-        for start in tl.range(first, tl.where(again, last, first), SLOW_N, num_stages=1):
-            totals = _add_keys(
-                totals, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, SLOW_N, ALIGN, tl.float64, "ieee"
+    exact = last
+    if tl.float64 != OPERAND:
+        sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
+        for start in range(first, last, BLOCK_N):
+            sums = _add_keys(
+                sums, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, BLOCK_N, ALIGN, OPERAND, PRECISION
             )
+            if (start - first) % IN_FLOAT32 == IN_FLOAT32 - BLOCK_N:
+                totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
+                sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
+        totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
+        sound = _is_finite(totals[0]) & _is_finite(totals[1])  # else float32 may have overflowed, and the run is added up again
+        totals = (tl.where(sound, totals[0], 0.0), tl.where(sound, totals[1], 0.0))
+        exact = tl.where(sound, first, last)
+    for start in range(first, exact, EXACT_N):
+        totals = _add_keys(
+            totals, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, EXACT_N, ALIGN, tl.float64, "ieee"
+        )
 
     rows = row + tl.arange(0, TILE_D)
-    matrix_rows = slot.to(tl.int64) * D + rows
     if GRAM:
         columns = column + tl.arange(0, TILE_D)
         lower = (rows[:, None] >= columns[None, :]) & (rows < D)[:, None]
-        tl.store(rows_at(gram, matrix_rows, D, TILE_D, column), totals[0], mask=lower)
-        opposite = rows_at(gram, slot.to(tl.int64) * D + columns, D, TILE_D, row)
-        tl.store(tl.trans(opposite), totals[0], mask=lower)
+        tl.store(rows_at(gram, slot.to(tl.int64) * D + rows, D, TILE_D, column), totals[0], mask=lower)
+        tl.store(tl.trans(rows_at(gram, slot.to(tl.int64) * D + columns, D, TILE_D, row)), totals[0], mask=lower)
     if MOMENT:
         columns = column + tl.arange(0, TILE_E)
-        tl.store(rows_at(moment, matrix_rows, E, TILE_E, column), totals[1], mask=(rows < D)[:, None] & (columns < E)[None, :])
+        inside = (rows < D)[:, None] & (columns < E)[None, :]
+        tl.store(rows_at(moment, slot.to(tl.int64) * D + rows, E, TILE_E, column), totals[1], mask=inside)
 
 
 @triton.jit
-def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """The sums of all runs, in their order."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     element = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = element < ELEMENTS
-    acc = tl.zeros([BLOCK], tl.float64)
+    sums = tl.zeros([BLOCK], tl.float64)
     for chunk in range(0, runs, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
         pointers = parts + ((matrix * runs + run)[:, None] * ELEMENTS + element[None, :])
-        acc += tl.sum(tl.load(pointers, mask=(run < runs)[:, None] & inside[None, :], other=0.0), 0)
-    tl.store(total + matrix * ELEMENTS + element, acc, mask=inside)
+        sums += tl.sum(tl.load(pointers, mask=(run < runs)[:, None] & inside[None, :], other=0.0), 0)
+    tl.store(total + matrix * ELEMENTS + element, sums, mask=inside)
+
+
+def _over_runs(parts: Tensor) -> Tensor:
+    """(B, H, runs, D, width) summed over the runs."""
+    B, H, runs, D, width = parts.shape
+    if runs == 1:
+        return parts.squeeze(2)
+    total = parts.new_empty((B, H, D, width))
+    _add_runs[(B * H * triton.cdiv(D * width, 64),)](parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
+    return total
+
+
+def _sums(
+    parts: tuple[bool, bool],
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    mask: Tensor | None,
+    products: Products,
+    tiles: GramTiles,
+) -> list[Tensor | None]:
+    """The sums that `parts` asks for, in one pass over the keys; None for the other."""
+    (B, H, N, D), E = key.shape, value.shape[-1]
+    programs = triton.cdiv(D, tiles.TILE_D) * triton.cdiv(*((D, tiles.TILE_D) if parts[0] else (E, tiles.TILE_E)))
+    cut = cut_keys(N, D, programs)
+    sums = [
+        key.new_empty((B, H, cut.runs, D, width), dtype=torch.float64) if part else None for part, width in zip(parts, (D, E), strict=True)
+    ]
+    _gram[(B * H * cut.runs * programs,)](
+        key,
+        value,
+        weights,
+        mask,
+        *(None if part is None or part.shape[-1] == 0 else part for part in sums),
+        strides=(key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+        heads=H,
+        keys=N,
+        cut=tuple(cut),
+        D=D,
+        E=E,
+        ALIGN=alignment(key, value),
+        OPERAND=triton_dtype(products.operand),
+        PRECISION=products.input_precision,
+        **tiles._asdict(),
+    )
+    return [None if part is None else _over_runs(part) for part in sums]
+
+
+def gram(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
+) -> tuple[Tensor, Tensor]:
+    """(K'WK, K'WV) in float64; an empty tensor for what `parts` leaves out."""
+    mask = mask_bytes(key_padding_mask)
+    products = gram_products(key.dtype, exact, weights is not None)
+    tiles = gram_tiles(products, key.device, key.shape[-1], value.shape[-1])
+    passes = [parts]
+    if key.shape[-1] > tiles.TILE_D or value.shape[-1] > tiles.TILE_E:
+        passes = [(parts[0], False), (False, parts[1])]
+    sums: list[Tensor | None] = [None, None]
+    with on_device(key):
+        for wanted in passes:
+            if any(wanted):
+                made = _sums(wanted, key, value, weights, mask, products, tiles)
+                sums = [new if part else old for part, new, old in zip(wanted, made, sums, strict=True)]
+    first, second = (key.new_empty((0,), dtype=torch.float64) if part is None else part for part in sums)
+    return first, second

@@ -4,57 +4,115 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from ...triton_common import Products, allows_tf32, run_length
 
 MOST_PROGRAMS = 256
 """For one matrix: just under two for each of 132 multiprocessors."""
 
-TILE = 64
-"""The widest square of a matrix that one program forms."""
 
-
-def products(dtype: torch.dtype, exact: bool, mixed: bool) -> Products:
-    """`mixed`: half precision meets numbers of float32, such as weights or a solution."""
+def gram_products(dtype: torch.dtype, exact: bool, weighted: bool) -> Products:
+    """float32, and half precision with weights, in six products of bfloat16 parts, as good; in one of tf32 where torch may."""
     if exact or dtype == torch.float64:
         return Products(torch.float64, "ieee")
-    if dtype == torch.float32:
+    if dtype == torch.float32 or weighted:
         return Products(torch.float32, "tf32" if allows_tf32() else "bf16x6")
-    return Products(torch.float32, "bf16x6") if mixed else Products(dtype, "ieee")
+    return Products(dtype, "ieee")
 
 
 class Cut(NamedTuple):
-    """Of the keys of each matrix: how many runs there are, and how many keys a run has."""
+    """The number of runs of each matrix' keys, and of the keys in a run."""
 
     runs: int
     length: int
 
 
 def cut_keys(keys: int, width: int, programs: int) -> Cut:
-    """Runs, where each takes as many programs as given; partial sums are at most a quarter of what float32 keys and values take."""
-    length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // TILE, 1)))
+    """Runs that take `programs` each. Partial sums are at most a quarter of what keys and values take in float32."""
+    length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))
     return Cut(max(triton.cdiv(keys, length), 1), length)
 
 
-class Tiles(NamedTuple):
-    """A tile of keys, and the warps and load stages that it takes: Triton's own names."""
+def row_strides(rows: Tensor | None) -> tuple[int, ...]:
+    """Strides of (B, H, N) as those of (B, H, N, 1)."""
+    return (0,) * 4 if rows is None else (*rows.stride(), 0)
 
+
+class GramTiles(NamedTuple):
+    """The tile of a sum, the tiles of keys, and the warps and load stages that they take: Triton's own names."""
+
+    TILE_D: int
+    TILE_E: int
+    BLOCK_N: int
+    EXACT_N: int
+    num_warps: int
+    num_stages: int
+
+
+# By precision and widest tile: what fits in registers and shared memory, as tests/intention/test_cubin.py sees it.
+_GRAM = {
+    "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (128, 16, 8, 3)},
+    "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},
+    "bf16x6": {16: (32, 16, 2, 3), 32: (32, 16, 4, 3), 64: (32, 16, 8, 3)},
+    "double": {16: (32, 16, 2, 3), 32: (16, 16, 4, 3)},
+}
+
+
+def _has_wgmma(device: torch.device) -> bool:
+    """Whether it pays to form tiles 64 columns wide: with Hopper's matrix instructions, whose operands stay in shared memory."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _tile_widths(widest: int, device: torch.device, *widths: int) -> tuple[int, ...]:
+    most = widest if _has_wgmma(device) else min(widest, 32)
+    return tuple(min(max(triton.next_power_of_2(width), 16), most) for width in widths)
+
+
+def gram_tiles(products: Products, device: torch.device, width: int, value_width: int) -> GramTiles:
+    table = _GRAM[products.kind]
+    tile, value_tile = _tile_widths(max(table), device, width, value_width)
+    return GramTiles(tile, value_tile, *table[max(tile, value_tile)])
+
+
+ROWS = 512
+"""The rows that a program takes where no sums are formed: enough to load the matrix for."""
+
+
+def row_products(dtype: torch.dtype, exact: bool) -> Products:
+    """Half precision meets float32 in tf32, which holds it whole and keeps 11 bits of the matrix."""
+    if exact or dtype == torch.float64:
+        return Products(torch.float64, "ieee")
+    return Products(torch.float32, "tf32" if dtype != torch.float32 or allows_tf32() else "bf16x6")
+
+
+class RowTiles(NamedTuple):
+    """The tiles of a matrix and of rows, and the warps and load stages that they take: Triton's own names."""
+
+    TILE_D: int
+    TILE_E: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
 
 
-_GRAM = {
-    "half": {16: Tiles(128, 1, 3), 32: Tiles(128, 4, 3), 64: Tiles(128, 8, 3)},
-    "tf32": {16: Tiles(128, 1, 3), 32: Tiles(128, 4, 3), 64: Tiles(64, 8, 3)},
-    "bf16x6": {16: Tiles(64, 1, 3), 32: Tiles(64, 4, 3), 64: Tiles(64, 8, 3)},
-    "double": {16: Tiles(32, 1, 3), 32: Tiles(32, 4, 3), 64: Tiles(32, 8, 3)},
+# By precision and widest matrix; the first number is the widest tile.
+_BACKWARD = {
+    "tf32": {32: (32, 128, 4, 3), 64: (64, 128, 8, 2), 256: (64, 64, 8, 2)},
+    "bf16x6": {32: (32, 64, 4, 2), 64: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
+    "double": {256: (32, 32, 4, 2)},
 }
+_APPLY = {**_BACKWARD, "bf16x6": {32: (32, 64, 4, 2), 64: (64, 64, 8, 2), 256: (32, 64, 8, 2)}}
 
 
-def tile_width(width: int) -> int:
-    return max(min(triton.next_power_of_2(width), TILE), 16)
+def _row_tiles(table: dict[str, dict[int, tuple[int, int, int, int]]], products: Products, device: torch.device, *widths: int) -> RowTiles:
+    most, *rest = next(row for widest, row in table[products.kind].items() if max(widths) <= widest)
+    return RowTiles(*_tile_widths(most, device, *widths), *rest)
 
 
-def gram_tiles(kind: str, width: int) -> Tiles:
-    return _GRAM[kind][width]
+def backward_tiles(products: Products, device: torch.device, width: int, value_width: int) -> RowTiles:
+    return _row_tiles(_BACKWARD, products, device, width, value_width)
+
+
+def apply_tiles(products: Products, device: torch.device, width: int, value_width: int) -> RowTiles:
+    return _row_tiles(_APPLY, products, device, width, value_width)

@@ -1,0 +1,293 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What passes row by row: the gradients of the sums to keys, values and weights, and rows times a solution.
+
+With S = dG + dG', a key k with value v and weight w has
+
+    dk = w (S k + dC v)      dv = w dC' k      dw = k.(S k / 2 + dC v)
+
+A program takes a run of rows. A matrix that fits in one tile stays at hand; of a wider one, tile after tile comes by.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
+
+
+@triton.jit
+def _matrix(matrix, strides, place, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """A tile of a (B, H, *SHAPE) tensor."""
+    batch, head = place
+    inside = row + tl.arange(0, TILE[0]) < SHAPE[0]
+    return load_tile(tile_at(matrix, strides, batch, head, row, TILE[0], TILE[1], 1, column), inside, SHAPE[1], column).to(OPERAND)
+
+
+@triton.jit
+def _at_hand(matrix, strides, place, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+    """All of a matrix, if it fits in one tile."""
+    tile = None
+    if SHAPE[0] <= TILE[0] and SHAPE[1] <= TILE[1]:
+        tile = _matrix(matrix, strides, place, 0, 0, SHAPE, TILE, OPERAND)
+    return tile
+
+
+@triton.jit
+def _times(
+    rows,
+    matrix,
+    at_hand,
+    place,
+    start,
+    keep,
+    column,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of rows times the columns of a matrix from `column` on, each a tensor and its strides; `at_hand` is the matrix, or None."""
+    sums = tl.zeros([BLOCK_N, TILE[1]], tl.float64 if tl.float64 == OPERAND else tl.float32)
+    for inner in range(0, SHAPE[0], TILE[0]):
+        left = load_tile(tile_at(rows[0], rows[1], place[0], place[1], start, BLOCK_N, TILE[0], ALIGN, inner), keep, SHAPE[0], inner)
+        right = at_hand
+        if at_hand is None:
+            right = _matrix(matrix[0], matrix[1], place, inner, column, SHAPE, TILE, OPERAND)
+        sums += product(left, right, OPERAND, PRECISION)
+    return sums
+
+
+@triton.jit
+def _store(out, tile, row, inside, column, WIDTH: tl.constexpr):
+    """A tile of a contiguous (rows, WIDTH) tensor."""
+    columns = column + tl.arange(0, tile.shape[1])
+    tl.store(
+        rows_at(out, row, WIDTH, tile.shape[1], column), tile.to(out.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :]
+    )
+
+
+@triton.jit
+def _gram_backward(
+    slope,
+    dmoment,
+    key,
+    value,
+    weights,
+    mask,
+    dkey,
+    dvalue,
+    dweights,
+    strides,
+    heads,
+    keys,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of one run of keys. Masked ones get exact zeros, also where dG or dC is not finite."""
+    DTYPE: tl.constexpr = tl.float64 if tl.float64 == OPERAND else tl.float32
+    slope_strides, dmoment_strides, turned_strides, key_strides, value_strides, weight_strides, mask_strides = strides
+    runs = tl.cdiv(keys, RUN)
+    slot = tl.program_id(0) // runs
+    batch, head = slot // heads, slot % heads
+    place = (batch, head)
+    first = tl.program_id(0) % runs * RUN
+    slope_tile = _at_hand(slope, slope_strides, place, (D, D), (TILE_D, TILE_D), OPERAND)
+    dmoment_tile = _at_hand(dmoment, dmoment_strides, place, (D, E), (TILE_D, TILE_E), OPERAND)
+    turned_tile = _at_hand(dmoment, turned_strides, place, (E, D), (TILE_E, TILE_D), OPERAND)
+    for start in range(first, tl.minimum(first + RUN, keys), BLOCK_N):
+        inside = start + tl.arange(0, BLOCK_N) < keys
+        keep = kept_keys(mask, mask_strides, batch, start, keys, BLOCK_N, True)
+        row = slot.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
+        weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
+        if weights is not None:
+            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 1), mask=keep[:, None], other=0.0).to(DTYPE)
+        if dvalue is not None:
+            for column in range(0, E, TILE_E):
+                y = _times(
+                    (key, key_strides),
+                    (dmoment, dmoment_strides),
+                    dmoment_tile,
+                    place,
+                    start,
+                    keep,
+                    column,
+                    (D, E),
+                    (TILE_D, TILE_E),
+                    BLOCK_N,
+                    ALIGN,
+                    OPERAND,
+                    PRECISION,
+                )
+                _store(dvalue, tl.where(keep[:, None], y * weight, 0.0), row, inside, column, E)
+        if dkey is not None or dweights is not None:
+            slopes = tl.zeros([BLOCK_N], DTYPE)
+            for column in range(0, D, TILE_D):
+                a = _times(
+                    (key, key_strides),
+                    (slope, slope_strides),
+                    slope_tile,
+                    place,
+                    start,
+                    keep,
+                    column,
+                    (D, D),
+                    (TILE_D, TILE_D),
+                    BLOCK_N,
+                    ALIGN,
+                    OPERAND,
+                    PRECISION,
+                )
+                b = _times(
+                    (value, value_strides),
+                    (dmoment, turned_strides),
+                    turned_tile,
+                    place,
+                    start,
+                    keep,
+                    column,
+                    (E, D),
+                    (TILE_E, TILE_D),
+                    BLOCK_N,
+                    ALIGN,
+                    OPERAND,
+                    PRECISION,
+                )
+                if dkey is not None:
+                    _store(dkey, tl.where(keep[:, None], (a + b) * weight, 0.0), row, inside, column, D)
+                if dweights is not None:
+                    tile = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN, column), keep, D, column)
+                    slopes += tl.sum(tile.to(DTYPE) * (a / 2 + b), 1)
+            if dweights is not None:
+                tl.store(dweights + row, tl.where(keep, slopes, 0.0), mask=inside)
+
+
+@triton.jit
+def _apply(
+    query,
+    weight,
+    out,
+    strides,
+    heads,
+    queries,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One run of rows times their solution."""
+    query_strides, weight_strides = strides
+    runs = tl.cdiv(queries, RUN)
+    slot = tl.program_id(0) // runs
+    place = (slot // heads, slot % heads)
+    first = tl.program_id(0) % runs * RUN
+    tile = _at_hand(weight, weight_strides, place, (D, E), (TILE_D, TILE_E), OPERAND)
+    for start in range(first, tl.minimum(first + RUN, queries), BLOCK_N):
+        inside = start + tl.arange(0, BLOCK_N) < queries
+        row = slot.to(tl.int64) * queries + start + tl.arange(0, BLOCK_N)
+        for column in range(0, E, TILE_E):
+            outs = _times(
+                (query, query_strides),
+                (weight, weight_strides),
+                tile,
+                place,
+                start,
+                inside,
+                column,
+                (D, E),
+                (TILE_D, TILE_E),
+                BLOCK_N,
+                ALIGN,
+                OPERAND,
+                PRECISION,
+            )
+            _store(out, outs, row, inside, column, E)
+
+
+def gram_backward(
+    dgram: Tensor,
+    dmoment: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of key, value and weights; an empty tensor for what is not needed."""
+    (B, H, N, D), E = key.shape, value.shape[-1]
+    mask = mask_bytes(key_padding_mask)
+    products = row_products(key.dtype, exact)
+    dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32)
+    shapes = key.shape, value.shape, key.shape[:-1]
+    grads = [key.new_empty(shape if need else (0,), dtype=dtype) for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)]
+    with on_device(key):
+        slope = dgram + dgram.mT
+        _gram_backward[(B * H * triton.cdiv(N, ROWS),)](
+            slope,
+            dmoment,
+            key,
+            value,
+            weights,
+            mask,
+            *(grad if need else None for grad, need in zip(grads, needs, strict=True)),
+            strides=(
+                slope.stride(),
+                dmoment.stride(),
+                dmoment.mT.stride(),
+                key.stride(),
+                value.stride(),
+                row_strides(weights),
+                (0, 0) if mask is None else mask.stride(),
+            ),
+            heads=H,
+            keys=N,
+            D=D,
+            E=E,
+            RUN=ROWS,
+            ALIGN=alignment(key, value),
+            OPERAND=triton_dtype(products.operand),
+            PRECISION=products.input_precision,
+            **backward_tiles(products, key.device, D, E)._asdict(),
+        )
+    dkey, dvalue, dweights = grads
+    return dkey, dvalue, dweights
+
+
+def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
+    """Rows times their solution, in the rows' dtype."""
+    (B, H, M, D), E = query.shape, weight.shape[-1]
+    products = row_products(query.dtype, exact=False)
+    with on_device(query):
+        out = query.new_empty((B, H, M, E))
+        _apply[(B * H * triton.cdiv(M, ROWS),)](
+            query,
+            weight,
+            out,
+            strides=(query.stride(), weight.stride()),
+            heads=H,
+            queries=M,
+            D=D,
+            E=E,
+            RUN=ROWS,
+            ALIGN=alignment(query),
+            OPERAND=triton_dtype(products.operand),
+            PRECISION=products.input_precision,
+            **apply_tiles(products, query.device, D, E)._asdict(),
+        )
+    return out
