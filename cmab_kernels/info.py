@@ -22,6 +22,7 @@ def report() -> str:
     sections = {
         "Versions": _versions(),
         "Native extension": _extension(),
+        "CUDA kernels": _cuda_kernels(),
         "Processor": _processor(),
         "GPU": _gpu(),
         "Implementations": _implementations(),
@@ -47,6 +48,18 @@ def _extension() -> Iterator[str]:
     yield f"runs {load().instruction_set()} on this processor"
 
 
+def _cuda_kernels() -> Iterator[str]:
+    build = build_report()["cuda"]
+    if not build["built"]:
+        yield f"not built: {build['reason']}"
+        yield "with nvcc in CUDA_HOME or on the PATH, reinstall; no GPU is needed for that"
+        return
+    yield f"built by {build['compiler']} for {', '.join(build['targets'])}"
+    spilled = sum(kernel["stores"] + kernel["loads"] for kernel in build["kernels"])
+    most = max(kernel["registers"] for kernel in build["kernels"])
+    yield f"{len(build['kernels'])} kernels of up to {most} registers, {spilled} bytes spilled"
+
+
 def _processor() -> Iterator[str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -68,10 +81,17 @@ def _gpu() -> Iterator[str]:
 
 def _implementations() -> Iterator[str]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    for operator in OPERATORS:
+    for operator, family in OPERATORS.items():
         for device in devices:
-            sample = torch.zeros(1, 1, 1, 16, device=device)
-            rows = explain(operator, sample, sample, sample)
+            rows = explain(operator, *_sample(family, device))
             taken = next(row.impl for row in rows if row.usable)
             others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
             yield f"{operator:<20}{device:<6}auto = {taken:<11}{f'({others})' if others else ''}".rstrip()
+
+
+def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
+    """Small float32 inputs of the family's operators: a system and its right-hand sides, or query, key and value."""
+    if family == "solve":
+        return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)
+    rows = torch.zeros(1, 1, 1, 16, device=device)
+    return rows, rows, rows

@@ -11,6 +11,8 @@ from .kernels import apply_rows, gram, gram_backward
 __all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
 
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cuda/ridge_solve.h
+MOST_WORKSPACE = 2**25
+"""Partial sums, in float64, that are kept at a time, unless one matrix has more: 256 MiB."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -29,7 +31,7 @@ def ridge_solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weight, gram, info): weight = (K'WK + alpha I)^-1 K'WV."""
     (batch, heads, keys, width), value_width = key.shape, value.shape[-1]
-    workspace_size, ticket_count = CUDA.ridge_needs(batch * heads, keys, width, value_width)
+    together, workspace_size, ticket_count = CUDA.ridge_needs(batch * heads, keys, width, value_width, MOST_WORKSPACE)
     weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)
     gram = key.new_empty((batch, heads, width, width), dtype=torch.float64)
     info = key.new_empty((batch, heads), dtype=torch.int32)
@@ -39,7 +41,7 @@ def ridge_solve(
     CUDA.ridge_solve(
         [
             *stream_of(key),
-            *(DTYPES[key.dtype], batch, heads, keys, width, value_width),
+            *(DTYPES[key.dtype], batch, heads, keys, together, width, value_width),
             *operand(key, 4),
             *operand(value, 4),
             *operand(weights, 3),

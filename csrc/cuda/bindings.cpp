@@ -11,9 +11,9 @@ PYBIND11_MODULE(_cuda, module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
   module.attr("SHARED_BYTES") = most_shared_bytes();
   module.def("shared_memory", shared_memory);
-  module.def("ridge_needs", [](int64_t matrices, int64_t keys, int key_width, int value_width) {
-    const Needs needed = needs(matrices, keys, key_width, value_width);
-    return py::make_tuple(needed.workspace, needed.tickets);
+  module.def("ridge_needs", [](int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most) {
+    const Needs needed = needs(matrices, keys, key_width, value_width, most);
+    return py::make_tuple(needed.together, needed.workspace, needed.tickets);
   });
   module.def("ridge_solve", [](const std::array<int64_t, kRidgeNumbers>& numbers) {
     Numbers in(numbers.data());

@@ -13,13 +13,13 @@
 #define CMAB_DEVICE __device__ __forceinline__
 #define CMAB_HOST_DEVICE __host__ __device__ __forceinline__
 #define CMAB_UNROLL _Pragma("unroll")
-#define CMAB_UNROLL_BY_4 _Pragma("unroll 4")
+#define CMAB_UNROLL_BY_2 _Pragma("unroll 2")
 #define CMAB_NO_UNROLL _Pragma("unroll 1")
 #else
 #define CMAB_DEVICE inline
 #define CMAB_HOST_DEVICE inline
 #define CMAB_UNROLL _Pragma("GCC unroll 32")
-#define CMAB_UNROLL_BY_4
+#define CMAB_UNROLL_BY_2
 #define CMAB_NO_UNROLL
 #endif
 

@@ -7,7 +7,7 @@
 
 namespace cmab::cuda {
 
-constexpr int kRidgeNumbers = 31, kSolveNumbers = 17;
+constexpr int kRidgeNumbers = 32, kSolveNumbers = 17;
 
 // Where a call is to run: a device, and one of its streams (a cudaStream_t).
 struct Stream {
@@ -58,6 +58,7 @@ inline RidgeCall read_ridge_call(Numbers& in) {
   call.batch = in.number();
   call.heads = in.number();
   call.keys = in.number();
+  call.together = in.number();
   call.key_width = int(in.number());
   call.value_width = int(in.number());
   call.key = read_operand(in);

@@ -16,7 +16,7 @@ namespace cmab::cuda {
 constexpr int kMaxWidth = 128;  // D
 constexpr int kPatch = 32;      // rows and columns of a warp's sums
 constexpr int kSplitKeys = 16;  // keys of a tile that a split takes
-constexpr int64_t kRunKeys = 512;
+constexpr int kRunKeys = 512;
 constexpr int kFan = 16;  // leaves of a group, and groups at most
 
 CMAB_HOST_DEVICE int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }

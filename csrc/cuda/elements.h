@@ -49,12 +49,10 @@ struct Matrix {
     return column_stride == 1 && row_stride % 4 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(Quad<T>) == 0;
   }
 
-  CMAB_DEVICE double wide(int64_t row, int column) const {
-    return as_sum(data[row * row_stride + column * column_stride]);
-  }
+  CMAB_DEVICE double wide(int row, int column) const { return as_sum(data[row * row_stride + column * column_stride]); }
 
   // Columns from `column` on; zeros (all bits of every type's zero) past the last.
-  CMAB_DEVICE Quad<T> quad(int64_t row, int column, bool in_quads) const {
+  CMAB_DEVICE Quad<T> quad(int row, int column, bool in_quads) const {
     const T* from = data + row * row_stride + column * column_stride;
     if (in_quads && column + 4 <= width) return *reinterpret_cast<const Quad<T>*>(from);
     Quad<T> quad{};

@@ -30,10 +30,9 @@ template <class T>
 void play_ridge(const RidgeCall& call, std::mt19937& random) {
   const int64_t matrices = call.batch * call.heads;
   const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
-  const int64_t together = needs(matrices, call.keys, call.key_width, call.value_width).together;
   const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
-  for (int64_t first = 0; first < matrices; first += together) {
-    const int64_t blocks = std::min(together, matrices - first) * cut.leaves * cut.panels;
+  for (int64_t first = 0; first < matrices; first += call.together) {
+    const int64_t blocks = std::min(call.together, matrices - first) * cut.leaves * cut.panels;
     play_launch(blocks, kThreads, bytes, random, [&](const Block& block, int64_t index) {
       std::make_unique<RidgeBlock<T>>(block, call, cut, first, index)->run();
     });
@@ -56,10 +55,11 @@ using namespace cmab::cuda;
 
 extern "C" {
 
-void ridge_needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t* to) {
-  const Needs needed = needs(matrices, keys, key_width, value_width);
-  to[0] = needed.workspace;
-  to[1] = needed.tickets;
+void ridge_needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most, int64_t* to) {
+  const Needs needed = needs(matrices, keys, key_width, value_width, most);
+  to[0] = needed.together;
+  to[1] = needed.workspace;
+  to[2] = needed.tickets;
 }
 
 void emulate_ridge_solve(const int64_t* numbers, int seed) {

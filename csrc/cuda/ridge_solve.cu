@@ -16,10 +16,9 @@ template <class T>
 void run(const RidgeCall& call, Stream on) {
   const int64_t matrices = call.batch * call.heads;
   const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
-  const int64_t together = needs(matrices, call.keys, call.key_width, call.value_width).together;
   const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
-  for (int64_t first = 0; first < matrices; first += together) {
-    const int64_t count = first + together < matrices ? together : matrices - first;
+  for (int64_t first = 0; first < matrices; first += call.together) {
+    const int64_t count = first + call.together < matrices ? call.together : matrices - first;
     launch(ridge_kernel<T>, count * cut.leaves * cut.panels, kThreads, bytes, on, call, cut, first);
   }
 }

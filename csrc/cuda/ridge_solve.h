@@ -14,21 +14,23 @@ struct Operand {
   int64_t stride[4];
 
   template <class T>
-  CMAB_DEVICE Matrix<T> head(int64_t b, int64_t h, int width) const {
-    return {static_cast<const T*>(data) + b * stride[0] + h * stride[1], stride[2], stride[3], width};
+  CMAB_DEVICE Matrix<T> rows(int64_t b, int64_t h, int64_t first, int width) const {
+    return {static_cast<const T*>(data) + b * stride[0] + h * stride[1] + first * stride[2], stride[2], stride[3],
+            width};
   }
 };
 
 struct RidgeCall {
   DType dtype;
   int64_t batch, heads, keys;
+  int64_t together;  // matrices of a launch
   int key_width, value_width;
   Operand key, value;
   const void* weights;  // (B, H, N) of the sums' type, or null
   int64_t weights_stride[3];
   const uint8_t* absent;  // (B, N), nonzero where a key is absent, or null
   int64_t absent_stride[2];
-  // Contiguous. `workspace` has room for `together` matrices, `tickets` are zeros.
+  // Contiguous; `workspace` and `tickets` as Needs says, the tickets zeros.
   const double* alpha;  // (B, H)
   double* weight;       // (B, H, D, E)
   double* gram;         // (B, H, D, D)
@@ -37,20 +39,18 @@ struct RidgeCall {
   unsigned* tickets;
 };
 
-// What a call needs beside its inputs and outputs. Matrices are gone through `together` at a time, a launch each, where
-// the workspace would get too large otherwise; one launch has then more blocks than a GPU can hold.
+// What a call needs beside its inputs and outputs: matrices whose partial sums fit in `most` doubles, at least one, go
+// in a launch together (each launch then has more blocks than a GPU can hold).
 struct Needs {
   int64_t together, workspace, tickets;  // matrices, doubles, counters
 };
 
-constexpr int64_t kMostWorkspace = int64_t(1) << 25;  // doubles, unless one matrix needs more: 256 MiB
-
-CMAB_HOST_DEVICE Needs needs(int64_t matrices, int64_t keys, int key_width, int value_width) {
+CMAB_HOST_DEVICE Needs needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most) {
   const Cut cut = make_cut(keys, key_width, value_width);
-  const int64_t each = cut.workspace();
-  const int64_t fit = each == 0 ? matrices : kMostWorkspace / each > 1 ? kMostWorkspace / each : 1;
-  const int64_t together = fit < matrices ? fit : matrices;
-  return {together, together * each, matrices * cut.tickets()};
+  const int64_t each = cut.workspace(), in_grid = INT32_MAX / (cut.leaves * cut.panels);
+  const int64_t fit = each == 0 || most / each > in_grid ? in_grid : most / each;
+  const int64_t together = fit < 1 ? 1 : fit < matrices ? fit : matrices;
+  return {together, each * together, matrices * cut.tickets()};
 }
 
 // Of a block; that of the sums is free again for the solve.
@@ -73,19 +73,17 @@ inline int most_shared_bytes() {
 template <class T>
 class RidgeBlock {
  public:
-  CMAB_DEVICE RidgeBlock(const Block& block, const RidgeCall& call, const Cut& cut, int64_t first_matrix, int64_t index)
-      : block_(block), call_(call), cut_(cut) {
-    panel_ = int(index % cut.panels);
-    leaf_ = int(index / cut.panels % cut.leaves);
+  CMAB_DEVICE RidgeBlock(const Block& block, const RidgeCall& call, const Cut& cut, int64_t first_matrix, int index)
+      : block_(block), call_(call), cut_(cut), first_matrix_(first_matrix) {
+    panel_ = index % cut.panels;
+    leaf_ = index / cut.panels % cut.leaves;
     slot_ = index / cut.panels / cut.leaves;
-    matrix_ = first_matrix + slot_;
   }
 
   CMAB_DEVICE void run() {
     const Keys<T> own = keys();
     GramBlock<T> gram(block_, cut_, own, panel_);
-    const int64_t first = leaf_ * cut_.leaf_keys, end = first + cut_.leaf_keys;
-    gram.sum(first, end < call_.keys ? end : call_.keys);
+    gram.sum();
     if (!add_leaves(gram)) return;
     write_sums(gram);
     unsigned* all_panels = tickets() + cut_.panels * (cut_.groups() + 1);
@@ -94,22 +92,27 @@ class RidgeBlock {
   }
 
  private:
+  CMAB_DEVICE int64_t matrix() const { return first_matrix_ + slot_; }
+
   CMAB_DEVICE Keys<T> keys() const {
-    const int64_t b = matrix_ / call_.heads, h = matrix_ % call_.heads;
+    const int64_t b = matrix() / call_.heads, h = matrix() % call_.heads, first = leaf_ * cut_.leaf_keys;
+    const int64_t left = call_.keys - first;
     const auto* weights = static_cast<const Sum<T>*>(call_.weights);
-    return {call_.key.head<T>(b, h, call_.key_width),
-            call_.value.head<T>(b, h, call_.value_width),
-            weights ? weights + b * call_.weights_stride[0] + h * call_.weights_stride[1] : nullptr,
-            call_.weights_stride[2],
-            call_.absent ? call_.absent + b * call_.absent_stride[0] : nullptr,
-            call_.absent_stride[1]};
+    const int64_t* step = call_.weights_stride;
+    return {call_.key.rows<T>(b, h, first, call_.key_width),
+            call_.value.rows<T>(b, h, first, call_.value_width),
+            weights ? weights + b * step[0] + h * step[1] + first * step[2] : nullptr,
+            step[2],
+            call_.absent ? call_.absent + b * call_.absent_stride[0] + first * call_.absent_stride[1] : nullptr,
+            call_.absent_stride[1],
+            int(left < cut_.leaf_keys ? left : cut_.leaf_keys)};
   }
 
-  CMAB_DEVICE unsigned* tickets() const { return call_.tickets + matrix_ * cut_.tickets(); }
+  CMAB_DEVICE unsigned* tickets() const { return call_.tickets + matrix() * cut_.tickets(); }
 
   // The panel's sums of one leaf, or, in the place of its first leaf, of one group.
   CMAB_DEVICE double* partial(int leaf) const {
-    return call_.workspace + ((slot_ * cut_.panels + panel_) * cut_.leaves + leaf) * cut_.panel_sums();
+    return call_.workspace + ((int64_t(slot_) * cut_.panels + panel_) * cut_.leaves + leaf) * cut_.panel_sums();
   }
 
   // Whether this block has the sums of all leaves now.
@@ -126,9 +129,12 @@ class RidgeBlock {
     each_sum([&](int thread, int s) { partial(own)[s * cut_.owners() + thread] = gram.total(thread, s); });
     if (!block_.last_to_arrive(ticket, count)) return false;
     each_sum([&](int thread, int s) {
-      double sum = 0;
-      CMAB_NO_UNROLL
-      for (int i = 0; i < count; ++i) sum += load_written(partial(first + i * step) + s * cut_.owners() + thread);
+      double parts[kFan], sum = 0;
+      CMAB_UNROLL
+      for (int i = 0; i < kFan; ++i)  // all of them on their way at once
+        parts[i] = i < count ? load_written(partial(first + i * step) + s * cut_.owners() + thread) : 0;
+      CMAB_UNROLL
+      for (int i = 0; i < kFan; ++i) sum += parts[i];
       gram.total(thread, s) = sum;
     });
     return true;
@@ -146,8 +152,8 @@ class RidgeBlock {
   // To where they are wanted: K'WK from its lower triangle, exactly symmetric, and K'WV where X = A^-1 K'WV will be.
   CMAB_DEVICE void write_sums(GramBlock<T>& gram) const {
     const int D = call_.key_width, E = call_.value_width;
-    double* square = call_.gram + matrix_ * D * D;
-    double* moment = call_.weight + matrix_ * D * E;
+    double* square = call_.gram + matrix() * D * D;
+    double* moment = call_.weight + matrix() * D * E;
     each_sum([&](int thread, int s) {
       const Place place(cut_, thread);
       const int i = place.row + s / kThreadColumns;
@@ -161,17 +167,17 @@ class RidgeBlock {
 
   CMAB_DEVICE void solve() const {
     const int D = call_.key_width, E = call_.value_width;
-    double* weight = call_.weight + matrix_ * D * E;
+    double* weight = call_.weight + matrix() * D * E;
     const System<double> system{
-        D, E, call_.gram + matrix_ * D * D, D, 1, weight, E, 1, call_.alpha[matrix_], weight, call_.info + matrix_};
+        D, E, call_.gram + matrix() * D * D, D, 1, weight, E, 1, call_.alpha[matrix()], weight, call_.info + matrix()};
     SolveBlock<double>(block_, system).solve();
   }
 
   const Block& block_;
   const RidgeCall& call_;
   const Cut& cut_;
-  int panel_, leaf_;
-  int64_t slot_, matrix_;
+  int64_t first_matrix_;     // of the launch
+  int panel_, leaf_, slot_;  // slot_: which matrix of the launch
 };
 
 }  // namespace cmab::cuda
