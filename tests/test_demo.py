@@ -1,4 +1,4 @@
-"""The demo runs, its three ways agree, and it says what is missing."""
+"""The demos run, what they compare is right, and they say what is missing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cmab_kernels import attention_state, demo
-from cmab_kernels.demo import conditioning as c
+from cmab_kernels import attention_state
+from cmab_kernels.demo import cmab, intention
+from cmab_kernels.demo.cmab import conditioning as c
+from cmab_kernels.demo.intention import cloud, digits
 from cmab_kernels.measure import Peak, peak_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
@@ -27,7 +29,7 @@ def reader() -> c.Reader:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "SECONDS", 0.1)
+    monkeypatch.setattr(cmab, "SECONDS", 0.1)
 
 
 def test_pixels_are_those_of_the_photograph():
@@ -73,27 +75,27 @@ def test_memory_of_the_stream_is_constant():
 
 
 def test_random_sizes_add_up():
-    sizes = demo._random_sizes(123_456)
+    sizes = cmab._random_sizes(123_456)
     assert sum(sizes) == 123_456 and min(sizes) >= 1 and len(set(sizes)) > 10
 
 
 def test_a_difference_that_is_no_number_is_told():
-    assert demo._largest_difference([torch.zeros(2), torch.tensor([1.0, -3.0])]) == 3.0
-    assert math.isnan(demo._largest_difference([torch.zeros(2), torch.tensor([1.0, math.nan])]))
+    assert cmab._largest_difference([torch.zeros(2), torch.tensor([1.0, -3.0])]) == 3.0
+    assert math.isnan(cmab._largest_difference([torch.zeros(2), torch.tensor([1.0, math.nan])]))
 
 
 @pytest.mark.parametrize("wrong", [1.05, math.nan])
 def test_a_wrong_result_is_no_speed(wrong, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(c.CONDITIONING, c.SDPA_NAME, lambda reader, points: reader.multihead(points) * wrong)
-    monkeypatch.setattr(demo, "peak_memory", lambda *_, **__: Peak(0, 0))
+    monkeypatch.setattr(cmab, "peak_memory", lambda *_, **__: Peak(0, 0))
     with pytest.raises(RuntimeError, match="one is wrong"):
-        demo.run(str(tmp_path / "demo.png"), [700])
+        cmab.run(str(tmp_path / "demo.png"), [700])
 
 
 def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
     output = tmp_path / "demo.png"
     output.write_text("of an earlier run")
-    demo.run(str(output), [1500, 700])
+    cmab.run(str(output), [1500, 700])
     text = capsys.readouterr().out
     for expected in (
         "From pixels to latents",
@@ -111,34 +113,152 @@ def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
 @pytest.mark.parametrize(("fits", "left_out"), [(c.SDPA_NAME, 1), (None, 4)])
 def test_what_does_not_fit_into_memory_is_left_out(fits, left_out, tmp_path: Path, capsys, monkeypatch):
     left = c.bytes_needed(fits, 2000, "native") / 0.6 + 1 if fits else 0
-    monkeypatch.setattr(demo, "explain", lambda *_: [demo.Explanation("auto", True, "")])
-    monkeypatch.setattr(demo, "available_memory", lambda device: left)
-    demo.run(str(tmp_path / "demo.png"), [2000])
+    monkeypatch.setattr(cmab, "explain", lambda *_: [cmab.Explanation("auto", True, "")])
+    monkeypatch.setattr(cmab, "available_memory", lambda device: left)
+    cmab.run(str(tmp_path / "demo.png"), [2000])
     assert capsys.readouterr().out.count("would not fit into memory") == left_out
 
 
 def test_demo_without_a_kernel_says_so(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "POINTS_WITHOUT_KERNEL", (300, 600))
-    rows = [demo.Explanation("native", False, "no compiler"), demo.Explanation("reference", True, "")]
-    monkeypatch.setattr(demo, "explain", lambda *_: rows)
-    demo.run(str(tmp_path / "demo.png"))
+    monkeypatch.setattr(cmab, "POINTS_WITHOUT_KERNEL", (300, 600))
+    rows = [cmab.Explanation("native", False, "no compiler"), cmab.Explanation("reference", True, "")]
+    monkeypatch.setattr(cmab, "explain", lambda *_: rows)
+    cmab.run(str(tmp_path / "demo.png"))
     text = capsys.readouterr().out
     assert "No compiled kernel runs here" in text and "native: no compiler" in text and "        600" in text and "demo.png written" in text
 
 
-@pytest.mark.parametrize("package", ["skimage", "matplotlib", "tqdm"])
-def test_a_missing_package_is_named(package, monkeypatch):
+# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lessons() -> digits.Lessons:
+    return digits.draw(3, half=0)
+
+
+def test_lessons_are_disjoint_draws_of_five_a_class(lessons):
+    again, other = digits.draw(3, half=0), digits.draw(3, half=1)
+    assert torch.equal(lessons.support, again.support) and torch.equal(lessons.query, again.query)
+    assert not torch.equal(lessons.support[0], lessons.support[1])
+    classes = digits.images()[1]
+    assert torch.equal(classes[lessons.support], torch.arange(10).repeat_interleave(5).expand(3, -1))
+    for support, query in zip(lessons.support, lessons.query, strict=True):
+        assert len(torch.cat([support, query]).unique()) == len(support) + len(query) > 800
+    assert not torch.isin(torch.cat([lessons.support, lessons.query], 1), torch.cat([other.support, other.query], 1)).any()
+
+
+def test_intention_is_the_ridge_classifier_without_an_intercept(lessons):
+    from sklearn.linear_model import RidgeClassifier
+
+    theirs = digits.by_scikit_learn(lambda alpha: RidgeClassifier(alpha=alpha, fit_intercept=False))
+    assert (digits.by_intention(*lessons.parts(), 3.0) == theirs(*lessons.parts(), 3.0)).double().mean() > 0.999
+    assert (digits.by_intention(*lessons.parts(), 3.0) == theirs(*lessons.parts(), 1.0)).double().mean() < 0.99
+
+
+def test_intention_of_kernel_features_is_kernel_ridge_regression(lessons):
+    from sklearn.kernel_ridge import KernelRidge
+
+    ours = digits.by_kernel_intention(*lessons.parts(), (0.2, 0.1))
+    for support, classes, query, predicted in zip(*lessons.parts(), ours, strict=True):
+        machine = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.2).fit(support.numpy(), 2 * F.one_hot(classes).numpy() - 1)
+        assert (torch.from_numpy(machine.predict(query.numpy())).argmax(-1) == predicted).double().mean() > 0.999
+
+
+def test_attention_is_a_softmax_of_cosines(lessons):
+    support, classes, query = lessons.parts()
+    cosines = F.cosine_similarity(query[:, :, None], support[:, None], dim=-1)
+    expected = (torch.softmax(cosines / 0.05, -1) @ F.one_hot(classes).float()).argmax(-1)
+    assert (digits.by_attention(support, classes, query, 0.05) == expected).double().mean() > 0.999
+
+
+def test_the_setting_is_the_best_of_the_trials_and_never_sees_the_lessons(lessons):
+    trials, seen = digits.draw(2, half=1), []
+
+    def predict(support, classes, query, setting):
+        in_trials = len(support) == 2
+        seen.append((setting, in_trials))
+        right = digits.images()[1][(trials if in_trials else lessons).query]
+        return right if (setting == "good") == in_trials else (right + 1) % 10
+
+    done: list[int] = []
+    learner = digits.Learner(predict, ["bad", "good", "worse"], "it is {}")
+    outcome = digits.outcome("planted", learner, trials, lessons, lambda: done.append(1))
+    assert seen == [("bad", True), ("good", True), ("worse", True), ("good", False)]
+    assert (outcome.told, outcome.accuracy, len(done)) == ("it is good", 0.0, 4)
+
+
+def test_the_cloud_is_turned_scaled_and_shifted():
+    source, target = cloud.source(), cloud.target()
+    assert torch.allclose(torch.pdist(target[:50]), cloud.SCALE * torch.pdist(source[:50]))
+    assert torch.allclose(target.mean(0), torch.tensor(cloud.SHIFT, dtype=torch.float64)) and not torch.allclose(source, target, atol=0.3)
+    assert abs(source.square().sum(-1).mean() - 1) < 1e-12 and source.unique(dim=0).shape == (cloud.POINTS, 2)
+
+
+@pytest.mark.parametrize("noise", cloud.NOISES)
+def test_maps_from_five_pairs(noise):
+    comparison = cloud.measure(noise)
+    ours, theirs = comparison.predicted[cloud.INTENTION], comparison.predicted[cloud.LEAST_SQUARES]
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert (comparison.errors[cloud.INTENTION] < 1e-8) == (noise == 0)
+    assert comparison.errors[cloud.INTENTION] < 2 * noise + 1e-8 < comparison.errors[cloud.ATTENTION]
+
+
+def test_attention_over_pairs_is_a_softmax_of_distances():
+    points, targets = cloud.source()[:5][None], cloud.target()[:5][None]
+    weights = torch.softmax(torch.cdist(cloud.source()[None], points).square() / -2 / 0.3, -1)
+    assert torch.allclose(cloud.by_attention(points, targets, 0.3), weights @ targets)
+
+
+def test_demo_of_intention_prints_tables_and_draws(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(digits, "TRIALS", 1)
+    monkeypatch.setattr(digits, "LESSONS", 2)
+    output = tmp_path / "picture.png"
+    intention.run(str(output))
+    text = capsys.readouterr().out
+    for expected in (*digits.LEARNERS, *cloud.METHODS, "2 draws of examples", "5% noise in pairs", f"{output} written"):
+        assert expected in text
+    assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 100_000
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("demo", "package"),
+    [*((cmab, package) for package in ("skimage", "matplotlib", "tqdm")), *((intention, package) for package in ("sklearn", "matplotlib"))],
+)
+def test_a_missing_package_is_named(demo, package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(SystemExit, match=rf"{package}.*pip install cmab-kernels\[demo\]"):
         demo.run("demo.png")
 
 
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cmab_kernels", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+
+
 @pytest.mark.parametrize(
-    "arguments", [("--points", "0"), ("--points", "2000000"), ("--output", "no/such/folder.png"), ("--output", "demo.exe")]
+    "arguments",
+    [
+        ("--points", "0"),
+        ("--points", "2000000"),
+        ("--output", "no/such/folder.png"),
+        ("--output", "demo.exe"),
+        ("cmab", "--output", "demo.exe"),
+        ("intention", "--output", "no/such/folder.png"),
+    ],
 )
 def test_bad_arguments_are_one_line(arguments):
-    command = [sys.executable, "-m", "cmab_kernels", "demo", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    done = run_demo(*arguments)
     assert done.returncode == 1
-    assert done.stderr.startswith(arguments[0]) and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(arguments[-2]) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("intention", "--points", "9"), "--points is of the demo cmab"), (("nystrom",), "nystrom")]
+)
+def test_what_no_demo_takes_is_refused(arguments, said):
+    done = run_demo(*arguments)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1]

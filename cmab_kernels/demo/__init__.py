@@ -1,94 +1,33 @@
-"""`python -m cmab_kernels demo`: a CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own attention."""
+"""`python -m cmab_kernels demo [cmab | intention]`: what each of them does, measured and drawn."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..attention import attention_state, latent_attention
-from ..backends import Explanation, explain, use_impl
-from ..measure import Task, available_memory, interleave, peak_memory, readable, seconds
-from . import conditioning as c
-
-POINTS = (10_000, 100_000, 1_000_000)
-"""And all there are."""
-
-POINTS_WITHOUT_KERNEL = (10_000, 30_000, 100_000, 300_000)
-
-TIMING_STEPS = 3
-"""What timing a method takes on the progress bar, of what measuring its memory takes."""
-
-WRONG = 1e-2
-"""Difference between results of order one that no rounding explains, be it that of a GPU's tf32."""
-
-SMALL = 8192
-"""Pixels of the call that comes before a memory is measured."""
-
-SECONDS = 3.0
-"""Of timing at each number of pixels after the first call of each method, unless two more take longer."""
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+}
+"""Of the pictures."""
 
 
-@dataclass
-class Figures:
-    """Of one method at one number of pixels."""
-
-    seconds: float
-    memory: int
-    """Peak beyond the inputs, in bytes."""
-
-
-@dataclass
-class Scan:
-    """What was measured at one number of pixels; a method that would not fit into memory is missing."""
-
-    count: int
-    conditioning: dict[str, Figures] = field(default_factory=dict)
-    """From pixels to latents."""
-    attention: dict[str, Figures] = field(default_factory=dict)
-    """The attention alone, keys and values given."""
-    difference: dict[str, float] = field(default_factory=dict)
-    """Between the results of the methods, where there are several: the largest anywhere."""
-
-
-def run(output: str, points: list[int] | None = None) -> None:
-    """Measure at each number of `points` (default: `POINTS` and all), print tables, and draw them to `output`.
-
-    `SystemExit` with one line for a missing package, a number of points that there is not, or an output that cannot be written.
-    """
-    _require("skimage", "matplotlib", "tqdm")
-    target = _checked_output(output)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    total = c.pixels(device).shape[1]
-    impl = _introduce(device, total)
-    counts = _checked_points(points, POINTS_WITHOUT_KERNEL if impl == "reference" else (*POINTS, total), total)
-    with use_impl(impl), torch.no_grad():
-        scans = _scan_all(counts, device, impl)
-        for line in (*_conditioning_table(scans), "", *_attention_table(scans), ""):
-            print(line)
-        for line in _streaming(counts[-1], device, impl):
-            print(line)
-    from .plot import draw
-
-    existed = target.exists()
-    draw(scans, target, where(device, impl))
-    print(f"{target} {'replaced' if existed else 'written'}")
-
-
-def _require(*packages: str) -> None:
+def require(*packages: str) -> None:
+    """`SystemExit` with one line that names the packages that are missing."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise SystemExit(f"the demo needs {', '.join(missing)}: pip install cmab-kernels[demo]")
 
 
-def _checked_output(output: str) -> Path:
+def checked_output(output: str) -> Path:
+    """Where to draw; `SystemExit` with one line where nothing can be drawn."""
     target = Path(output)
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise SystemExit(f"--output is {output}: a name that ends in .png, .pdf or .svg is needed")
@@ -97,149 +36,7 @@ def _checked_output(output: str) -> Path:
     return target
 
 
-def _checked_points(points: list[int] | None, default: tuple[int, ...], total: int) -> list[int]:
-    counts = sorted(set(default if points is None else points))
-    if not counts or counts[0] < 1 or counts[-1] > total:
-        raise SystemExit(f"--points is {points}: numbers from 1 to {total}, the pixels that there are, are needed")
-    return counts
-
-
-def _introduce(device: str, total: int) -> str:
-    """Says what is about to run, and on what; gives the implementation that `auto` takes."""
-    query, key, value = (torch.zeros(1, c.HEADS, 1, c.DIM // c.HEADS, device=device) for _ in range(3))
-    rows: list[Explanation] = explain("latent_attention", query, key, value)
-    impl = next(row.impl for row in rows if row.usable)
-    print(f"A CMAB ({c.LATENTS} latents, {c.HEADS} heads of {c.DIM // c.HEADS}) reads the {total:,} pixels of a photograph.")
-    print(f"On {where(device, impl)}.")
-    if impl == "reference":
-        reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
-        print(f"No compiled kernel runs here, so this is plain PyTorch, which is slow, and fewer pixels. ({reasons})")
-    print()
-    return impl
-
-
 def where(device: str, impl: str) -> str:
     """Machine, torch and implementation, in words."""
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"
-
-
-# ---- measuring -------------------------------------------------------------------------------------------------------------------------
-
-
-def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
-    from tqdm import tqdm
-
-    scans = [Scan(count) for count in counts]
-    steps = (1 + TIMING_STEPS) * (len(c.CONDITIONING) + len(c.ATTENTION))
-    with tqdm(total=steps * sum(map(_effort, counts)), leave=False, bar_format="{desc:<58}{percentage:3.0f}% |{bar:40}| {elapsed}") as bar:
-        for scan in scans:
-            _compare(scan, "conditioning", scan.conditioning, device, impl, bar)
-            _compare(scan, "attention", scan.attention, device, impl, bar)
-    return scans
-
-
-def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, impl: str, bar: Any) -> None:
-    """Time and memory of each method that fits into memory, and the largest difference between their results."""
-    prepare: Callable[..., Task] = getattr(c, kind)
-    names: list[str] = list(c.CONDITIONING if kind == "conditioning" else c.ATTENTION)
-    fitting = [name for name in names if _fits(name, scan.count, device, impl)]
-    peaks = {}
-    for name in fitting:
-        bar.set_description(f"{scan.count:,} pixels, memory of {name}")
-        small = (name, min(scan.count, SMALL), device, impl)
-        peaks[name] = peak_memory(prepare, name, scan.count, device, impl, warm_up=small, device=device)
-        bar.update(_effort(scan.count))
-    bar.set_description(f"{scan.count:,} pixels, time of {kind}")
-    tasks = {name: prepare(name, scan.count, device, impl) for name in fitting}
-    results: list[Tensor] = []
-    first = interleave({name: functools.partial(lambda task: results.extend(task()), task) for name, task in tasks.items()}, 1, device)
-    if len(results) > 1:
-        scan.difference[kind] = _largest_difference(results)
-        if not scan.difference[kind] < WRONG:
-            raise RuntimeError(
-                f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has no speed"
-            )
-    once = sum(sum(samples) for samples in first.values())
-    more = interleave(tasks, min(20, max(2, int(SECONDS / once))) if tasks else 0, device)
-    figures |= {name: Figures(statistics.median(first[name] + more[name]), peaks[name].extra) for name in fitting}
-    bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
-
-
-def _effort(count: int) -> int:
-    """What a step takes on the progress bar."""
-    return count + 200_000
-
-
-def _fits(name: str, count: int, device: str, impl: str) -> bool:
-    """Whether a method leaves a good part of the memory to others. A stream always does."""
-    return name == c.CMAB_NAME or c.bytes_needed(name, count, impl) < 0.6 * available_memory(device)
-
-
-def _largest_difference(results: list[Tensor]) -> float:
-    """Between any two; not a number if any is not finite."""
-    stacked = torch.stack(results)
-    return float((stacked.amax(0) - stacked.amin(0)).max()) if bool(stacked.isfinite().all()) else float("nan")
-
-
-# ---- telling ---------------------------------------------------------------------------------------------------------------------------
-
-
-def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
-    yield "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels and weights."
-    yield from _table(scans, "conditioning", list(c.CONDITIONING))
-
-
-def _attention_table(scans: list[Scan]) -> Iterator[str]:
-    yield "The attention alone, keys and values of all pixels given. Time; peak memory beyond them."
-    yield from _table(scans, "attention", list(c.ATTENTION))
-
-
-def _table(scans: list[Scan], kind: str, names: list[str]) -> Iterator[str]:
-    """Every time but the first, which is ours, with how many times ours it is."""
-    yield f"{'pixels':>11}" + "".join(f"{name:>32}" for name in names) + f"{'results differ by':>20}"
-    for scan in scans:
-        figures = getattr(scan, kind)
-        difference = f"{scan.difference[kind]:.1e}" if kind in scan.difference else "--"
-        cells = [_cell(figures.get(name), figures.get(names[0])) for name in names]
-        yield f"{scan.count:>11,}" + "".join(f"{cell:>32}" for cell in cells) + f"{difference:>20}"
-
-
-def _cell(figures: Figures | None, ours: Figures | None) -> str:
-    if figures is None:
-        return "would not fit into memory"
-    times = f"{figures.seconds / ours.seconds:.1f} x  " if ours and figures is not ours else ""
-    return f"{times}{readable(figures.seconds)} {figures.memory / 2**20:+9.1f} MiB"
-
-
-def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
-    """Does a stream in chunks of any size give the same, and what does one more pixel cost?"""
-    while count > 1 and not _fits(c.OPERATOR_NAME, count, device, impl):
-        count //= 2
-    reader, inputs = c.Reader.make(device), c.pixels(device)[:, :count]
-    sizes = _random_sizes(count)
-    result, state = reader.stream(inputs, sizes)
-    difference = _largest_difference([result, reader.at_once(inputs, latent_attention)])
-    yield (
-        f"{count:,} pixels streamed in {len(sizes):,} chunks of {min(sizes):,} to {max(sizes):,}: "
-        f"the latents differ from those of a single call by {difference:.1e} at most."
-    )
-    pixel = inputs[:, :1]
-    query, key, value = reader.project(pixel)
-    whole = _latency(lambda: reader.block.update(reader.embed(pixel), reader.latents, state), device)
-    alone = _latency(lambda: attention_state(query, key, value, state=state), device)
-    yield f"One more pixel after {count:,}: {readable(whole)} for the whole block, of which {readable(alone)} for the attention operator."
-
-
-def _random_sizes(count: int) -> list[int]:
-    """Chunks whose sizes are spread evenly over the orders of magnitude; they add up to `count`."""
-    random = torch.Generator().manual_seed(0)
-    sizes: list[int] = []
-    while (left := count - sum(sizes)) > 0:
-        sizes.append(min(left, int(10 ** (5 * torch.rand(1, generator=random).item()))))
-    return sizes
-
-
-def _latency(call: Callable[[], Any], device: str) -> float:
-    seconds(call, device, repeats=10)
-    return statistics.median(seconds(call, device, repeats=20) for _ in range(9))
