@@ -7,12 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import regularised_solve
+from ..state import RidgeSolution
+from .models import scaled_solve
 
 VIOLATED = 1e-12
 """A constraint is violated where it exceeds what it is computed from by more than this."""
-DEPENDENT = 1e-10
-"""A normal depends on the active ones where the square of its part that is orthogonal to them is below this share of its own."""
+DEPENDENT = 1e-12
+"""A normal depends on active ones where a combination of them all, of coefficients that sum to 1, has a square below this."""
+NEGLIGIBLE = 1e-10
+"""A multiplier that falls more slowly than this, while the entering one rises by 1, does not fall."""
 
 SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
 
@@ -24,21 +27,24 @@ class _Systems(NamedTuple):
     excess: Tensor
     size: Tensor
 
+    def of(self, which: Tensor) -> _Systems:
+        return _Systems(*(part[which] for part in self))
+
 
 class _Progress(NamedTuple):
-    """Where each of the S programmes stands. `pending` (S,) is the constraint that is on its way in, -1 if none; changed in place."""
+    """Where each of the S programmes stands. `pending` (S,) is the constraint that is on its way in, -1 if none."""
 
     multipliers: Tensor
     active: Tensor
     pending: Tensor
     info: Tensor
 
-    def of(self, open_: Tensor) -> _Progress:
-        return _Progress(*(part[open_] for part in self))
+    def of(self, which: Tensor) -> _Progress:
+        return _Progress(*(part[which] for part in self))
 
-    def put(self, open_: Tensor, new: _Progress) -> None:
+    def put(self, which: Tensor, new: _Progress) -> None:
         for part, values in zip(self, new, strict=True):
-            part[open_] = values
+            part[which] = values
 
 
 @torch.no_grad()
@@ -63,27 +69,46 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
         torch.full_like(excess[:, 0], -1, dtype=torch.int64),
         torch.zeros_like(excess[:, 0], dtype=torch.int32),
     )
-    open_ = torch.arange(excess.shape[0], device=excess.device)
+    unsolved = torch.arange(excess.shape[0], device=excess.device)
+    here = progress.of(unsolved)
     for _ in range(100 + 20 * excess.shape[1]):
-        part, here = _Systems(*(p[open_] for p in systems)), progress.of(open_)
-        entering = _entering(part, here, equality)
-        still = (entering >= 0) & (here.info == SOUND)
-        open_ = open_[still]
-        if open_.numel() == 0:
+        entering = _entering(systems, here, equality)
+        going_on = (entering >= 0) & (here.info == SOUND)
+        if not going_on.all():
+            progress.put(unsolved, here)
+            systems, here = systems.of(going_on), here.of(going_on)
+            unsolved, entering = unsolved[going_on], entering[going_on]
+        if unsolved.numel() == 0:
             break
-        part, here = _Systems(*(p[still] for p in part)), _Progress(*(p[still] for p in here))
-        progress.put(open_, _step(part, here, entering[still], equality, impl))
+        here = _step(systems, here, entering, equality, impl)
     else:
-        progress.info[open_] = torch.where(progress.info[open_] == SOUND, UNFINISHED, progress.info[open_])
+        progress.put(unsolved, here._replace(info=torch.where(here.info == SOUND, UNFINISHED, here.info)))
     return progress.active, progress.info
+
+
+def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> RidgeSolution:
+    """The rows and columns of products (..., R, R) in the active set (..., R), solved for rhs (..., R, E); 0 elsewhere.
+
+    They are gathered first: there are at most as many as variables, however many constraints wait.
+    """
+    count = max(1, int(active.sum(-1).max())) if active.numel() else 1
+    order = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :count]
+    there = active.gather(-1, order)
+    rows = products.gather(-2, order.unsqueeze(-1).expand(*order.shape, products.shape[-1]))
+    square = rows.gather(-1, order.unsqueeze(-2).expand(*order.shape, count))
+    one = torch.eye(count, dtype=products.dtype, device=products.device)
+    matrix = torch.where(there.unsqueeze(-1) & there.unsqueeze(-2), square, one)
+    index = order.unsqueeze(-1).expand(*order.shape, rhs.shape[-1])
+    weight, info = scaled_solve(matrix, rhs.gather(-2, index).masked_fill(~there.unsqueeze(-1), 0.0), impl)
+    return RidgeSolution(torch.zeros_like(rhs).scatter(-2, index, weight), info)
 
 
 def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
     """The constraint to work on (S,): the one on its way, or the most violated, equalities first; -1 where all hold."""
-    change = systems.products * here.multipliers.unsqueeze(-2)
-    excess = systems.excess - change.sum(-1)
+    excess = systems.excess - (systems.products @ here.multipliers.unsqueeze(-1)).squeeze(-1)
     violation = torch.where(equality, excess.abs(), excess)
-    violated = (violation > VIOLATED * (systems.size + change.abs().sum(-1))) & ~here.active
+    terms = systems.size + here.multipliers.abs().sum(-1, keepdim=True)  # no product is above 1
+    violated = (violation > VIOLATED * terms) & ~here.active
     rank = torch.where(violated, torch.where(equality, torch.inf, violation), -torch.inf)
     worst = torch.where(violated.any(-1), rank.argmax(-1), -1)
     return torch.where(here.pending >= 0, here.pending, worst)
@@ -94,18 +119,17 @@ def _step(systems: _Systems, here: _Progress, entering: Tensor, equality: Tensor
     row = torch.arange(entering.numel(), device=entering.device)
     active, column = here.active, systems.products[row, :, entering]
     own = here.multipliers[row, entering]
-    one = torch.eye(active.shape[1], dtype=column.dtype, device=column.device)
-    matrix = torch.where(active.unsqueeze(-1) & active.unsqueeze(-2), systems.products, one)
-    given = torch.stack([column, systems.excess - column * own.unsqueeze(-1)], -1).masked_fill(~active.unsqueeze(-1), 0.0)
-    response, settled = regularised_solve(matrix, given, 0.0, impl=impl).weight.unbind(-1)
+    given = torch.stack([column, systems.excess - column * own.unsqueeze(-1)], -1)
+    response, settled = solve_active(systems.products, given, active, impl).weight.unbind(-1)
     multipliers = torch.where(active, settled, here.multipliers)  # anew from the active set, so that rounding does not add up
 
     excess = systems.excess[row, entering] - (systems.products[row, entering] * multipliers).sum(-1)
     sign = torch.where(equality[entering] & (excess < 0), -1.0, 1.0).to(column.dtype)
     slope = column[row, entering] - (column * response).sum(-1)
-    full = torch.where(slope > DEPENDENT, (sign * excess).clamp(min=0.0) / slope, torch.inf)
+    independent = slope > DEPENDENT * (1 + response.abs().sum(-1)).square()
+    full = torch.where(independent, (sign * excess).clamp(min=0.0) / slope, torch.inf)
     falling = sign.unsqueeze(-1) * response
-    may_leave = active & ~equality & (falling > DEPENDENT)
+    may_leave = active & ~equality & (falling > NEGLIGIBLE)
     until, leaving = torch.where(may_leave, multipliers.clamp(min=0.0) / falling, torch.inf).min(-1)
 
     length = torch.minimum(full, until)

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ...checks import check_operands, wrong
 from ..api import regularised_solve, ridge_state
-from .active_set import INFEASIBLE, SOUND, active_set
+from .active_set import INFEASIBLE, SOUND, active_set, solve_active
 from .inputs import check_query, check_rows, expand_to
-from .models import scaled_solve
 
 Constraints = tuple[Tensor, Tensor]
+
+ATTAINED = 1e-8
+"""Optimality conditions that hold to less than this, relative to their terms, are flagged."""
 
 
 class ConstrainedRegression(NamedTuple):
@@ -26,7 +28,7 @@ class ConstrainedRegression(NamedTuple):
     active: Tensor
     """(B, H, P + Q, E) bool: the constraints that hold with equality and shape the minimum."""
     info: Tensor
-    """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible, no point satisfies all; 4 given up."""
+    """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible, nothing satisfies all; 4 given up."""
 
     def predict(self, query: Tensor) -> Tensor:
         """(B, H, M, E) of query (B, H, M, D), in its dtype."""
@@ -86,7 +88,12 @@ def constrained(
     active, problem = _search(products, excess, size, equalities, impl)
     multipliers, doubt = _settled(products, excess, active, impl)
     weight = free - turned @ multipliers
-    info = torch.maximum(info.unsqueeze(-1), doubt).masked_fill(weight.isnan().any(-2), 1)
+    with torch.no_grad():  # one step of iterative refinement
+        remainder = _settled(products, normals.mT @ weight - bounds, active, impl)[0]
+    multipliers, weight = multipliers + remainder, weight - turned.detach() @ remainder
+    info = torch.maximum(info.unsqueeze(-1), doubt)
+    missed = _missed(normals.mT @ weight - bounds, size, multipliers, equalities)
+    info = info.masked_fill(missed & (info == 0), 2).masked_fill(weight.isnan().any(-2), 1)
     info = torch.where((info != 1) & (problem != SOUND), problem, info)
     unsolved = ((info != 0) & (info != 2)).unsqueeze(-2)
     return ConstrainedRegression(weight.masked_fill(unsolved, torch.nan), multipliers.masked_fill(unsolved, torch.nan), active, info)
@@ -118,7 +125,7 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
     """The active set (B, H, R, E) and what became of the search (B, H, E). A head that is not finite has nothing to search."""
     batch, heads, rows, columns = excess.shape
     if rows == 0:
-        return torch.zeros_like(excess, dtype=torch.bool), torch.zeros_like(excess[..., 0, :], dtype=torch.int32)
+        return torch.zeros_like(excess, dtype=torch.bool), excess.new_zeros(batch, heads, columns, dtype=torch.int32)
     is_equality = torch.arange(rows, device=excess.device).unsqueeze(-1) < equalities
     never_met = (excess == torch.inf) | (is_equality & excess.isinf())
     skipped = (never_met | excess.isnan()).any(-2, keepdim=True) | ~products.isfinite().all(-1).all(-1)[..., None, None]
@@ -133,11 +140,17 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
 
 def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     """The multipliers (B, H, R, E) under which the active constraints hold, and the `info` (B, H, E) of their systems."""
-    rows = active.shape[-2]
+    batch, heads, rows, columns = active.shape
     if rows == 0:
-        return excess, torch.zeros_like(excess[..., 0, :], dtype=torch.int32)
-    chosen = active.mT  # (B, H, E, R)
-    one = torch.eye(rows, dtype=products.dtype, device=products.device)
-    system = torch.where(chosen.unsqueeze(-1) & chosen.unsqueeze(-2), products.unsqueeze(2), one)
-    weight, info = scaled_solve(system, excess.masked_fill(~active, 0.0).mT.unsqueeze(-1), impl)
+        return excess, excess.new_zeros(batch, heads, columns, dtype=torch.int32)
+    systems = products.unsqueeze(2).expand(*active.mT.shape, rows)
+    weight, info = solve_active(systems, excess.mT.unsqueeze(-1), active.mT, impl)
     return weight.squeeze(-1).mT, info
+
+
+def _missed(excess: Tensor, size: Tensor, multipliers: Tensor, equalities: int) -> Tensor:
+    """Whether a constraint or the sign of a multiplier is missed by more than the solver promises, (B, H, E)."""
+    is_equality = torch.arange(excess.shape[-2], device=excess.device).unsqueeze(-1) < equalities
+    violated = torch.where(is_equality, excess.abs(), excess) > ATTAINED * size
+    pulling = ~is_equality & (-multipliers > ATTAINED * multipliers.abs().sum(-2, keepdim=True))
+    return (violated | pulling).any(-2)

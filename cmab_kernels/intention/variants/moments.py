@@ -73,8 +73,8 @@ def class_moments(
     labels = check_labels(labels, num_classes, key, key_padding_mask)
     if state is not None:
         batch, heads, _, width = key.shape
-        check_moments(state, (batch, heads, num_classes, width), 1 if pooled else num_classes, key.device)
-    mask = torch.zeros_like(labels[:, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        check_moments(state, (batch, heads, num_classes, width), 1 if pooled else num_classes, key.device, "state")
+    mask = key.new_zeros(key.shape[0], key.shape[2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     blocks = zip(key.split(ROWS, 2), labels.split(ROWS, 2), weights.split(ROWS, 2), mask.split(ROWS, 1), strict=True)
     for rows, classes, weight, absent in blocks:
         new = _block_moments(rows, classes, weight, absent, num_classes, pooled, impl)

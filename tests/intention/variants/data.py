@@ -1,0 +1,57 @@
+"""scikit-learn's own data sets, as one head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn import datasets
+from torch import Tensor
+
+from cmab_kernels.intention import variants
+
+CLASSIFICATION = ("iris", "wine", "breast_cancer", "digits")
+
+
+def head(array: Any) -> Tensor:
+    """(N, ...) as (1, 1, N, ...)."""
+    return torch.as_tensor(np.ascontiguousarray(array))[None, None]
+
+
+def load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and targets; digits without the pixels that hardly ever differ, whose covariance is singular in all estimators."""
+    rows, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
+    rows = rows.astype(float)
+    return (rows[:, rows.std(0) > 0.5], targets) if name == "digits" else (rows, targets)
+
+
+def blobs(batch: int, heads: int, rows: int, width: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Rows of overlapping classes and their labels (B, N), each class present if there are rows enough."""
+    labels = torch.stack([torch.randperm(rows) for _ in range(batch)]) % classes if batch else torch.zeros(0, rows, dtype=torch.int64)
+    means = torch.randn(batch, heads, classes, width, dtype=torch.float64)
+    index = labels[:, None, :, None].expand(batch, heads, rows, width)
+    return (means.gather(2, index) + torch.randn(batch, heads, rows, width, dtype=torch.float64)).to(dtype), labels
+
+
+def _ridge_one_hot(key: Tensor, labels: Tensor, classes: int, **options: Any) -> variants.LinearRegression:
+    labels = labels if labels.dim() == 3 else labels[:, None].expand(key.shape[:3])
+    value = (labels[..., None] == torch.arange(classes)).to(key.dtype)
+    return variants.ridge(key, value, 0.3, **options)
+
+
+CLASSIFIERS: dict[str, Callable[..., Any]] = {
+    "lssvm": lambda k, y, c, **o: variants.lssvm(k, y, c, 0.3, **o),
+    "lda": lambda k, y, c, **o: variants.lda(k, y, c, **o),
+    "lda shrunk": lambda k, y, c, **o: variants.lda(k, y, c, shrinkage=0.2, **o),
+    "pooled": lambda k, y, c, **o: variants.pooled_class_scatter(k, y, c, 0.1, **o),
+    "qda": lambda k, y, c, **o: variants.qda(k, y, c, regularisation=0.1, **o),
+}
+"""name -> (key, labels, classes, **options) -> classifier"""
+
+FITTED = {"ridge": _ridge_one_hot, **CLASSIFIERS}
+
+
+def score(model: Any, query: Tensor) -> Tensor:
+    return model.predict(query) if isinstance(model, variants.LinearRegression) else model.decision(query)
