@@ -45,3 +45,16 @@ def test_merge_two_processes() -> None:
     (difference,) = numbers(r"largest difference (\S+)", text)
     (without,) = numbers(r"off by (\S+)", text)
     assert difference < 1e-6 < 1e-3 < without
+
+
+def test_stream_regression() -> None:
+    text = printed("stream_regression")
+    sizes, counts = numbers(r"([\d,]+) bytes", text), numbers(r"(\d+) readings", text)
+    assert counts == [20, 40, 60, 80, 60, 40]
+    assert len(set(sizes)) == 1
+    errors, gradients, alphas = (numbers(pattern, text) for pattern in (r"error (\S+)", r"gradient (\S+),", r"alpha ([\d.]+)"))
+    fitted, learned = errors[:6], errors[6:]
+    assert fitted[5] < fitted[3] < fitted[1]
+    assert gradients[0] < 0
+    assert alphas[-1] > 10 * alphas[0]
+    assert learned[-1] < learned[0] == fitted[5]

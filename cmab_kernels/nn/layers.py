@@ -27,6 +27,8 @@ def join_heads(features: Tensor) -> Tensor:
 
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
     """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
+    if features.is_nested:
+        raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.dim() not in dims or features.shape[-1] != width:
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
     if features.device != weight.device:
@@ -44,6 +46,23 @@ def check_mask(key_padding_mask: Tensor | None, shape: tuple[int, ...]) -> None:
         raise TypeError(wrong("key_padding_mask", f"is {key_padding_mask.dtype}", "torch.bool is needed, True = ignore"))
     if key_padding_mask.shape != shape:
         raise ValueError(wrong("key_padding_mask", f"has shape {tuple(key_padding_mask.shape)}", f"{tuple(shape)} is needed"))
+
+
+def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
+    """The mask as it is, or True where one to be added to logits, as torch's transformers make it of a bool one, is -inf.
+
+    Any number but 0 and -inf in such a mask is a `ValueError`; where values are not at hand, an assertion on the device.
+    """
+    if key_padding_mask is None or not key_padding_mask.is_floating_point():
+        return key_padding_mask
+    ignore = key_padding_mask == -torch.inf
+    sound = (ignore | (key_padding_mask == 0)).all()
+    message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
+    if key_padding_mask.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(sound, message)
+    elif not sound:
+        raise ValueError(message)
+    return ignore
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionState, attention_state
 from ..checks import wrong
-from .layers import check_features, check_mask, hide_padding, split_heads
+from .layers import split_heads
+from .projections import MultiheadProjections
 
 
 class Attended(NamedTuple):
@@ -23,7 +22,7 @@ class Attended(NamedTuple):
     """Of the inputs alone, before the output projection: (B, H, L, embed_dim / H) and (B, H, L)."""
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention):
+class MultiheadAttention(MultiheadProjections):
     """`torch.nn.MultiheadAttention`, fast and small in memory where few queries meet many keys.
 
     Constructor, parameters, `state_dict`, arguments and result of `forward` are torch's; see there for shapes. The fused operator runs
@@ -100,24 +99,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
-        batched = query.dim() == 3
-        if key_padding_mask is not None:
-            ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
-            hidden = hide_padding(key, ignore)
-            key, value = hidden, hidden if value is key else hide_padding(value, ignore)
-            key_padding_mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
-        q, k, v = (split_heads(self._batch_first(features), self.num_heads) for features in self._project(query, key, value))
-        state = attention_state(q, k, v, state=state, key_padding_mask=key_padding_mask)
-        attended = self._over_extra_keys(q, state).out.to(q.dtype).transpose(1, 2)
-        attended = self._batch_first(attended) if batched else attended.squeeze(0)
-        return Attended(F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias), state)
-
-    def _project(self, *features: Tensor) -> Iterator[Tensor]:
-        """Query, key and value through their weights, which torch keeps in one where they have the same shape."""
-        separate = self.in_proj_weight is None
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if separate else self.in_proj_weight.chunk(3)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return (F.linear(*arguments) for arguments in zip(features, weights, biases, strict=True))
+        q, (k, v, mask) = self._project(0, query), self._project_pair(key, value, key_padding_mask)
+        state = attention_state(q, k, v, state=state, key_padding_mask=mask)
+        return Attended(self._output(self._over_extra_keys(q, state).out.to(q.dtype), query), state)
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
         """The state with the learned key and the zero key, if the module has them: keys that every set contains."""
@@ -129,20 +113,3 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key, value = (split_heads(row, self.num_heads).expand(query.shape[0], -1, -1, -1) for row in pair)
             state = attention_state(query, key, value, state=state)
         return state
-
-    def _batch_first(self, features: Tensor) -> Tensor:
-        """(B, N, ...) of (B, N, ...) or (N, B, ...) as `batch_first` says, and back, or of an unbatched (N, C): a view."""
-        if features.dim() == 2:
-            return features.unsqueeze(0)
-        return features if self.batch_first else features.transpose(0, 1)
-
-    def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
-        """What would go wrong before the operator's own checks of batch and length."""
-        layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
-        widths = {"query": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
-        dims: tuple[int, ...] = (2, 3)
-        for name, features in arguments.items():
-            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self.out_proj.weight)
-            dims = (features.dim(),)
-        shape = features.shape[:-1]
-        check_mask(key_padding_mask, shape if self.batch_first else shape[::-1])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 
 from ..checks import wrong
-from .multihead_attention import MultiheadAttention
+from .informer import InformerEncoderLayer
+from .multihead_intention import LearnedRidge
+from .projections import MultiheadProjections
+
+_REPLACEABLE: dict[type[nn.Module], type[MultiheadProjections] | type[InformerEncoderLayer]] = {
+    nn.MultiheadAttention: MultiheadProjections,
+    nn.TransformerEncoderLayer: InformerEncoderLayer,
+}
 
 _HOOKS = (
     "_forward_hooks",
@@ -25,60 +31,71 @@ _HOOKS = (
 def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], type[nn.Module]]) -> int:
     """Replace the modules inside `model` by type, in place; returns how many there were.
 
-    `mapping` is {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention} (`TypeError` for another pair). Types match exactly: a
-    subclass with a forward of its own is left alone. The new modules hold the very parameters of the old, so optimizers go on working, in
-    their dtype, on their device and in their training mode. A module in two places is replaced once, by one. `ValueError`, with the model
-    untouched, if the model itself is to be replaced (nobody outside could see it) or if a module has hooks, which would be lost: register
-    them after the replacement. References held outside the module tree keep the old module.
+    `mapping` takes `torch.nn.MultiheadAttention` to `cmab_kernels.nn.MultiheadAttention`, which computes the same, or to
+    `MultiheadIntention` or `MultiheadSigmaIntention`, which do not; and `torch.nn.TransformerEncoderLayer` to `InformerEncoderLayer`
+    (`TypeError` for another pair). Types match exactly: a subclass with a forward of its own is left alone. The new modules hold the very
+    parameters of the old, so optimizers go on working, in their dtype, on their device and in their training mode; those of Intention
+    have a `log_alpha` of their own, for an optimizer to be told of. A module in two places is replaced once, by one. References held
+    outside the module tree keep the old module. `ValueError`, with the model untouched, if the model itself is to be replaced (nobody
+    outside could see it); if a module has hooks, which would be lost: register them after the replacement; or if the new module cannot be
+    configured as the old one is: Intention has no dropout of its own (set that of the attention to 0 first) and no extra keys.
+
+    A `torch.nn.TransformerEncoder` into which Intention comes no longer makes nested tensors of padded inputs, which only torch's layers
+    can read.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
     2
     """
     for old, new in mapping.items():
-        if old is not nn.MultiheadAttention or not (isinstance(new, type) and issubclass(new, MultiheadAttention)):
-            allowed = "only {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention} is known"
+        base = _REPLACEABLE.get(old)
+        if base is None or not (isinstance(new, type) and issubclass(new, base)):
+            allowed = "only torch.nn.MultiheadAttention and torch.nn.TransformerEncoderLayer, by their counterparts in cmab_kernels.nn"
             raise TypeError(wrong("mapping", f"asks to replace {old!r} by {new!r}", allowed))
     if type(model) in mapping:
         allowed = "put it into a container, or make the new module and load its state_dict"
         raise ValueError(wrong("model", f"is itself a {type(model).__name__}", allowed))
-    replacements = {}
-    for name, module in model.named_modules():
-        if type(module) in mapping:
-            assert isinstance(module, nn.MultiheadAttention)
-            _refuse_hooks(name, module)
-            replacements[module] = _sharing(module, mapping[type(module)])
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in replacements:
-                setattr(parent, name, replacements[child])
+    places = list(_places(model, "", mapping, set()))
+    replacements: dict[nn.Module, nn.Module] = {}
+    for path, _, _, old_module in places:
+        if old_module not in replacements:
+            _refuse_hooks(path, old_module)
+            replacements[old_module] = _sharing(path, old_module, mapping[type(old_module)])
+    for _, parent, name, old_module in places:
+        setattr(parent, name, replacements[old_module])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, LearnedRidge) for inner in module.modules()):
+            module.use_nested_tensor = False
     return len(replacements)
 
 
-def _refuse_hooks(name: str, module: nn.Module) -> None:
-    for hooks in _HOOKS:
-        if getattr(module, hooks):
-            raise ValueError(
-                wrong("model", f"has {hooks.strip('_').replace('_', ' ')} on {name!r}", "remove them, replace, register them again")
-            )
+def _places(
+    parent: nn.Module, path: str, mapping: Mapping[type[nn.Module], type[nn.Module]], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(path, parent, name, module) of what is to be replaced, not looking inside of that."""
+    seen.add(parent)
+    for name, child in parent._modules.items():
+        if type(child) in mapping:
+            assert child is not None
+            yield path + name, parent, name, child
+        elif child is not None and child not in seen:
+            yield from _places(child, f"{path}{name}.", mapping, seen)
 
 
-def _sharing(module: nn.MultiheadAttention, new: type[nn.Module]) -> nn.Module:
+def _refuse_hooks(path: str, module: nn.Module) -> None:
+    """Of the module, and of the attention inside an encoder layer, which goes with it."""
+    lost = {path: module, f"{path}.self_attn": getattr(module, "self_attn", None)}
+    for name, each in lost.items():
+        for hooks in _HOOKS:
+            if each is not None and getattr(each, hooks):
+                raise ValueError(
+                    wrong("model", f"has {hooks.strip('_').replace('_', ' ')} on {name!r}", "remove them, replace, register them again")
+                )
+
+
+def _sharing(path: str, module: nn.Module, new: type[nn.Module]) -> nn.Module:
     """A `new` with the configuration of `module` and its very parameters."""
-    shared = new(
-        module.embed_dim,
-        module.num_heads,
-        dropout=module.dropout,
-        bias=module.in_proj_bias is not None,
-        add_bias_kv=module.bias_k is not None,
-        add_zero_attn=module.add_zero_attn,
-        kdim=module.kdim,
-        vdim=module.vdim,
-        batch_first=module.batch_first,
-        device=torch.device("meta"),
-    )
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(shared, name, parameter)
-    shared.out_proj = module.out_proj
-    shared.training = module.training  # of this module alone: out_proj has its own
-    return shared
+    try:
+        return new.sharing(module)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise ValueError(wrong("model", f"has a {type(module).__name__} {path!r} with what {new.__name__} lacks", str(error))) from error

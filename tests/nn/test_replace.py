@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import cmab_kernels
-from cmab_kernels.nn import MultiheadAttention, replace_modules
+from cmab_kernels.nn import InformerEncoderLayer, MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, replace_modules
 
 MAPPING = {nn.MultiheadAttention: MultiheadAttention}
 MASK = torch.arange(9) >= torch.tensor([[9], [6]])
@@ -142,5 +142,100 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="is itself a MultiheadAttention: put it into a container"):
         replace_modules(nn.MultiheadAttention(16, 2), MAPPING)
     for mapping in ({nn.Linear: MultiheadAttention}, {nn.MultiheadAttention: nn.Linear}, {nn.MultiheadAttention: cmab_kernels.nn.CMAB}):
+        with pytest.raises(TypeError, match="mapping"):
+            replace_modules(nn.Sequential(), mapping)
+
+
+INTENTION = {nn.MultiheadAttention: MultiheadIntention}
+SIGMA = {nn.MultiheadAttention: MultiheadSigmaIntention}
+INFORMER = {nn.TransformerEncoderLayer: InformerEncoderLayer}
+
+
+def encoder(layers: int = 2, **options: object) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, **{"batch_first": True, "dtype": torch.float64, **options})
+    model = nn.TransformerEncoder(layer, layers)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("mapping", [INTENTION, SIGMA, INFORMER], ids=["intention", "sigma", "informer"])
+def test_torchs_fast_path_does_not_bypass_intention(mapping: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """In eval mode without gradients, with padding: torch's encoder would make nested tensors, and its layers run attention."""
+    model, source = encoder(), torch.randn(2, 9, 16, dtype=torch.float64)
+    attention = model(source, src_key_padding_mask=MASK)
+    assert replace_modules(model, mapping) == 2
+    trained = model.train()(source, src_key_padding_mask=MASK)
+    assert not torch.allclose(trained[~MASK], attention[~MASK], atol=1e-2)
+    with torch.no_grad():
+        for options in ({}, {"src_key_padding_mask": MASK}):
+            expected = model.train()(source, **options)
+            seen = ~MASK if options else ...
+            torch.testing.assert_close(model.eval()(source, **options)[seen], expected[seen], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(expected[~MASK], trained[~MASK], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("new", [MultiheadIntention, MultiheadSigmaIntention])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "batch_first": True}, {"kdim": 3, "vdim": 5}])
+def test_intention_takes_the_very_parameters(new: type[nn.Module], options: dict) -> None:
+    old = nn.MultiheadAttention(16, 2, dtype=torch.bfloat16, **options)
+    model = nn.Sequential(old).eval()
+    expected = new(16, 2, dtype=torch.bfloat16, **options)
+    expected.load_state_dict(old.state_dict())
+    parameters = dict(old.named_parameters())
+    assert replace_modules(model, {nn.MultiheadAttention: new}) == 1
+    ours = dict(model[0].named_parameters())
+    log_alpha = ours.pop("log_alpha")
+    assert list(ours) == list(parameters)
+    assert all(ours[name] is parameter for name, parameter in parameters.items())
+    assert log_alpha.dtype == torch.bfloat16
+    assert not log_alpha.is_meta
+    assert not model[0].training
+    query, points = torch.randn(3, 3, 16).bfloat16(), torch.randn(3, 3, 16).bfloat16()
+    arguments = (query, points[..., : old.kdim], points[..., : old.vdim])
+    assert torch.equal(model[0](*arguments)[0], expected(*arguments)[0])
+    if new is MultiheadIntention and not options:
+        with torch.no_grad():
+            assert model[0].update(points).gram.device.type == "cpu"
+
+
+def test_an_encoder_layer_becomes_an_informers() -> None:
+    old = nn.TransformerEncoderLayer(16, 2, 32, 0.1, "gelu", 1e-3, True, True, dtype=torch.float64)
+    old.linear1.register_forward_hook(lambda *_: None)  # stays with its module
+    model = nn.ModuleList([old, old]).eval()
+    parameters = dict(old.named_parameters())
+    assert replace_modules(model, {**INFORMER, **INTENTION}) == 1
+    assert model[0] is model[1]
+    new = model[0]
+    assert type(new) is InformerEncoderLayer
+    assert {name for name, _ in new.named_parameters()} == {*parameters, "self_attn.log_alpha"}
+    assert all(parameter is parameters.get(name, parameter) for name, parameter in new.named_parameters())
+    assert (new.norm_first, new.norm1.eps, new.dropout1.p, new.self_attn.batch_first, new.training) == (True, 1e-3, 0.1, True, False)
+    assert new.activation is old.activation
+    built = InformerEncoderLayer(16, 2, 32, 0.1, "gelu", 1e-3, True, True, dtype=torch.float64).eval()
+    built.load_state_dict(new.state_dict())
+    source = torch.randn(2, 9, 16, dtype=torch.float64)
+    assert torch.equal(new(source), built(source))
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_what_intention_lacks_is_refused_and_the_model_untouched(options: dict) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2, **options))
+    with pytest.raises(ValueError, match=f"'1'.*{next(iter(options))}"):
+        replace_modules(model, INTENTION)
+    assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
+
+
+def test_hooks_on_an_encoder_layers_attention_are_refused() -> None:
+    model = encoder()
+    model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"'layers\.1\.self_attn'"):
+        replace_modules(model, INFORMER)
+    assert [type(layer) for layer in model.layers] == [nn.TransformerEncoderLayer] * 2
+
+
+def test_crossed_pairs_are_refused() -> None:
+    crossed = ({nn.MultiheadAttention: InformerEncoderLayer}, {nn.TransformerEncoderLayer: MultiheadIntention})
+    for mapping in (*crossed, {nn.TransformerEncoderLayer: nn.TransformerEncoderLayer}):
         with pytest.raises(TypeError, match="mapping"):
             replace_modules(nn.Sequential(), mapping)

@@ -1,0 +1,107 @@
+"""A transformer's encoder layer with Intention in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import wrong
+from .layers import bool_mask
+from .multihead_intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention, refuse_masks
+
+if TYPE_CHECKING:
+    from typing import Self
+
+KINDS: dict[str, type[LearnedRidge]] = {"intention": MultiheadIntention, "sigma": MultiheadSigmaIntention}
+
+
+class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` with regularised least squares inside: the Informer of the Intention paper.
+
+    Not the time-series model of the same name (Zhou et al., AAAI 2021), which has attention inside, over a sample of the queries.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
+            `dropout` acts after Intention and in the feed-forward layer; there are no attention weights to drop.
+        kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
+        alpha, scale: see there.
+
+    Arguments and result of `forward` are torch's, without `src_mask` and `is_causal` (`ValueError`). It never takes torch's fast path,
+    which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, be they NaN; their results mean nothing. Parameters
+    have torch's names, so a `state_dict` of torch's layer loads as it is. In a `torch.nn.TransformerEncoder` pass
+    `enable_nested_tensor=False`, or it warns that it does without: a nested tensor is a `ValueError` here.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), section 3.
+
+    >>> layer = cmab_kernels.nn.InformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+    >>> layer.load_state_dict(torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32).state_dict())
+    <All keys matched successfully>
+    >>> encoder = torch.nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+    >>> encoder(torch.randn(2, 100, 16)).shape
+    torch.Size([2, 100, 16])
+    """
+
+    self_attn: LearnedRidge
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kind: str = "intention",
+        alpha: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(wrong("kind", f"is {kind!r}", f"it must be one of {', '.join(KINDS)}"))
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
+        self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
+
+    @classmethod
+    def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
+        """A layer with the configuration of `layer` and its very modules, but for the attention, whose parameters it takes."""
+        attention = layer.self_attn
+        shared = cls(
+            attention.embed_dim,
+            attention.num_heads,
+            activation=layer.activation,
+            batch_first=attention.batch_first,
+            norm_first=layer.norm_first,
+            bias=attention.in_proj_bias is not None,
+            device=torch.device("meta"),
+        )
+        shared.self_attn.adopt(attention)
+        for name, child in layer.named_children():
+            if child is not attention:
+                setattr(shared, name, child)
+        shared.training = layer.training
+        return shared
+
+    def forward(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """The encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        refuse_masks("src_mask", src_mask, is_causal)
+        mask = bool_mask(src_key_padding_mask)
+        self.self_attn._check(mask, src=src)
+        if mask is not None:  # a NaN in padding would reach the gradients of the norms' and the feed-forward layer's weights
+            ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
+            src = src.masked_fill(ignore.unsqueeze(-1), 0.0)
+        if self.norm_first:
+            src = src + self._sa_block(self.norm1(src), None, mask)
+            return src + self._ff_block(self.norm2(src))
+        src = self.norm1(src + self._sa_block(src, None, mask))
+        return self.norm2(src + self._ff_block(src))

@@ -1,0 +1,285 @@
+"""Intention with the constructor, the weights and the forward of `torch.nn.MultiheadAttention`, and as a stream."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import wrong
+from ..dtypes import state_dtype
+from ..intention import RidgeState, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
+from ..intention.state import check_ridge
+from .layers import bool_mask
+from .projections import MultiheadProjections
+from .stream import RidgeStream
+
+
+def refuse_masks(name: str, mask: Tensor | None, is_causal: bool) -> None:
+    """Raise if there is a mask of keys by query."""
+    for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
+        if given:
+            allowed = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
+            raise ValueError(wrong(argument, "is given", allowed))
+
+
+class LearnedRidge(MultiheadProjections):
+    """What the two kinds of Intention have in common: the penalty and the factor, the refusals, and `forward`."""
+
+    log_alpha: torch.nn.Parameter  # None with a fixed alpha
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        alpha: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        if dropout:
+            raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
+        if add_bias_kv or add_zero_attn:
+            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            raise ValueError(wrong(name, "is True", "extra keys are for attention that finds nothing to attend to; False is needed"))
+        if alpha is not None and not 0 <= alpha < math.inf:
+            raise ValueError(wrong("alpha", f"is {alpha}", "None, to learn it, or a finite number >= 0 is needed"))
+        if not math.isfinite(scale):
+            raise ValueError(wrong("scale", f"is {scale}", "a finite number is needed"))
+        super().__init__(embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype)
+        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
+        self._qkv_same_embed_dim = False
+        self.fixed_alpha = alpha
+        self.scale = scale
+        self._start(self.out_proj.weight)
+
+    def _start(self, like: Tensor) -> None:
+        """Make what torch's module does not have, with the device and dtype of its weights."""
+        zeros = torch.zeros(self.num_heads, device=like.device, dtype=like.dtype)
+        self.register_parameter("log_alpha", torch.nn.Parameter(zeros) if self.fixed_alpha is None else None)
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        super().adopt(module)
+        self._start(module.out_proj.weight)
+
+    @property
+    def alpha(self) -> Tensor:
+        """The penalty of each head, (H,) float64: exp(log_alpha), with its gradient, or the fixed one."""
+        if self.fixed_alpha is None:
+            return self.log_alpha.double().exp()
+        return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self.out_proj.weight.device)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
+
+        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be one to be added to logits, of 0 and -inf, as
+        torch's transformer layers pass it on.
+        """
+        refuse_masks("attn_mask", attn_mask, is_causal)
+        key_padding_mask = bool_mask(key_padding_mask)
+        self._check(key_padding_mask, query=query, key=key, value=value)
+        q, (k, v, mask) = self._project(0, query), self._project_pair(key, value, key_padding_mask)
+        alpha = self.alpha
+        out = self._output(self._attend(q, k, v, mask, alpha), query)
+        if not need_weights:
+            return out, None
+        weights = self._weights(q, k, mask, alpha)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return out, weights if query.dim() == 3 else weights.squeeze(0)
+
+    @abstractmethod
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        """(B, H, L, E) of query, key, value (B, H, *, *), mask (B, N) and alpha (H,)."""
+
+    @abstractmethod
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        """The (B, H, L, N) that gives `_attend` when multiplied with the values."""
+
+    def _scaled(self, heads: Tensor, alpha: Tensor) -> Tensor:
+        """Heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
+        gain = (self.scale * (1 + alpha)).to(state_dtype(heads.dtype))
+        return (heads * gain[:, None, None]).to(heads.dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        name = prefix + "log_alpha"
+        if name in missing_keys and not self.log_alpha.is_meta:
+            missing_keys.remove(name)  # torch's module has none; alpha stays what it is
+
+
+class MultiheadIntention(LearnedRidge):
+    """Regularised least squares where `torch.nn.MultiheadAttention` attends: constant in the number of keys, and an exact stream.
+
+    In each head, with alpha = exp(log_alpha) and a = sigmoid(log_alpha) = alpha / (1 + alpha),
+
+        out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
+
+    a = 0 is least squares, a = 1 linear attention. (The paper's text has a at I, as here; its appendix 9 prints the two roles the other
+    way round.) `log_alpha` (H,) is learned and starts at 0, a = 1/2. It is meant to stay within some tens: where alpha passes the range of
+    the dtype (log_alpha 11 in float16, 88 in float32), results overflow.
+
+    Args:
+        embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
+        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`, as they act on attention weights.
+        alpha: None to learn it, or a fixed number >= 0 for all heads, in the same formula; there is no `log_alpha` then.
+        scale: a factor. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. Its argument is that of a variance D / (D - N - 1), which
+            exists for D > N + 1: it is for heads much wider than there are keys.
+
+    Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged.
+    `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are those of the
+    linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', of size L x N, which nothing else here is; they may be
+    negative and do not sum to 1. A masked key's is 0. A result is NaN where the regression has no solution, at a fixed alpha of 0.
+
+    `update`, `remove` and `predict` do the same in a stream: the sums K'K and K'V are all that is kept of the keys, in float64, and
+    alpha enters only when a query is answered. They take a state, and `update` and `remove` return the next; without one they use the
+    module's own, `stream.state` (see `RidgeStream`), which holds no graph and refuses to be advanced with a gradient. A state belongs to
+    the weights that made it. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument, and leaves every
+    state as it was.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), sections 2 and 3.
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.MultiheadIntention(16, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> with torch.no_grad():
+    ...     whole = ours(query, points, points, need_weights=False)[0]
+    ...     for chunk in points.split(30, dim=1):
+    ...         state = ours.update(chunk)
+    ...     torch.allclose(ours.predict(query), whole, atol=1e-5)
+    True
+    """
+
+    def _start(self, like: Tensor) -> None:
+        super()._start(like)
+        self.stream = RidgeStream(self.num_heads, self.head_dim, self.head_dim, device=like.device, dtype=like.dtype)
+
+    def update(
+        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+    ) -> RidgeState:
+        """The state with these keys and values added, in O(new keys); a `value` of None is the key.
+
+        Key (B, N, kdim) and value (B, N, vdim), or as `batch_first` says. `state` None continues the module's own stream.
+        """
+        updated = ridge_state(state=self.stream.state if state is None else state, **self._pairs(key, value, key_padding_mask))
+        if state is None:
+            self.stream.state = updated
+        return updated
+
+    def remove(
+        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+    ) -> RidgeState:
+        """The state as if these keys and values, which were part of it, had never been seen, in O(removed keys).
+
+        `state` None takes them out of the module's own stream: a `RuntimeError` if that has seen nothing.
+        """
+        left = remove_ridge(self._held(state), **self._pairs(key, value, key_padding_mask))
+        if state is None:
+            self.stream.state = left
+        return left
+
+    def predict(self, query: Tensor, state: RidgeState | None = None) -> Tensor:
+        """The output of `forward` for the query, in its shape, over all that `state`, or the module's own stream, has seen.
+
+        Differentiable in the query, the weights of the query and output, alpha and the state. `RuntimeError` if nothing was seen.
+        """
+        held = self._held(state)
+        self._check(None, query=query)
+        q, alpha = self._project(0, query), self.alpha
+        check_ridge(held, (q.shape[0], *self.stream.shape), q.device)
+        dtype = state_dtype(q.dtype)
+        weight = self._scaled(solve_ridge(held, alpha).weight, alpha)
+        return self._output((q.to(dtype) @ weight.to(dtype)).to(q.dtype), query)
+
+    def init_state(self, batch: int) -> RidgeState:
+        """The state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
+        return self.stream.init_state(batch)
+
+    def _held(self, state: RidgeState | None) -> RidgeState:
+        held = self.stream.state if state is None else state
+        if held is None:
+            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
+        return held
+
+    def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
+        """The heads that a state is made of."""
+        value = key if value is None else value
+        key_padding_mask = bool_mask(key_padding_mask)
+        self._check(key_padding_mask, key=key, value=value)
+        return dict(zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        return self._scaled(intention(query, key, value, alpha, key_padding_mask=mask), alpha)
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        return self._scaled(_linear_map(query, key, mask, alpha), alpha)
+
+
+class MultiheadSigmaIntention(LearnedRidge):
+    """Attention whose scores are Intention's weights, where `torch.nn.MultiheadAttention` has those of dot products.
+
+        out = softmax(scale Q [(1 - a) K'K + a I]^-1 K') V        a = sigmoid(log_alpha), in each head
+
+    Constructor, parameters and `forward` as in `MultiheadIntention`. The softmax needs every key again for every query, so there is no
+    stream; but nothing of size L x N is formed, except with `need_weights=True` (torch's default!), which returns the softmax.
+
+    >>> module = cmab_kernels.nn.MultiheadSigmaIntention(16, 2, batch_first=True)
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> out, weights = module(query, points, points)
+    >>> out.shape, torch.allclose(weights.sum(-1), torch.ones(1, 4))
+    (torch.Size([1, 4, 16]), True)
+    """
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        return sigma_intention(self._scaled(query, alpha), key, value, alpha, key_padding_mask=mask)
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+        scores = _linear_map(self._scaled(query, alpha), key, mask, alpha)
+        if mask is None:
+            return scores.softmax(-1)
+        absent = mask[:, None, None]
+        return scores.masked_fill(absent, -torch.inf).softmax(-1).masked_fill(absent, 0.0)
+
+
+def _linear_map(query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    """Q (K'K + alpha I)^-1 K', (B, H, L, N), 0 at masked keys."""
+    *leading, length, width = key.shape
+    if 0 < length < width:  # the dual is small, and has a solution at alpha = 0
+        one = torch.eye(length, dtype=key.dtype, device=key.device).expand(*leading, -1, -1)
+        return intention(query, key, one, alpha, key_padding_mask=mask)
+    key = key if mask is None else key.masked_fill(mask[:, None, :, None], 0.0)
+    gram = ridge_state(key, key[..., :1]).gram
+    dtype = state_dtype(query.dtype)
+    solved = regularised_solve(gram, query.mT.double(), alpha).weight.mT
+    return (solved.to(dtype) @ key.mT.to(dtype)).to(query.dtype)

@@ -1,0 +1,82 @@
+"""What modules with the constructor and the weights of `torch.nn.MultiheadAttention` have in common: all but the attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layers import check_features, check_mask, hide_padding, split_heads
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class MultiheadProjections(torch.nn.MultiheadAttention):
+    """Projections of torch's layout to heads and back, the checks before them, and how to share their weights."""
+
+    @classmethod
+    def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
+        """A module with the configuration of `module`, changed by `options`, and its very parameters."""
+        configuration: dict[str, Any] = {
+            "dropout": module.dropout,
+            "bias": module.in_proj_bias is not None,
+            "add_bias_kv": module.bias_k is not None,
+            "add_zero_attn": module.add_zero_attn,
+            "kdim": module.kdim,
+            "vdim": module.vdim,
+            "batch_first": module.batch_first,
+            "device": torch.device("meta"),
+        }
+        shared = cls(module.embed_dim, module.num_heads, **{**configuration, **options})
+        shared.adopt(module)
+        return shared
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        """Take the parameters of `module`, which is configured alike."""
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(self, name, parameter)
+        self.out_proj = module.out_proj
+        self.training = module.training  # of this module alone: out_proj has its own
+
+    def _project(self, part: int, features: Tensor) -> Tensor:
+        """Heads (B, H, N, D) of the query (part 0), key (1) or value (2), whose weights torch keeps in one where they are alike."""
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weight = separate[part] if self.in_proj_weight is None else self.in_proj_weight.chunk(3)[part]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
+        return split_heads(self._batch_first(F.linear(features, weight, bias)), self.num_heads)
+
+    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, N, D), and the mask (B, N); what it hides reaches no gradient."""
+        if key_padding_mask is not None:
+            batched = key.dim() == 3
+            ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
+            hidden = hide_padding(key, ignore)
+            key, value = hidden, hidden if value is key else hide_padding(value, ignore)
+            key_padding_mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        return self._project(1, key), self._project(2, value), key_padding_mask
+
+    def _output(self, attended: Tensor, query: Tensor) -> Tensor:
+        """The projection of attended heads (B, H, L, D), in the layout of `query`."""
+        attended = attended.transpose(1, 2)
+        attended = self._batch_first(attended) if query.dim() == 3 else attended.squeeze(0)
+        return F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def _batch_first(self, features: Tensor) -> Tensor:
+        """(B, N, ...) of (B, N, ...) or (N, B, ...) as `batch_first` says, and back, or of an unbatched (N, C): a view."""
+        if features.dim() == 2:
+            return features.unsqueeze(0)
+        return features if self.batch_first else features.transpose(0, 1)
+
+    def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
+        """What would go wrong before the operator's own checks of batch and length; the mask is of the last argument."""
+        layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
+        widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
+        dims: tuple[int, ...] = (2, 3)
+        for name, features in arguments.items():
+            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self.out_proj.weight)
+            dims = (features.dim(),)
+        shape = features.shape[:-1]
+        check_mask(key_padding_mask, shape if self.batch_first else shape[::-1])
