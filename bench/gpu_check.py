@@ -1,7 +1,8 @@
-"""Check and time the Triton kernels on the GPU of this machine: `python bench/gpu_check.py`.
+"""Check and time the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-Parity with a float64 oracle, repeats with equal bits, then the times beside the floor and torch's own attentions. Section by section it
-writes `bench/results/gpu_check_<gpu>_<date>.json`; it prints a table last, and fails when a result is wrong. It takes 8 minutes at most.
+For both families: parity with a float64 oracle, repeats with equal bits, then the times beside the floor and torch's own. Section by
+section it writes `bench/results/gpu_check_<gpu>_<date>.json`; it prints a table last, and fails when a result is wrong. It takes 8 minutes
+at most.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
-SECTIONS = {"parity": 150, "repeats": 90, "timings": 220}
-"""name -> seconds that it may take"""
+SECTIONS = {"parity": 110, "ridge_parity": 110, "repeats": 90, "ridge_timings": 50, "timings": 120}
+"""name -> seconds that it may take; 8 minutes in all. Those without a family are of attention, the repeats of both."""
 
 Row = dict[str, Any]
 
@@ -40,8 +41,21 @@ def parity(device: str) -> Iterator[Row]:
         yield check(problem, device)
 
 
+def ridge_parity(device: str) -> Iterator[Row]:
+    from bench.gpu.ridge_parity import check, problems
+
+    for problem in problems():
+        yield check(problem, device)
+
+
 def repeats(device: str) -> Iterator[Row]:
     from bench.gpu.repeats import run
+
+    yield from run(device)
+
+
+def ridge_timings(device: str) -> Iterator[Row]:
+    from bench.gpu.ridge_timings import run
 
     yield from run(device)
 
@@ -76,7 +90,7 @@ def run_section(name: str, device: str, limit: float) -> list[Row]:
             process.join()
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()] if os.path.exists(path) else []
     if late:
-        rows.append({"ok": name == "timings", "problem": f"stopped after {limit:.0f} s"})
+        rows.append({"ok": name.endswith("timings"), "problem": f"stopped after {limit:.0f} s"})
     elif process.exitcode:
         rows.append({"ok": False, "problem": f"ended with exit code {process.exitcode}"})
     return rows
@@ -124,13 +138,13 @@ def passed(report: Row) -> bool:
 
 def table(report: Row) -> str:
     lines = [", ".join(f"{name} {report['machine'][name]}" for name in ("gpu", "driver", "versions", "commit", "date"))]
-    for name in ("parity", "repeats"):
+    for name in ("parity", "ridge_parity", "repeats"):
         rows = report["sections"].get(name)
         if rows is not None:
             wrong = [row for row in rows if not row["ok"]]
             lines.append(f"{name}: {len(rows) - len(wrong)} of {len(rows)} passed")
             lines += [f"  WRONG {json.dumps(row)}" for row in wrong]
-    for row in report["sections"].get("timings", []):
+    for row in (row for name in ("timings", "ridge_timings") for row in report["sections"].get(name, [])):
         if "rates" in row:
             lines.append("measured: " + ", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in row["rates"].items()))
         elif "seconds" in row:

@@ -69,3 +69,32 @@ def backward_floor(shape: Shape, rates: Rates) -> Floor:
     scores = shape.batch * shape.heads * shape.latents * shape.keys
     flops = 2 * scores * (3 * _up(shape.width, 16) + 2 * _up(shape.width, 8))
     return Floor(scores / rates.exponentials, flops / rates.matrix[shape.matrix], 4 * shape.bytes / rates.copy)
+
+
+@dataclass(frozen=True)
+class RidgeShape:
+    """Intention's sums over `keys` keys and values, both `width` wide; `matrix` names the rate that its products run at."""
+
+    name: str
+    batch: int
+    keys: int
+    width: int
+    dtype: str
+    matrix: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all keys, or of all values."""
+        return self.batch * self.keys * self.width * {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
+
+def ridge_floor(shape: RidgeShape, rates: Rates) -> Floor:
+    """Half of K'K, for it is symmetric, and K'V; keys and values read once."""
+    flops = shape.batch * shape.keys * 3 * shape.width**2
+    return Floor(0.0, flops / rates.matrix[shape.matrix], 2 * shape.bytes / rates.copy)
+
+
+def ridge_backward_floor(shape: RidgeShape, rates: Rates) -> Floor:
+    """Three products; keys and values read, their gradients written."""
+    flops = shape.batch * shape.keys * 6 * shape.width**2
+    return Floor(0.0, flops / rates.matrix[shape.matrix], 4 * shape.bytes / rates.copy)

@@ -10,63 +10,85 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
+from cmab_kernels.backends import choose, implementation
 
 Bits = tuple[Tensor, ...]
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Bits:
+Call = Callable[..., Bits]
+"""From inputs, each with the batch in front, to results, likewise."""
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Bits:
     leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
     state = ck.attention_state(*leaves, key_padding_mask=mask, impl="triton")
     return (*state, *torch.autograd.grad(tuple(state), leaves, tuple(torch.ones_like(t) for t in state)))
+
+
+def _ridge(impl: str) -> Call:
+    """The sums, fast and exact, their gradients, and rows times a solution."""
+
+    def call(k: Tensor, v: Tensor, weights: Tensor, mask: Tensor) -> Bits:
+        module = implementation("ridge", impl)
+        sums = module.gram(k, v, weights, mask, (True, True), False)
+        exact = module.gram(k, v, weights, mask, (True, True), True)
+        grads = module.gram_backward(*sums, k, v, weights, mask, (True, True, True), False)
+        return (*sums, *exact, *grads, module.apply_rows(k, sums[1]))
+
+    return call
 
 
 def _same(a: Bits, b: Bits) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _inputs(dtype: torch.dtype, width: int, keys: int, device: str, latents: int = 128) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_inputs(dtype: torch.dtype, width: int, keys: int, device: str, latents: int = 128) -> Bits:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, n, width, device=device).to(dtype) for n in (latents, keys, keys))
     return q, k, v, torch.rand(2, keys, device=device) < 0.1
 
 
-def again(dtype: torch.dtype, width: int, keys: int, device: str, times: int, latents: int = 128) -> bool:
-    """Forward and backward, again and again. A race between programs shows as other bits."""
-    given = _inputs(dtype, width, keys, device, latents)
-    first = _call(*given)
-    return all(_same(_call(*given), first) for _ in range(times))
+def _ridge_inputs(dtype: torch.dtype, width: int, keys: int, device: str) -> Bits:
+    torch.manual_seed(0)
+    k, v = (torch.randn(2, 4, keys, width, device=device).to(dtype) for _ in range(2))
+    weights = torch.rand(2, 4, keys, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    return k, v, weights, torch.rand(2, keys, device=device) < 0.1
 
 
-def alone(dtype: torch.dtype, width: int, keys: int, device: str) -> bool:
-    q, k, v, mask = _inputs(dtype, width, keys, device)
-    whole = _call(q, k, v, mask)
-    parts = [_call(*(t[i : i + 1] for t in (q, k, v, mask))) for i in range(2)]
+def again(call: Call, given: Bits, times: int) -> bool:
+    """Again and again. A race between programs shows as other bits."""
+    first = call(*given)
+    return all(_same(call(*given), first) for _ in range(times))
+
+
+def alone(call: Call, given: Bits) -> bool:
+    whole = call(*given)
+    parts = [call(*(t[i : i + 1] for t in given)) for i in range(2)]
     return _same(tuple(torch.cat(pair) for pair in zip(*parts, strict=True)), whole)
 
 
-def side_stream(dtype: torch.dtype, width: int, keys: int, device: str) -> bool:
-    given = _inputs(dtype, width, keys, device)
-    first = _call(*given)
+def side_stream(call: Call, given: Bits) -> bool:
+    first = call(*given)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        other = _call(*given)
+        other = call(*given)
     stream.synchronize()
     return _same(other, first)
 
 
-def replayed_graph(dtype: torch.dtype, width: int, keys: int, device: str) -> bool:
+def replayed_graph(call: Call, given: Bits) -> bool:
     """Captured once, replayed on other inputs in the same memory."""
-    given = _inputs(dtype, width, keys, device)
-    side_stream(dtype, width, keys, device)
+    side_stream(call, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = _call(*given)
-    for tensor in given[:3]:
-        tensor.copy_(torch.randn(tensor.shape, device=device).to(dtype))
+        captured = call(*given)
+    for tensor in given:
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, device=tensor.device).to(tensor.dtype))
     graph.replay()
     torch.cuda.synchronize()
-    return _same(captured, _call(*given))
+    return _same(captured, call(*given))
 
 
 def many_heads(device: str) -> bool:
@@ -76,31 +98,55 @@ def many_heads(device: str) -> bool:
     return bool((ck.latent_attention(q, k, v, impl="triton").double() - wanted).abs().max() < 1e-5)
 
 
-def distant_rows(device: str) -> bool:
+def many_systems(device: str) -> bool:
+    k, v = (torch.randn(66_000, 1, 3, 8, device=device) for _ in range(2))
+    gram, moment = implementation("ridge", "triton").gram(k, v, None, None, (True, True), False)
+    return bool((gram - k.double().mT @ k.double()).abs().max() < 1e-4 and (moment - k.double().mT @ v.double()).abs().max() < 1e-4)
+
+
+def distant_rows(call: Call, given: Bits, which: int) -> bool:
     """Keys 2**30 elements apart: the third lies beyond the reach of 32 bits."""
     step = 2**30
-    storage = torch.empty(2 * step + 8, dtype=torch.float16, device=device)
-    keys = storage.as_strided((1, 1, 3, 8), (0, 0, step, 1))
-    keys.copy_(torch.randn(1, 1, 3, 8))
-    q, v = torch.randn(1, 1, 4, 8, device=device).half(), torch.randn(1, 1, 3, 8, device=device).half()
-    return _same(_call(q, keys, v), _call(q, keys.clone(memory_format=torch.contiguous_format), v))
+    keys = given[which]
+    storage = torch.empty(2 * step + 8, dtype=keys.dtype, device=keys.device)
+    distant = storage.as_strided((1, 1, 3, 8), (0, 0, step, 1))
+    distant.copy_(keys)
+    return _same(call(*(distant if i == which else t for i, t in enumerate(given))), call(*given))
+
+
+def _usable(impl: str, device: str) -> bool:
+    try:
+        sample = torch.zeros(1, 1, 1, 1, device=device)
+        return choose("ridge", impl, sample, sample, sample) == impl
+    except RuntimeError:
+        return False
+
+
+def _of_each(name: str, call: Call, given: Bits, times: int) -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield f"{times} repeats, {name}", lambda: again(call, given, times)
+    yield f"alone and in a batch, {name}", lambda: alone(call, given)
+    yield f"side stream, {name}", lambda: side_stream(call, given)
+    yield f"replayed graph, {name}", lambda: replayed_graph(call, given)
 
 
 def checks(device: str, times: int = 200) -> Iterator[tuple[str, Callable[[], bool]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for width in (16, 64):
             name = f"{str(dtype).removeprefix('torch.')}, heads of {width}"
-            arguments = (dtype, width, 20_000, device)
-            yield f"{times} repeats, {name}", lambda arguments=arguments: again(*arguments, times)
-            yield (
-                f"{times // 4} repeats with several blocks of queries, {name}",
-                lambda arguments=arguments: again(*arguments, times // 4, 300),
-            )
-            yield f"alone and in a batch, {name}", lambda arguments=arguments: alone(*arguments)
-            yield f"side stream, {name}", lambda arguments=arguments: side_stream(*arguments)
-            yield f"replayed graph, {name}", lambda arguments=arguments: replayed_graph(*arguments)
+            yield from _of_each(name, _attention, _attention_inputs(dtype, width, 20_000, device), times)
+            several = _attention_inputs(dtype, width, 20_000, device, 300)
+            yield f"{times // 4} repeats with several blocks of queries, {name}", lambda given=several: again(_attention, given, times // 4)
+            for impl in ("triton", "cuda"):
+                if _usable(impl, device):
+                    yield from _of_each(
+                        f"Intention in {impl}, {name}", _ridge(impl), _ridge_inputs(dtype, width, 20_000, device), times // 4
+                    )
     yield "66,000 heads", lambda: many_heads(device)
-    yield "rows 2**30 elements apart", lambda: distant_rows(device)
+    yield "66,000 systems", lambda: many_systems(device)
+    q, v = torch.randn(1, 1, 4, 8, device=device).half(), torch.randn(1, 1, 3, 8, device=device).half()
+    yield "rows 2**30 elements apart", lambda: distant_rows(_attention, (q, v.clone(), v), 1)
+    weights, mask = torch.rand(1, 1, 3, device=device), torch.zeros(1, 3, dtype=torch.bool, device=device)
+    yield "rows 2**30 elements apart, Intention", lambda: distant_rows(_ridge("triton"), (v.clone(), v, weights, mask), 0)
 
 
 def run(device: str) -> Iterator[dict[str, Any]]:

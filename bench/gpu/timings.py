@@ -69,12 +69,12 @@ def measured_rates(device: str) -> Rates:
     clock = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["sm_clock_rate"] * 1e3
     source = torch.randn(2**28, device=device)
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / _seconds([lambda: target.copy_(source)])
+    copy = 2 * source.nbytes / seconds_of([lambda: target.copy_(source)])
     matrix = {}
     for name, dtype in (("bfloat16", torch.bfloat16), ("tf32", torch.float32)):
         a, b = (torch.randn(8192, 8192, device=device, dtype=dtype) for _ in range(2))
         with _tf32(name == "tf32"):
-            matrix[name] = 2 * 8192**3 / _seconds([lambda a=a, b=b: a @ b])
+            matrix[name] = 2 * 8192**3 / seconds_of([lambda a=a, b=b: a @ b])
     return Rates(EXPONENTIALS_PER_CLOCK * multiprocessors * clock, copy, matrix)
 
 
@@ -92,7 +92,7 @@ class _tf32:
         torch.set_float32_matmul_precision(self.before)
 
 
-def _seconds(calls: list[Callable[[], Any]], rounds: int = 30) -> float:
+def seconds_of(calls: list[Callable[[], Any]], rounds: int = 30) -> float:
     """Median of one call: each is a captured graph, and these are replayed in turn, so that no input is still in the cache."""
     graphs = []
     for call in calls:
@@ -126,12 +126,15 @@ def _inputs(shape: Shape, seed: int, device: str) -> Inputs:
 
 
 def _copies(shape: Shape, device: str) -> list[Inputs]:
-    """Enough of them that one has left the cache when its turn comes."""
-    count = 1 + 4 * torch.cuda.get_device_properties(device).L2_cache_size // (2 * shape.bytes)
-    return [_inputs(shape, seed, device) for seed in range(min(count, 16))]
+    return [_inputs(shape, seed, device) for seed in range(l2_copies(2 * shape.bytes, device))]
 
 
-def _memory(call: Callable[[], Any]) -> int:
+def l2_copies(bytes_read: int, device: str) -> int:
+    """How many inputs there must be, that one has left the cache when its turn comes."""
+    return min(1 + 4 * torch.cuda.get_device_properties(device).L2_cache_size // bytes_read, 16)
+
+
+def memory_of(call: Callable[[], Any]) -> int:
     """Bytes beyond what was there, at the peak, results included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -166,8 +169,8 @@ def _measure(name: str, attention: Attention, copies: list[Inputs], wanted: Tens
         first = _first_call(task(copies[0]))
         if first > SLOWEST:
             return {"problem": f"{first:.1f} s a call: not timed", "error": error}
-        memory = _memory(task(copies[0]))
-        return {"seconds": _seconds([task(inputs) for inputs in copies]), "memory": memory, "error": error}
+        memory = memory_of(task(copies[0]))
+        return {"seconds": seconds_of([task(inputs) for inputs in copies]), "memory": memory, "error": error}
 
 
 def _wanted(inputs: Inputs) -> Tensor:

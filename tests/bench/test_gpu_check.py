@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from bench import gpu_check
-from bench.gpu.floors import Rates, Shape, backward_floor, forward_floor
+from bench.gpu import ridge_parity, ridge_timings
+from bench.gpu.floors import Rates, Shape, backward_floor, forward_floor, ridge_backward_floor, ridge_floor
 from bench.gpu.parity import problems
 from bench.gpu.timings import SHAPES
 
@@ -47,12 +48,33 @@ def test_backward_floor() -> None:
     )
 
 
+def test_ridge_floors() -> None:
+    """Intention's row in the design's table: 8 us of products, 31 of memory."""
+    floor = ridge_floor(ridge_timings.SHAPES[0], H200)
+    assert [floor.matrix * 1e6, floor.memory * 1e6] == pytest.approx([8, 31], rel=0.03) and floor.bound == "memory"
+    backward = ridge_backward_floor(ridge_timings.SHAPES[0], H200)
+    assert backward.matrix == pytest.approx(2 * floor.matrix) and backward.memory == pytest.approx(2 * floor.memory)
+
+
+def test_the_sections_take_eight_minutes_at_most() -> None:
+    assert sum(gpu_check.SECTIONS.values()) <= 480
+
+
 def test_every_dtype_width_and_variant_is_checked() -> None:
     seen = list(problems())
     assert {(p.dtype, p.width) for p in seen} >= {
         (d, w) for d in ("float64", "float32", "bfloat16", "float16") for w in (8, 16, 64, 128, 256)
     }
     assert {p.variant for p in seen} == {"plain", "mask", "packed", "state", "strided"} and len(set(seen)) == len(seen)
+
+
+def test_every_dtype_and_variant_of_intention_is_checked() -> None:
+    seen = list(ridge_parity.problems())
+    assert {(p.impl, p.dtype, p.width) for p in seen} >= {
+        (i, d, w) for i in ("triton", "cuda") for d in ("float64", "float32", "bfloat16", "float16") for w in (16, 33, 64, 128)
+    }
+    assert {p.variant for p in seen} == {"plain", "masked", "strided", "huge"} and {p.exact for p in seen} == {False, True}
+    assert len(set(seen)) == len(seen)
 
 
 PARITY = """
@@ -85,6 +107,64 @@ def test_parity_in_the_interpreter() -> None:
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
     assert all(set(row["shares"]) == {"out", "lse", "dq", "dk", "dv"} for row in rows)
     assert not wrong["ok"] and wrong["shares"]["lse"] > 1
+
+
+RIDGE = """
+import json, sys
+from unittest import mock
+import torch
+from bench.gpu import repeats, ridge_timings
+from bench.gpu.floors import Rates, RidgeShape
+from bench.gpu.ridge_parity import Problem, check
+from cmab_kernels.intention.kernels import sums
+from cmab_kernels.intention.kernels.launch import Cut
+
+tiny = [Problem("triton", "float32", 9, 7, keys=70, variant=v) for v in ("plain", "masked", "strided", "huge")]
+tiny += [Problem("triton", d, 5, 3, keys=33, variant="masked", exact=True) for d in ("float64", "float16")]
+rows = [check(problem, "cpu") for problem in tiny]
+absent = check(Problem("cuda", "float32", 9, 7, keys=70), "cpu")
+with mock.patch.object(sums, "cut_keys", lambda keys, *_: Cut(1, keys - 1)):
+    wrong = check(tiny[0], "cpu")
+
+call, given = repeats._ridge("triton"), repeats._ridge_inputs(torch.float32, 4, 40, "cpu")
+bits = [repeats.again(call, given, 2), repeats.alone(call, given)]
+moved = [0]
+def restless(*inputs):
+    moved[0] += 1
+    return tuple(t + moved[0] for t in call(*inputs)[:1])
+bits += [repeats.again(restless, given, 2), repeats.alone(restless, given)]
+
+def once(runs):
+    for run in runs:
+        run()
+    return 1e-6
+alike = mock.patch.multiple(ridge_timings, l2_copies=lambda *_: 1, memory_of=lambda run: 0, seconds_of=once)
+with alike, mock.patch.object(torch.cuda, "synchronize"):
+    shape = RidgeShape("tiny", 2, 40, 4, "float32", "tf32")
+    times = list(ridge_timings.rows(shape, Rates(1e12, 1e12, {"tf32": 1e12}), "cpu"))
+print(json.dumps([rows, absent, wrong, bits, times]))
+"""
+
+
+def test_intention_in_the_interpreter() -> None:
+    """Right kernels pass; one that drops the last key does not; bits that change are seen; each pass is run and has its row."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RIDGE],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows, absent, wrong, bits, times = json.loads(run.stdout)
+    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+    assert set(rows[0]["shares"]) >= {"gram", "moment", "dkey", "dvalue", "dweights", "rows", "solution", "LAPACK's ratio", "info"}
+    assert absent["ok"] and "GPU" in absent["problem"], "what was not built is passed over, and said"
+    assert not wrong["ok"] and wrong["shares"]["gram"] > 1
+    assert bits == [True, True, False, False]
+    assert [(row["pass"], row["impl"], "seconds" in row) for row in times] == [
+        (p, i, i != "cuda") for p in ("sums", "gradients", "solution") for i in ("triton", "cuda", "torch")
+    ], times
 
 
 def _report(**sections: list[dict]) -> dict:

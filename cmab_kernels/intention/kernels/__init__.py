@@ -1,6 +1,6 @@
 """Intention in Triton: sums over keys that are split over the multiprocessors and added in a fixed order, and what passes row by row.
 
-- `gram`   K'WK and K'WV
+- `sums`   K'WK and K'WV
 - `rows`   their gradients, and rows times a solution
 - `launch` products, block sizes, runs of keys
 """
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...triton_common import unsupported
 from ..schema import solve
-from .gram import gram
 from .rows import apply_rows, gram_backward
+from .sums import gram
 
 __all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
 

@@ -52,7 +52,7 @@ class GramTiles(NamedTuple):
 
 # By precision and widest tile: what fits in registers and shared memory, as tests/intention/test_cubin.py sees it.
 _GRAM = {
-    "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (128, 16, 8, 3)},
+    "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (64, 16, 4, 4)},
     "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},
     "bf16x6": {16: (32, 16, 2, 3), 32: (32, 16, 4, 3), 64: (32, 16, 8, 3)},
     "double": {16: (32, 16, 2, 3), 32: (16, 16, 4, 3)},
@@ -102,7 +102,11 @@ _BACKWARD = {
     "bf16x6": {32: (32, 64, 4, 2), 64: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
     "double": {256: (32, 32, 4, 2)},
 }
-_APPLY = {**_BACKWARD, "bf16x6": {32: (32, 64, 4, 2), 64: (64, 64, 8, 2), 256: (32, 64, 8, 2)}}
+_APPLY = {
+    "tf32": _BACKWARD["tf32"],
+    "bf16x6": {32: (32, 64, 4, 2), 64: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    "double": {256: (32, 32, 4, 1)},
+}
 
 
 def _row_tiles(table: dict[str, dict[int, tuple[int, int, int, int]]], products: Products, device: torch.device, *widths: int) -> RowTiles:

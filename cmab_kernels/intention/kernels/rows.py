@@ -125,7 +125,7 @@ def _gram_backward(
                     (D, E),
                     (TILE_D, TILE_E),
                     BLOCK_N,
-                    ALIGN,
+                    ALIGN[0],
                     OPERAND,
                     PRECISION,
                 )
@@ -144,7 +144,7 @@ def _gram_backward(
                     (D, D),
                     (TILE_D, TILE_D),
                     BLOCK_N,
-                    ALIGN,
+                    ALIGN[0],
                     OPERAND,
                     PRECISION,
                 )
@@ -159,14 +159,14 @@ def _gram_backward(
                     (E, D),
                     (TILE_E, TILE_D),
                     BLOCK_N,
-                    ALIGN,
+                    ALIGN[1],
                     OPERAND,
                     PRECISION,
                 )
                 if dkey is not None:
                     _store(dkey, tl.where(keep[:, None], (a + b) * weight, 0.0), row, inside, column, D)
                 if dweights is not None:
-                    tile = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN, column), keep, D, column)
+                    tile = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN[0], column), keep, D, column)
                     slopes += tl.sum(tile.to(DTYPE) * (a / 2 + b), 1)
             if dweights is not None:
                 tl.store(dweights + row, tl.where(keep, slopes, 0.0), mask=inside)
@@ -260,7 +260,7 @@ def gram_backward(
             D=D,
             E=E,
             RUN=ROWS,
-            ALIGN=alignment(key, value),
+            ALIGN=(alignment(key), alignment(value)),
             OPERAND=triton_dtype(products.operand),
             PRECISION=products.input_precision,
             **backward_tiles(products, key.device, D, E)._asdict(),

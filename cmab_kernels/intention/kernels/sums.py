@@ -41,17 +41,17 @@ def _add_keys(
     batch, head, row, column = place
     key_strides, value_strides, weight_strides, mask_strides = strides
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-    left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN, row), keep, D, row)
+    left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN[0], row), keep, D, row)
     right = left
     if GRAM and gram.shape[0] < D:
-        right = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN, column), keep, D, column)
+        right = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column), keep, D, column)
     if weights is not None:
         weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 1), mask=keep[:, None], other=0.0)
         left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
         gram += product(tl.trans(left), right, OPERAND, PRECISION)
     if MOMENT:
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN, column), keep, E, column)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN[1], column), keep, E, column)
         moment += product(tl.trans(left), values, OPERAND, PRECISION)
     return gram, moment
 
@@ -142,7 +142,7 @@ def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, C
         run = chunk + tl.arange(0, CHUNK)
         pointers = parts + ((matrix * runs + run)[:, None] * ELEMENTS + element[None, :])
         sums += tl.sum(tl.load(pointers, mask=(run < runs)[:, None] & inside[None, :], other=0.0), 0)
-    tl.store(total + matrix * ELEMENTS + element, sums, mask=inside)
+    tl.store(total + (matrix * ELEMENTS + element), sums, mask=inside)
 
 
 def _over_runs(parts: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _sums(
         cut=tuple(cut),
         D=D,
         E=E,
-        ALIGN=alignment(key, value),
+        ALIGN=(alignment(key), alignment(value)),
         OPERAND=triton_dtype(products.operand),
         PRECISION=products.input_precision,
         **tiles._asdict(),

@@ -1,0 +1,162 @@
+"""The sums of Intention, their gradients, rows times a solution and the solution itself, against float64, element by element.
+
+An error is measured by what the terms of an element add up to when none cancels; that is what rounding errors go by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.backends import choose, implementation
+from cmab_kernels.intention.schema import solve
+
+from .parity import DTYPES
+
+WIDTHS = ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1))
+
+
+@dataclass(frozen=True)
+class Problem:
+    impl: str
+    dtype: str
+    width: int
+    value_width: int
+    keys: int = 1500
+    variant: str = "plain"
+    """What else there is: "masked" (with weights, and NaN behind the mask), "strided", or "huge" (keys whose squares overflow)."""
+    exact: bool = False
+
+
+def problems() -> Iterator[Problem]:
+    """Every dtype and class of widths; masks and weights, strides, sums beyond float32, everything in float64."""
+    for impl, dtype in itertools.product(("triton", "cuda"), DTYPES):
+        for widths in WIDTHS:
+            yield Problem(impl, dtype, *widths)
+        for variant in ("masked", "strided"):
+            yield Problem(impl, dtype, 33, 7, variant=variant)
+        yield Problem(impl, dtype, 64, 64, variant="masked", exact=True)
+    for impl, dtype in itertools.product(("triton", "cuda"), ("float32", "bfloat16")):
+        yield Problem(impl, dtype, 16, 16, variant="huge")
+    yield Problem("triton", "float32", 16, 16, keys=300_000)
+
+
+@dataclass
+class Inputs:
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None
+    mask: Tensor | None
+    dgram: Tensor
+    dmoment: Tensor
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.key, self.value, self.weights, self.mask
+
+    def wide(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and weights (as a column) in float64, zero where they are masked."""
+        k, v = self.key.double(), self.value.double()
+        w = torch.ones_like(k[..., :1]) if self.weights is None else self.weights.double()[..., None]
+        if self.mask is None:
+            return k, v, w
+        hide = self.mask[:, None, :, None]
+        return k.masked_fill(hide, 0.0), v.masked_fill(hide, 0.0), w.masked_fill(hide, 0.0)
+
+
+def make(problem: Problem, device: str, seed: int = 0) -> Inputs:
+    torch.manual_seed(seed)
+    dtype, state = DTYPES[problem.dtype], torch.promote_types(DTYPES[problem.dtype], torch.float32)
+    k, v = (torch.randn(3, 2, problem.keys, n, device=device).to(dtype) for n in (problem.width, problem.value_width))
+    dgram, dmoment = (torch.randn(3, 2, problem.width, n, device=device).double() for n in (problem.width, problem.value_width))
+    weights = mask = None
+    if problem.variant == "masked":
+        mask = torch.rand(3, problem.keys, device=device) < 0.3
+        mask[1, : problem.keys // 2] = True
+        weights = torch.rand(3, 2, problem.keys, device=device, dtype=state)
+        k, v = (t.masked_fill(mask[:, None, :, None], math.nan) for t in (k, v))
+    if problem.variant == "strided":
+        k, v = k.transpose(1, 2).contiguous().transpose(1, 2), v.repeat_interleave(2, -1)[..., ::2]
+        dgram, dmoment = dgram.mT.contiguous().mT, dmoment[:1, :1].expand(dmoment.shape)
+    if problem.variant == "huge":
+        k[1, 1, problem.keys // 3] = 3e19
+    return Inputs(k, v, weights, mask, dgram, dmoment)
+
+
+def _gradients(k: Tensor, v: Tensor, w: Tensor, slope: Tensor, dmoment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a, b = k @ slope, v @ dmoment.mT
+    return w * (a + b), w * (k @ dmoment), (k * (a / 2 + b)).sum(-1)
+
+
+def _share(ours: Tensor, right: Tensor, terms: Tensor, allowed: float) -> float:
+    """How far the worst element is from `right`, as a share of what it may be."""
+    error = (ours.double() - right).abs()
+    share = torch.where(error == 0, 0.0, error / (allowed * terms))
+    return float(share.nan_to_num(nan=math.inf).max()) if error.numel() else 0.0
+
+
+def _allowed(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
+    """Of sums, and of rows: float64 to 1e-13; sums of narrower types as in float32, to 32 eps; rows of half precision to 4 of their own."""
+    rows = 4 * torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 32 * torch.finfo(dtype).eps
+    if dtype == torch.float64 or exact:
+        return 1e-13, max(1e-13, rows if dtype != torch.float64 else 0.0)
+    return 32 * torch.finfo(torch.float32).eps, rows
+
+
+def check(problem: Problem, device: str) -> dict[str, Any]:
+    """Each result's worst element as a share of what it may be off by; above 1 it is wrong. What was not built is passed over, and said."""
+    given = make(problem, device)
+    try:
+        module = implementation("ridge", choose("ridge", problem.impl, given.key, given.key, given.value))
+    except RuntimeError as error:
+        return {**asdict(problem), "ok": problem.impl == "cuda", "problem": str(error)}
+    k, v, w = given.wide()
+    sums_may, rows_may = _allowed(given.key.dtype, problem.exact)
+    shares = {}
+    sums = module.gram(*given.rows, (True, True), problem.exact)
+    right = ((w * k).mT @ k, (w * k).mT @ v)
+    terms = ((w * k).abs().mT @ k.abs(), (w * k).abs().mT @ v.abs())
+    for name, ours, wanted, size in zip(("gram", "moment"), sums, right, terms, strict=True):
+        shares[name] = _share(ours, wanted, size, sums_may)
+    shares["asymmetry"] = 0.0 if torch.equal(sums[0], sums[0].mT) else math.inf
+
+    slope = given.dgram + given.dgram.mT
+    if problem.variant != "huge":
+        grads = module.gram_backward(given.dgram, given.dmoment, *given.rows, (True, True, True), problem.exact)
+        right = _gradients(k, v, w, slope, given.dmoment)
+        terms = _gradients(*(t.abs() for t in (k, v, w, slope, given.dmoment)))
+        for name, ours, wanted, size in zip(("dkey", "dvalue", "dweights"), grads, right, terms, strict=True):
+            shares[name] = _share(ours, wanted, size, rows_may)
+        rows = k.to(given.key.dtype)
+        size = k.abs() @ given.dmoment.abs()
+        shares["rows"] = _share(module.apply_rows(rows, given.dmoment), k @ given.dmoment, size, _allowed(rows.dtype, False)[1])
+        shares |= _solutions(given, module, _allowed(given.key.dtype, False)[0])
+    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
+
+
+def _solutions(given: Inputs, module: Any, allowed: float) -> dict[str, float]:
+    """ridge_solve against a float64 solve of the float64 sums, and LAPACK's ratio of regularised_solve, whose limit is 30."""
+    k, v, w = given.wide()
+    alpha = torch.full(given.key.shape[:2], 0.1 * given.key.shape[2], dtype=torch.float64, device=given.key.device)
+    system = (w * k).mT @ k + alpha[..., None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    moment = (w * k).mT @ v
+    right = torch.cholesky_solve(moment, torch.linalg.cholesky(system))
+    weight, gram, info = module.ridge_solve(*given.rows, alpha)
+    condition = float(torch.linalg.cond(system).max())
+    error = (weight - right).flatten(-2).norm(dim=-1) / right.flatten(-2).norm(dim=-1)
+    flat = gram.flatten(0, 1)
+    solution, sound = solve(flat, moment.flatten(0, 1), alpha.flatten())
+    matrix = flat + alpha.flatten()[:, None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    norm = lambda m: m.abs().sum(-2).amax(-1)  # noqa: E731
+    residual = norm(moment.flatten(0, 1) - matrix @ solution) / (norm(matrix) * norm(solution) * k.shape[-1] * 2.0**-52)
+    return {
+        "solution": float(error.max()) / (4 * condition * allowed),
+        "LAPACK's ratio": float(residual.max()) / 30,
+        "info": 0.0 if not info.any() and not sound.any() else math.inf,
+    }

@@ -1,0 +1,301 @@
+"""The Triton kernels in Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1, which must be set before Triton is imported.
+
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels.intention import kernels
+from cmab_kernels.intention.kernels import launch
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+MARGIN = 512
+EVERYTHING = (True, True, True)
+
+
+def _between_margins(tensor: Tensor) -> Tensor:
+    """A copy whose memory lies between NaN (0 for a bool mask: keys that take part)."""
+    filler = 0 if tensor.dtype == torch.bool else math.nan
+    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
+    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
+    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
+
+
+@pytest.fixture(autouse=True)
+def guarded_results() -> Iterator[None]:
+    """`new_empty` gives NaN between margins; the margins are looked at when the test is over."""
+    storages: list[Tensor] = []
+
+    plain = Tensor.new_empty
+
+    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if options:  # the interpreter's
+            return plain(like, shape, dtype=dtype, **options)
+        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=dtype or like.dtype)
+        storages.append(storage)
+        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
+
+    with mock.patch.object(Tensor, "new_empty", guarded):
+        yield
+    for storage in storages:
+        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
+
+
+def _close(ours: Tensor, right: Tensor, terms: Tensor, tolerance: float) -> None:
+    """Every element within `tolerance` of what its terms add up to when nothing cancels."""
+    assert ours.shape == right.shape and ours.is_contiguous()
+    assert ((ours.double() - right).abs() <= tolerance * terms).all(), f"{float(((ours.double() - right).abs() / terms).max()):.1e}"
+
+
+class Case:
+    """Inputs, and the two sums and their gradients in float64 by the formulas; `tolerance` is that of one product."""
+
+    def __init__(self, key: Tensor, value: Tensor, weights: Tensor | None = None, mask: Tensor | None = None) -> None:
+        self.inputs = (key, value, weights, mask)
+        hide = torch.zeros(key.shape[:3], dtype=torch.bool) if mask is None else mask[:, None].expand(key.shape[:3])
+        self.kept = ~hide
+        self.k, self.v = (t.double().masked_fill(hide[..., None], 0.0) for t in (key, value))
+        self.w = (torch.ones(key.shape[:3]) if weights is None else weights).double().masked_fill(hide, 0.0)[..., None]
+
+    def gram(self, exact: bool, tolerance: float, parts: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
+        sums = kernels.gram(*self.inputs, parts, exact)
+        for ours, part, other in zip(sums, parts, (self.k, self.v), strict=True):
+            assert ours.dtype == torch.float64
+            if part:
+                _close(ours, (self.w * self.k).mT @ other, (self.w * self.k).abs().mT @ other.abs(), tolerance)
+            else:
+                assert ours.shape == (0,)
+        assert torch.equal(sums[0], sums[0].mT) if parts[0] else True, "exactly symmetric"
+        return sums
+
+    def gradients(
+        self, exact: bool, tolerance: float, needs: tuple[bool, bool, bool] = EVERYTHING, cotangents: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        key, value, *_ = self.inputs
+        batch, heads, _, width = key.shape
+        dgram, dmoment = cotangents or (torch.randn(batch, heads, width, n).double() for n in (width, value.shape[-1]))
+        grads = kernels.gram_backward(dgram, dmoment, *self.inputs, needs, exact)
+        slope = dgram + dgram.mT
+
+        def formulas(k: Tensor, v: Tensor, slope: Tensor, dmoment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            a, b = k @ slope, v @ dmoment.mT
+            return self.w * (a + b), self.w * (k @ dmoment), (k * (a / 2 + b)).sum(-1)
+
+        right = formulas(self.k, self.v, slope, dmoment)
+        terms = formulas(*(t.abs() for t in (self.k, self.v, slope, dmoment)))
+        dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32)
+        for ours, wanted, size, need, dtype in zip(grads, right, terms, needs, dtypes, strict=True):
+            assert ours.dtype == dtype
+            if need:
+                _close(ours, wanted, size, max(tolerance, torch.finfo(dtype).eps))
+                assert (ours[~self.kept] == 0).all(), "masked keys get exact zeros"
+            else:
+                assert ours.shape == (0,)
+        return grads
+
+
+def _inputs(batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    key, value = (_between_margins(torch.randn(batch, heads, keys, n).to(dtype)) for n in (width, value_width))
+    return key, value
+
+
+def _weights(batch: int, heads: int, keys: int, dtype: torch.dtype) -> Tensor:
+    return _between_margins(torch.rand(batch, heads, keys, dtype=torch.promote_types(dtype, torch.float32)))
+
+
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
+"""Of sums that are formed in float32 where the inputs are narrower."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "keys, width, value_width", [(70, 8, 8), (1, 1, 1), (65, 3, 17), (40, 16, 65), (63, 64, 1), (33, 100, 7), (17, 65, 130)]
+)
+def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> None:
+    """Ragged tiles of keys, odd widths, widths of several tiles; with weights and mask, and without."""
+    given = _inputs(2, 1, keys, width, value_width, dtype)
+    for weights, mask in ((None, None), (_weights(2, 1, keys, dtype), torch.rand(2, keys) < 0.3)):
+        case = Case(*given, weights, mask)
+        case.gram(False, TOLERANCE[dtype])
+        case.gradients(False, TOLERANCE[dtype])
+    weight = torch.randn(2, 1, value_width, width).double().mT
+    out = kernels.apply_rows(given[0], weight)
+    assert out.dtype == dtype
+    k = given[0].double()
+    _close(out, k @ weight, k.abs() @ weight.abs(), max(TOLERANCE[dtype], torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_exact_sums(dtype: torch.dtype) -> None:
+    """Every product and sum in float64, whatever the inputs."""
+    case = Case(*_inputs(1, 2, 70, 9, 33, dtype), _weights(1, 2, 70, dtype), torch.rand(1, 70) < 0.3)
+    case.gram(True, 1e-15)
+    case.gradients(True, 1e-15)
+
+
+@pytest.mark.parametrize("dtype, keys", [(torch.float64, 1030), (torch.float32, 1025), (torch.float16, 2048)])
+def test_several_runs(dtype: torch.dtype, keys: int) -> None:
+    case = Case(*_inputs(1, 2, keys, 4, 3, dtype))
+    case.gram(False, TOLERANCE[dtype])
+    case.gradients(False, TOLERANCE[dtype])
+
+
+def test_runs_of_tiles() -> None:
+    """Wide sums are formed tile by tile, in runs of their own."""
+    Case(*_inputs(1, 1, 1100, 70, 3, torch.float32)).gram(False, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("parts", [(True, False), (False, True)])
+@pytest.mark.parametrize("width", [8, 70])
+def test_one_sum_alone(parts: tuple[bool, bool], width: int) -> None:
+    case = Case(*_inputs(1, 1, 40, width, 5, torch.float64))
+    both = kernels.gram(*case.inputs, (True, True), True)
+    alone = case.gram(True, 1e-14, parts)
+    assert all(torch.equal(one, whole) for one, whole, part in zip(alone, both, parts, strict=True) if part)
+
+
+@pytest.mark.parametrize("needs", [n for n in itertools.product((False, True), repeat=3) if n != EVERYTHING])
+def test_unneeded_gradients(needs: tuple[bool, bool, bool]) -> None:
+    Case(*_inputs(1, 1, 30, 4, 3, torch.float64), _weights(1, 1, 30, torch.float64)).gradients(False, 1e-14, needs)
+
+
+@pytest.mark.parametrize(
+    "keys, masked", [(200, slice(0, 64)), (200, slice(64, 128)), (1100, slice(1024, 1100)), (70, slice(1, None)), (70, slice(None))]
+)
+def test_masks_hide_nan(keys: int, masked: slice) -> None:
+    """A first and a middle tile, a whole run, all keys but one, all keys; NaN in keys, values and weights, then in gradients."""
+    key, value = _inputs(2, 1, keys, 3, 2, torch.float32)
+    weights = _weights(2, 1, keys, torch.float32)
+    mask = torch.zeros(2, keys, dtype=torch.bool)
+    mask[1, masked] = True
+    key[1, :, masked], value[1, :, masked], weights[1, :, masked] = math.nan, math.inf, math.nan
+    case = Case(key, value, weights, _between_margins(mask))
+    case.gram(False, 1e-6)
+    case.gradients(False, 1e-6)
+    nan = torch.full((2, 1, 3, 3), math.nan).double()
+    spoilt = kernels.gram_backward(nan, nan[..., :2], *case.inputs, EVERYTHING, False)
+    assert all((grad[1, :, masked] == 0).all() for grad in spoilt)
+
+
+@pytest.mark.parametrize("extents", list(itertools.product((0, 2), (0, 1), (0, 3), (0, 2))))
+def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
+    batch, heads, keys, value_width = extents
+    case = Case(*_inputs(batch, heads, keys, 5, value_width, torch.float32), _weights(batch, heads, keys, torch.float32))
+    case.gram(False, 1e-6)
+    case.gradients(False, 1e-6)
+    assert kernels.apply_rows(case.inputs[0], torch.randn(batch, heads, 5, value_width).double()).shape == case.inputs[1].shape
+
+
+@pytest.mark.parametrize("dtype, big", [(torch.float32, 3e19), (torch.float32, 3e38), (torch.float16, 6e4)])
+@pytest.mark.parametrize("keys", [3, 1100])
+def test_finite_keys_have_finite_sums(dtype: torch.dtype, big: float, keys: int) -> None:
+    """What overflows in float32 is added up again in float64; a run that does not is left as it was."""
+    key, value = _inputs(1, 1, keys, 4, 3, dtype)
+    key[0, 0, keys // 2] = big
+    Case(key, value).gram(False, TOLERANCE[dtype])
+
+
+def test_a_nan_stays_in_its_matrix() -> None:
+    """In its row and column of the sum of its own batch element."""
+    key, value = _inputs(2, 1, 40, 4, 3, torch.float32)
+    clean = kernels.gram(key, value, None, None, (True, True), False)
+    key[1, 0, 7, 2] = math.nan
+    gram, moment = kernels.gram(key, value, None, None, (True, True), False)
+    touched = torch.zeros(4, 4, dtype=torch.bool)
+    touched[2], touched[:, 2] = True, True
+    assert torch.equal(gram[1, 0].isnan(), touched) and moment[1, 0, 2].isnan().all() and not moment[1, 0, [0, 1, 3]].isnan().any()
+    assert torch.equal(gram[0], clean[0][0]) and torch.equal(moment[0], clean[1][0])
+
+
+def test_many_keys_lose_no_digits() -> None:
+    """Sums of 20,000 ones and a bit, in float32: run by run they are added in float64."""
+    key = torch.full((1, 1, 20_000, 1), 1 + 2.0**-11)
+    gram, _ = kernels.gram(key, key, None, None, (True, False), False)
+    assert abs(float(gram) / (20_000 * (1 + 2.0**-11) ** 2) - 1) < 1e-6
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "step 2": lambda t: t.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., ::2, ::2],
+    "offset by 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.reshape(-1)])[3:].view(t.shape),
+    "expanded": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    """Inputs, weights, matrices and gradients of a sum, of any strides."""
+    arrange = LAYOUTS[layout]
+    key, value = (arrange(t) for t in _inputs(2, 2, 70, 16, 7, torch.float64))
+    weights, mask = arrange(_weights(2, 2, 70, torch.float64)[..., None])[..., 0], (torch.rand(1, 70, 2) < 0.3)[..., 0].expand(2, 70)
+    case = Case(key, value, weights, mask)
+    case.gram(False, 1e-14)
+    dgram, dmoment = torch.randn(2, 2, 16, 16).double(), torch.randn(2, 2, 16, 7).double()
+    case.gradients(False, 1e-14, cotangents=(arrange(dgram), arrange(dmoment)))
+    one = dgram.new_ones(1, 1, 1, 1)
+    case.gradients(False, 1e-14, cotangents=(one.expand(dgram.shape), one.expand(dmoment.shape)))
+    weight = arrange(dmoment)
+    _close(kernels.apply_rows(key, weight), key @ weight, key.abs() @ weight.abs(), 1e-14)
+
+
+def test_same_bits_again_and_alone() -> None:
+    """On every run, and for a batch element by itself: weights, mask, several runs."""
+    key, value = _inputs(2, 1, 1100, 5, 3, torch.float32)
+    weights, mask = _weights(2, 1, 1100, torch.float32), torch.rand(2, 1100) < 0.2
+    cotangents = torch.randn(2, 1, 5, 5).double(), torch.randn(2, 1, 5, 3).double()
+
+    def everything(part: slice) -> tuple[Tensor, ...]:
+        inputs = [t[part] for t in (key, value, weights, mask)]
+        sums = kernels.gram(*inputs, (True, True), False)
+        grads = kernels.gram_backward(*(t[part] for t in cotangents), *inputs, EVERYTHING, False)
+        return *sums, *grads, kernels.apply_rows(inputs[0], sums[1])
+
+    whole = everything(slice(None))
+    assert all(torch.equal(a, b) for a, b in zip(everything(slice(None)), whole, strict=True))
+    for part in (slice(0, 1), slice(1, 2)):
+        assert all(torch.equal(a, b[part]) for a, b in zip(everything(part), whole, strict=True))
+
+
+@pytest.mark.parametrize("width, programs", [(1, 1), (64, 1), (128, 4), (256, 16), (256, 64)])
+def test_runs_cover_the_keys(width: int, programs: int) -> None:
+    """No run but the last is short, and the partial sums stay within bounds, whatever the number of keys."""
+    for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
+        runs, length = launch.cut_keys(keys, width, programs)
+        assert length % 128 == 0 and runs * length >= keys and (runs == 1 or (runs - 1) * length < keys)
+        assert runs * programs <= max(launch.MOST_PROGRAMS, programs), "the workspace does not grow with the keys"
+        assert runs == 1 or runs * 16 * width <= keys + 16 * width, "and is a small part of them: 16 float64 numbers for 64 of float32"
+
+
+def test_the_public_functions() -> None:
+    """Streams, the solution and its gradient through the operators."""
+    q, k, v = torch.randn(2, 2, 5, 6).double(), torch.randn(2, 2, 40, 6).double(), torch.randn(2, 2, 40, 3).double()
+    mask, weights = torch.rand(2, 40) < 0.2, torch.rand(2, 2, 40).double()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, weights)]
+    results = {}
+    for impl in ("triton", "reference"):
+        out = ck.intention(*leaves[:3], 0.5, weights=leaves[3], key_padding_mask=mask, form="primal", impl=impl)
+        state = ck.ridge_state(k, v, weights=weights, key_padding_mask=mask, impl=impl)
+        results[impl] = (out.detach(), *torch.autograd.grad(out.square().sum(), leaves), state.gram, state.moment)
+    for ours, right in zip(results["triton"], results["reference"], strict=True):
+        assert torch.allclose(ours, right, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_is_refused() -> None:
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    assert "bfloat16" in str(kernels.unsupported(q, q, q))
+    assert kernels.unsupported(q.float(), q.float(), q.float()) is None
+    assert "256" in str(kernels.unsupported(*(torch.zeros(1, 1, 1, 257),) * 3))

@@ -1,0 +1,147 @@
+"""Every Triton kernel of Intention compiled for GPUs that are not here: what the machine code shows without running it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from cmab_kernels.intention import kernels
+from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.triton_common import Products
+from tests.cubin import Launch, compiled, faults, record
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+WITH_PRODUCTS = ("_gram", "_gram_backward", "_apply")
+ORDINARY = [("bf16", 64, 90), ("fp32", 64, 90), ("fp32", 16, 90), ("fp64", 32, 90), ("bf16", 128, 80), ("fp32", 64, 100)]
+NIGHTLY = [case for case in itertools.product(DTYPES, (1, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
+
+
+def _launches(
+    dtype: torch.dtype, width: int, capability: int, value_width: int | None = None, masked: bool = False, exact: bool = False
+) -> list[Launch]:
+    """Of both sums, their gradients and rows times a solution: several runs, ragged, and where asked for with a mask and weights."""
+    value_width = value_width or width
+    k, v = (torch.empty(1, 4, 5003, n, dtype=dtype) for n in (width, value_width))
+    weights = torch.empty(1, 4, 5003, dtype=torch.promote_types(dtype, torch.float32)) if masked else None
+    mask = torch.zeros(1, 5003, dtype=torch.bool) if masked else None
+    dgram, dmoment = (torch.zeros(1, 4, width, n).double() for n in (width, value_width))
+
+    def call() -> None:
+        kernels.gram(k, v, weights, mask, (True, True), exact)
+        kernels.gram_backward(dgram, dmoment, k, v, weights, mask, (True, True, True), exact)
+        kernels.apply_rows(k, dmoment)
+
+    with mock.patch.object(launch, "_has_wgmma", lambda device: capability == 90):
+        return record(call)
+
+
+def _check(found: list[Launch], capability: int, folder: Path) -> list[str]:
+    wrong = []
+    for one in found:
+        figures = compiled(one, capability, folder)
+        print(figures)
+        float64 = capability == 100 and "float64" in str(one.options.get("OPERAND"))  # Triton 3.6 multiplies it without matrix units there
+        wrong += [f"{figures}: {fault}" for fault in faults(figures, one.kernel.__name__ in WITH_PRODUCTS and not float64)]
+    return wrong
+
+
+@pytest.mark.parametrize("name, width, capability", ORDINARY)
+def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    found = _launches(DTYPES[name], width, capability)
+    assert {one.kernel.__name__ for one in found} == {"_gram", "_add_runs", "_gram_backward", "_apply"}
+    assert _check(found, capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, capability", NIGHTLY)
+def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    assert _check(_launches(DTYPES[name], width, capability), capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, capability", list(itertools.product(DTYPES, (16, 64, 128), (80, 90, 100))))
+def test_compiled_with_mask_and_weights(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    assert _check(_launches(DTYPES[name], width, capability, masked=True), capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, capability", list(itertools.product(("bf16", "fp32"), (16, 64), (80, 90, 100))))
+def test_compiled_exact(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    assert _check(_launches(DTYPES[name], width, capability, masked=True, exact=True), capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width, capability", list(itertools.product((16, 64, 128), (80, 90, 100))))
+def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
+    with mock.patch.object(launch, "allows_tf32", lambda: True):
+        assert _check(_launches(torch.float32, width, capability), capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, value_width", [("bf16", 64, 1), ("fp32", 64, 1), ("fp32", 100, 7), ("fp64", 3, 65)])
+def test_compiled_uneven(name: str, width: int, value_width: int, tmp_path: Path) -> None:
+    assert _check(_launches(DTYPES[name], width, 90, value_width), 90, tmp_path) == []
+
+
+def test_float64_behind_a_mask_compiles(tmp_path: Path) -> None:
+    """Triton's own assertion fails on a float64 product of numbers that were narrower, or that a mask of bytes lets pass."""
+    assert _check(_launches(torch.float32, 16, 90, masked=True, exact=True), 90, tmp_path) == []
+
+
+def test_both_sums_in_one_pass() -> None:
+    """Up to 64 columns on Hopper, 32 elsewhere and in float64: one launch over the keys, else two."""
+    for dtype, width, capability, passes in (
+        (torch.float32, 64, 90, 1),
+        (torch.float32, 65, 90, 2),
+        (torch.float32, 64, 80, 2),
+        (torch.float64, 64, 90, 2),
+    ):
+        found = [one for one in _launches(dtype, width, capability) if one.kernel.__name__ == "_gram"]
+        assert len(found) == passes
+
+
+def test_hopper_instructions(tmp_path: Path) -> None:
+    found = {one.kernel.__name__: one for one in _launches(torch.bfloat16, 64, 90)}
+    assert all(compiled(found[name], 90, tmp_path).count("HGMMA") for name in WITH_PRODUCTS)
+
+
+# ---- each check refuses a planted fault
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    with mock.patch.dict(launch._GRAM, {"bf16x6": {64: (32, 16, 4, 3)}}):
+        found = _check(_launches(torch.float32, 64, 90)[:1], 90, tmp_path)
+    assert len(found) == 1 and "spilled" in found[0]
+
+
+def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
+    with mock.patch.dict(launch._GRAM, {"half": {64: (256, 16, 8, 4)}}):
+        found = _check(_launches(torch.bfloat16, 64, 90)[:1], 90, tmp_path)
+    assert any("shared memory" in fault for fault in found)
+
+
+def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(sums, "gram_products", lambda *_: Products(torch.float32, "ieee")),
+        mock.patch.dict(launch._GRAM, {"ieee": {16: (32, 16, 2, 1)}}),
+    ):
+        (launched,) = (one for one in _launches(torch.float32, 16, 90) if one.kernel.__name__ == "_gram")
+    figures = compiled(launched, 90, tmp_path)
+    assert faults(figures._replace(matrix=figures.count("HMMA", "HGMMA")), True) == ["no matrix instruction"]
+
+
+def test_strides_beyond_32_bits_reach_the_kernel() -> None:
+    """On meta tensors: no memory is behind them."""
+    with torch.device("meta"):
+        k = torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
+        (one,) = record(lambda: kernels.gram(k, k, None, None, (True, True), False))
+    assert one.options["strides"][0] == (2**34, 2**33, 2**32, 1)
