@@ -25,8 +25,6 @@ def build(folder: Path, *flags: str) -> Path:
 class EmulatedCuda:
     """The functions of `cmab_kernels._cuda` that a launcher calls. `seed` chooses the order of blocks and threads."""
 
-    MAX_WIDTH = 128
-
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self.seed = 0

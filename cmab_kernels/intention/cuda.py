@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cuda_launch import CUDA, gpu_problem, operand, stream_of
+from .cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 from .kernels import apply_rows, gram, gram_backward
 
 __all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
@@ -21,8 +21,8 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"it needs a GPU, and key is on {key.device}"
     if key.dtype not in DTYPES:
         return f"no CUDA kernel for {key.dtype}"
-    if key.shape[-1] > CUDA.MAX_WIDTH:
-        return f"its keys are at most {CUDA.MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
+    if key.shape[-1] > MAX_WIDTH:
+        return f"its keys are at most {MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
     return gpu_problem(key.device.index)
 
 

@@ -9,6 +9,7 @@ from ..autograd import traced_as_constant
 from ..extension import load_cuda
 
 CUDA = load_cuda()
+MAX_WIDTH = CUDA.MAX_WIDTH
 
 
 @traced_as_constant

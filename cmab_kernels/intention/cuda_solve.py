@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cuda_launch import CUDA, gpu_problem, operand, stream_of
+from .cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
@@ -14,8 +14,8 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
         return f"it needs a GPU, and gram is on {gram.device}"
     if gram.dtype not in (torch.float64, torch.float32):
         return f"no CUDA kernel for {gram.dtype}"
-    if gram.shape[-1] > CUDA.MAX_WIDTH:
-        return f"its systems have at most {CUDA.MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
+    if gram.shape[-1] > MAX_WIDTH:
+        return f"its systems have at most {MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
     return gpu_problem(gram.device.index)
 
 

@@ -51,7 +51,8 @@ struct Block {
     return __syncthreads_or(test(int(threadIdx.x)));
   }
 
-  // Whether this block is the last of `count` to come here; it sees what the others wrote before they came.
+  // Whether this block is the last of `count` to come here; it sees what the others wrote before they came: the second
+  // fence empties the cache of its multiprocessor.
   CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
     __threadfence();
     __syncthreads();
@@ -60,9 +61,6 @@ struct Block {
     return last;
   }
 };
-
-// What another block wrote during this launch: past the first cache, which is not kept in step.
-CMAB_DEVICE double load_written(const double* from) { return __ldcg(from); }
 
 #else
 
@@ -91,8 +89,6 @@ struct Block {
 
   bool last_to_arrive(unsigned* ticket, int count) const { return ++*ticket == unsigned(count); }
 };
-
-inline double load_written(const double* from) { return *from; }
 
 #endif
 

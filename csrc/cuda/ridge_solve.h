@@ -132,7 +132,7 @@ class RidgeBlock {
       double parts[kFan], sum = 0;
       CMAB_UNROLL
       for (int i = 0; i < kFan; ++i)  // all of them on their way at once
-        parts[i] = i < count ? load_written(partial(first + i * step) + s * cut_.owners() + thread) : 0;
+        parts[i] = i < count ? partial(first + i * step)[s * cut_.owners() + thread] : 0;
       CMAB_UNROLL
       for (int i = 0; i < kFan; ++i) sum += parts[i];
       gram.total(thread, s) = sum;

@@ -1,0 +1,158 @@
+"""What setup.py builds, what it says when it cannot, and what ptxas made of the CUDA kernels for each GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cmab_kernels
+from cmab_kernels.extension import build_report, load_cuda
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = {  # as the linker knows them, and registers that a thread may have: so many that as many blocks fit as were planned
+    r"ridge_kernelI\w*BFloat16": 128,
+    r"ridge_kernelI\w*7Float16": 128,
+    r"ridge_kernelIf": 128,
+    r"ridge_kernelId": 255,
+    r"solve_kernelIf": 128,
+    r"solve_kernelId": 128,
+}
+
+in_sources = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="there is no setup.py beside the tests")
+
+
+def _cuda_report() -> dict[str, Any]:
+    report = build_report()["cuda"]
+    if not report["built"]:
+        assert shutil.which("nvcc") is None, f"nvcc is on the PATH, and the CUDA kernels were not built: {report['reason']}"
+        pytest.skip(f"the CUDA kernels were not built: {report['reason']}")
+    return report
+
+
+# ---- the kernels that were built
+
+
+def test_every_kernel_was_built_for_every_gpu_and_nothing_spills() -> None:
+    report = _cuda_report()
+    assert {"sm_80", "sm_90a", "sm_100"} <= set(report["targets"])
+    lines = []
+    for pattern, most in KERNELS.items():
+        found = [kernel for kernel in report["kernels"] if re.search(pattern, kernel["kernel"])]
+        assert [kernel["target"] for kernel in found] == report["targets"], pattern
+        for kernel in found:
+            spilled = kernel["stack"] + kernel["stores"] + kernel["loads"]
+            lines.append(f"{pattern:25} {kernel['target']:7} registers {kernel['registers']:3} of {most}  spilled {spilled}")
+            assert spilled == 0 and kernel["registers"] <= most, lines[-1]
+    print("\n".join(["", *lines]))
+    assert len(lines) == len(report["kernels"]), "a kernel that no line of this test looks at"
+
+
+def test_shared_memory_fits_every_gpu() -> None:
+    _cuda_report()
+    assert load_cuda().SHARED_BYTES <= 163 * 1024, "what a block may have on sm_80, the least (CUDA C++ Programming Guide)"
+
+
+def test_machine_code() -> None:
+    """Loads of four elements at a time; nothing in local memory, nothing through generic addresses; fences on both sides of a ticket."""
+    nvidia = pytest.importorskip("triton.backends.nvidia", reason="cuobjdump comes with Triton", exc_type=ImportError)
+    _cuda_report()
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    text = subprocess.run(
+        [cuobjdump, "--dump-sass", "--gpu-architecture", "sm_90a", load_cuda().__file__],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ).stdout
+    functions = text.split("Function : ")[1:]
+    assert len(functions) == len(KERNELS)
+    for function in functions:
+        name = function.split("\n", 1)[0]
+        found = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", function, re.M))
+        assert not [op for op in found if op.split(".")[0] in ("LD", "ST", "LDL", "STL", "ATOM")], name
+        if "ridge_kernel" in name:
+            wide = "LDG.E.64" if "Float16" in name else "LDG.E.128"
+            assert sum(n for op, n in found.items() if op.startswith(wide)) >= 4 and found["LDS.128"] >= 6, name
+            tickets, fences = (sum(n for op, n in found.items() if op.startswith(start)) for start in ("ATOMG", "MEMBAR"))
+            assert tickets == 3 and fences == 2 * tickets, name
+
+
+def test_importing_the_kernels_needs_no_gpu() -> None:
+    """Nor is a driver loaded; a call without one says so."""
+    _cuda_report()
+    code = """
+import torch, cmab_kernels
+from cmab_kernels.extension import load_cuda
+cuda = load_cuda()
+print("libcuda.so" in open("/proc/self/maps").read())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"
+
+
+# ---- setup.py, with compilers that only pretend
+
+
+WORKS = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done; echo a compiler; echo that pretends\n'
+FAILS = "#!/bin/sh\necho 'ridge_solve.cu(1): error: no such luck'\nexit 1\n"
+
+
+def _build(tree: Path, wanted: str, compiler: str, nvcc: str | None) -> tuple[int, dict[str, Any]]:
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    shutil.copy(ROOT / "setup.py", tree)
+    (tree / "cmab_kernels").mkdir()
+    (tree / "bin").mkdir()
+    for name, script in (("c++", compiler), ("nvcc", nvcc)):
+        if script is not None:
+            (tree / "bin" / name).write_text(script)
+            (tree / "bin" / name).chmod(0o755)
+    environment = {**os.environ, "CMAB_KERNELS_BUILD": wanted, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree)}
+    run = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, env=environment, capture_output=True)
+    report = tree / "cmab_kernels" / "_build.json"
+    return run.returncode, json.loads(report.read_text()) if report.exists() else {}
+
+
+needs_tools = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("ninja", "pybind11", "setuptools")),
+    reason="ninja, pybind11 or setuptools are not here: pip brings them to where it builds",
+)
+
+
+@in_sources
+@needs_tools
+@pytest.mark.parametrize(
+    "wanted, compiler, nvcc, code, reason, cuda_reason",
+    [
+        ("auto", WORKS, WORKS, 0, "", ""),
+        ("auto", WORKS, FAILS, 0, "", "no such luck"),
+        ("auto", WORKS, None, 0, "", "no nvcc"),
+        ("auto", FAILS, WORKS, 0, "no such luck", "no such luck"),
+        ("1", WORKS, None, 0, "", "no nvcc"),
+        ("1", WORKS, FAILS, 1, None, None),
+        ("0", FAILS, FAILS, 0, "CMAB_KERNELS_BUILD=0", "CMAB_KERNELS_BUILD=0"),
+    ],
+)
+def test_what_setup_says(
+    tmp_path: Path, wanted: str, compiler: str, nvcc: str | None, code: int, reason: str | None, cuda_reason: str | None
+) -> None:
+    returned, report = _build(tmp_path, wanted, compiler, nvcc)
+    assert (returned != 0) == code
+    if reason is None or cuda_reason is None:
+        return
+    for part, why in ((report, reason), (report["cuda"], cuda_reason)):
+        assert part["built"] == (why == "") and why in part["reason"]
+    there = {path.name.split(".")[0] for path in (tmp_path / "cmab_kernels").glob("*.so")}
+    assert there == {name for name, why in (("_C", reason), ("_cuda", cuda_reason)) if why == ""}
+
+
+def test_the_report_goes_with_the_package() -> None:
+    assert (Path(cmab_kernels.__file__).parent / "_build.json").exists() and {"built", "reason", "cuda"} <= set(build_report())
