@@ -59,7 +59,7 @@ def constrained(
 
     Returns:
         ConstrainedRegression. Differentiable in key, value, alpha, weights and the constraints, through the optimality conditions of the
-        final active set.
+        final active set. The search depends on the data: `vmap` and the compiler refuse it, batches are what B and H are for.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -69,13 +69,13 @@ def constrained(
     takes in may have to leave again, and others may become violated. Here the same formula stands at the end of an active-set method.
 
     >>> key = torch.eye(3, dtype=torch.float64)[None, None]
-    >>> value = torch.tensor([3.0, -1.0, 1.0], dtype=torch.float64)[None, None, :, None]
+    >>> value = torch.tensor([0.8, -1.0, 0.6], dtype=torch.float64)[None, None, :, None]
     >>> one = torch.ones(1, 1, dtype=torch.float64)
     >>> sums_to_one = (torch.ones(3, 1, dtype=torch.float64), one)
     >>> not_negative = (-torch.eye(3, dtype=torch.float64), 0 * one.expand(3, 1))
     >>> nearest = cmab_kernels.intention.variants.constrained(key, value, equal=sums_to_one, at_most=not_negative)
-    >>> [round(w, 6) for w in nearest.weight.flatten().tolist()]
-    [1.0, 0.0, 0.0]
+    >>> torch.allclose(nearest.weight.flatten(), torch.tensor([0.6, 0.0, 0.4], dtype=torch.float64))
+    True
     """
     check_rows(key, weights, key_padding_mask, value=value)
     state = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
@@ -83,16 +83,11 @@ def constrained(
     normals, bounds, equalities = _stacked(equal, at_most, state.moment)
     solution, info = regularised_solve(state.gram, torch.cat([state.moment, normals], -1), alpha, impl=impl)
     free, turned = solution.split([columns, normals.shape[-1]], -1)  # w0 = Z K'V and Z N
-    products, excess = normals.mT @ turned, normals.mT @ free - bounds
     size = normals.mT.abs() @ free.abs() + bounds.abs()
-    active, problem = _search(products, excess, size, equalities, impl)
-    multipliers, doubt = _settled(products, excess, active, impl)
-    weight = free - turned @ multipliers
-    with torch.no_grad():  # one step of iterative refinement
-        remainder = _settled(products, normals.mT @ weight - bounds, active, impl)[0]
-    multipliers, weight = multipliers + remainder, weight - turned.detach() @ remainder
-    info = torch.maximum(info.unsqueeze(-1), doubt)
+    active, problem = _search(normals.mT @ turned, normals.mT @ free - bounds, size, equalities, impl)
+    weight, multipliers, doubt = _held(free, turned, normals, bounds, active, impl)
     missed = _missed(normals.mT @ weight - bounds, size, multipliers, equalities)
+    info = torch.maximum(info.unsqueeze(-1), doubt)
     info = info.masked_fill(missed & (info == 0), 2).masked_fill(weight.isnan().any(-2), 1)
     info = torch.where((info != 1) & (problem != SOUND), problem, info)
     unsolved = ((info != 0) & (info != 2)).unsqueeze(-2)
@@ -138,8 +133,21 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
     return active.view(batch, heads, columns, rows).mT, info
 
 
+def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The minimum (B, H, D, E) with the active constraints as equalities, its multipliers (B, H, R, E), and the `info` (B, H, E) of these.
+
+    One step of iterative refinement makes the constraints hold to rounding; it is no part of the derivative.
+    """
+    products = normals.mT @ turned
+    multipliers, info = _settled(products, normals.mT @ free - bounds, active, impl)
+    weight = free - turned @ multipliers
+    with torch.no_grad():
+        remainder, _ = _settled(products, normals.mT @ weight - bounds, active, impl)
+    return weight - turned.detach() @ remainder, multipliers + remainder, info
+
+
 def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    """The multipliers (B, H, R, E) under which the active constraints hold, and the `info` (B, H, E) of their systems."""
+    """The multipliers (B, H, R, E) that take the excess of the active constraints away, and the `info` (B, H, E) of their systems."""
     batch, heads, rows, columns = active.shape
     if rows == 0:
         return excess, excess.new_zeros(batch, heads, columns, dtype=torch.int32)

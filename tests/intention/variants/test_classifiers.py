@@ -274,6 +274,21 @@ def test_a_class_without_members_has_a_finite_gradient(impl: str, name: str) -> 
     assert all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize("name", FITTED)
+def test_transforms(impl: str, name: str) -> None:
+    """vmap is a loop, `torch.func.grad` is autograd, and a compiler sees one graph."""
+    key, labels = blobs(2, 2, 30, 4, 3)
+
+    def run(rows: Tensor) -> Tensor:
+        return score(FITTED[name](rows, labels, 3, impl=impl), rows)
+
+    several = torch.stack([key, key + 1, 2 * key])
+    torch.testing.assert_close(torch.vmap(run)(several), torch.stack([run(rows) for rows in several]), rtol=1e-10, atol=1e-10)
+    (grad,) = torch.autograd.grad(run(key.requires_grad_()).sin().sum(), key)
+    torch.testing.assert_close(torch.func.grad(lambda rows: run(rows).sin().sum())(key.detach()), grad, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(key.detach()), run(key.detach()))
+
+
 def _moments(rows: int) -> Any:
     key, labels = torch.randn(1, 1, rows, 16), torch.arange(rows)[None] % 4
     return lambda: variants.class_moments(key, labels, 4, pooled=True)
