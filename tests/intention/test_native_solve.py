@@ -62,8 +62,7 @@ def _ratio(gram: Tensor, rhs: Tensor, alpha: Tensor, weight: Tensor) -> float:
     matrix, size = _regularised(gram, alpha), weight.double().abs().sum(-2)
     residual = (rhs.double() - matrix @ weight.double()).abs().sum(-2)
     scale = matrix.abs().sum(-2).amax(-1, keepdim=True) * size * gram.shape[-1] * torch.finfo(gram.dtype).eps
-    worst = (residual / scale).nan_to_num(nan=math.inf) if not weight.eq(0).all() else residual
-    return float(worst.max())
+    return float((residual / scale).nan_to_num(nan=math.inf).max())
 
 
 def _same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
