@@ -84,8 +84,10 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
     assert _check(found, capability, tmp_path) == []
 
 
-def test_compiled_with_mask_and_state(tmp_path: Path) -> None:
-    assert _check(_launches(torch.bfloat16, 16, mask=True, state=True), 90, tmp_path) == []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In float64 Triton's own assertion failed: a mask of bytes is not to be seen by the product."""
+    assert _check(_launches(dtype, 16, mask=True, state=True), 90, tmp_path) == []
 
 
 def test_one_multiply_add_a_score(tmp_path: Path) -> None:
