@@ -145,8 +145,8 @@ class MultiheadIntention(LearnedRidge):
         out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
 
     a = 0 is least squares, a = 1 linear attention. (The paper's text has a at I, as here; its appendix 9 prints the two roles the other
-    way round.) `log_alpha` (H,) is learned and starts at 0, a = 1/2. It is meant to stay within some tens: where alpha passes the range of
-    the dtype (log_alpha 11 in float16, 88 in float32), results overflow.
+    way round.) `log_alpha` (H,) is learned and starts at 0, a = 1/2. It is meant to stay small: where alpha nears the range of the
+    dtype (log_alpha 11 in float16, 88 in float32), results lose digits and then overflow.
 
     Args:
         embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.

@@ -159,8 +159,8 @@ def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
         other = kind(DIM, HEADS, **config)
         other.load_state_dict(ours.state_dict())
         assert (other.log_alpha == 3.0).all()
-    with pytest.raises(RuntimeError, match=r"Missing.*out_proj\.weight"):
-        kind(DIM, HEADS).load_state_dict({name: e for name, e in kind(DIM, HEADS).state_dict().items() if name != "out_proj.weight"})
+    with pytest.raises(RuntimeError, match=r"Missing.*in_proj_weight"):
+        kind(DIM, HEADS).load_state_dict({name: entry for name, entry in theirs.state_dict().items() if name != "in_proj_weight"})
     with pytest.raises(RuntimeError, match=r"Unexpected.*log_alpha"):
         kind(DIM, HEADS, alpha=1.0).load_state_dict(kind(DIM, HEADS).state_dict())
     with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # on the meta device there is nothing to keep
