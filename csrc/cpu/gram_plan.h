@@ -1,0 +1,62 @@
+// What the drivers of family C share.
+#pragma once
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "attention_plan.h"
+#include "gram_call.h"
+#include "instruction_sets.h"
+
+namespace cmab::cpu {
+
+inline const GramKernels& gram_kernels(bool in_double) {
+  const int table = in_double ? 0 : 1;
+#if defined(__x86_64__)
+  return widest(gram_portable[table], gram_avx2[table], gram_avx512[table]);
+#else
+  return gram_portable[table];
+#endif
+}
+
+inline Matrix rows_of(DType dtype, const Operand& x, int64_t b, int64_t h, int64_t row) {
+  const int64_t offset = b * x.stride[0] + h * x.stride[1] + row * x.stride[2];
+  return {static_cast<const char*>(x.data) + offset * element_bytes(dtype), x.stride[2], x.stride[3]};
+}
+
+inline DType weight_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
+
+inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t first, int64_t count) {
+  const DType dtype = in.shape.dtype;
+  GramKeys keys{};
+  keys.key = rows_of(dtype, in.key, b, h, first);
+  keys.value = rows_of(dtype, in.value, b, h, first);
+  keys.weight = in.weight.data ? rows_of(weight_type(dtype), in.weight, b, h, first).data : nullptr;
+  keys.weight_stride = in.weight.stride[2];
+  keys.ignored = in.ignored ? in.ignored + b * in.ignored_stride[0] + first * in.ignored_stride[1] : nullptr;
+  keys.ignored_stride = in.ignored_stride[1];
+  keys.count = count;
+  return keys;
+}
+
+// Starting threads costs microseconds: a handful of rows is done by the caller's.
+inline int useful_threads(double multiplications, int threads) {
+  return multiplications < 1 << 20 ? 1 : std::max(threads, 1);
+}
+
+// Lets a large result, which nobody has touched yet, have pages of 2 MiB: its first touch then takes a quarter of the
+// time. Does nothing where the system has no such pages.
+inline void prefer_huge_pages(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  if (!memory || bytes < int64_t(4 * kPage)) return;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
+}  // namespace cmab::cpu
