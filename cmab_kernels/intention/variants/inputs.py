@@ -56,7 +56,8 @@ def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
     if given is None:
         priors = weight
     else:
-        priors = expand_to("priors", torch.as_tensor(given, device=weight.device), weight.shape, weight.device)
+        given = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device=weight.device)
+        priors = expand_to("priors", given, weight.shape, weight.device)
         refuse_negative("priors", priors)
         priors = priors.masked_fill(weight == 0, 0.0)
     return divided(priors, priors.sum(-1, keepdim=True))

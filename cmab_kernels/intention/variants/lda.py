@@ -33,8 +33,8 @@ def lda(
 
     Returns:
         LinearClassifier, whose probabilities are the posterior's. A class without members has score -inf and probability 0. Where Sigma
-        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN: shrink, or leave features out.
-        Differentiable in key, weights, shrinkage and priors.
+        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN, or 2 where a rounding hides it: shrink,
+        or leave features out. Differentiable in key, weights, shrinkage and priors.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.

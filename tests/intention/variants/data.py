@@ -1,30 +1,14 @@
-"""scikit-learn's own data sets, as one head."""
+"""Rows of overlapping classes, and every estimator that they are fitted to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn import datasets
 from torch import Tensor
 
 from cmab_kernels.intention import variants
-
-CLASSIFICATION = ("iris", "wine", "breast_cancer", "digits")
-
-
-def head(array: Any) -> Tensor:
-    """(N, ...) as (1, 1, N, ...)."""
-    return torch.as_tensor(np.ascontiguousarray(array))[None, None]
-
-
-def load(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and targets; digits without the pixels that hardly ever differ, whose covariance is singular in all estimators."""
-    rows, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
-    rows = rows.astype(float)
-    return (rows[:, rows.std(0) > 0.5], targets) if name == "digits" else (rows, targets)
 
 
 def blobs(batch: int, heads: int, rows: int, width: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
