@@ -13,6 +13,8 @@ from torch import Tensor
 from .autograd import traced_as_constant
 
 WIDEST = 256
+MOST_ROWS = 2**31 - 2**24
+"""The ends of runs and tiles, which may lie beyond the last row, stay within 32 bits."""
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities with 99 KiB in a block (CUDA C++ Programming Guide, technical specifications)."""
 
@@ -27,7 +29,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why Triton's kernels cannot run these inputs here; None when they can."""
     if max(key.shape[-1], value.shape[-1]) > WIDEST:
         return f"its heads are at most {WIDEST} wide"
-    if max(query.shape[-2], key.shape[-2]) >= 2**31:
+    if max(query.shape[-2], key.shape[-2]) > MOST_ROWS:
         return "it counts queries and keys in 32 bits"
     if query.device.type == "cuda":
         return _gpu_problem(query.device.index)

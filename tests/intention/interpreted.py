@@ -295,8 +295,9 @@ def test_the_public_functions() -> None:
         assert torch.allclose(ours, right, rtol=1e-10, atol=1e-12)
 
 
-def test_bfloat16_is_refused() -> None:
+def test_what_is_refused() -> None:
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
     assert "bfloat16" in str(kernels.unsupported(q, q, q))
     assert kernels.unsupported(q.float(), q.float(), q.float()) is None
     assert "256" in str(kernels.unsupported(*(torch.zeros(1, 1, 1, 257),) * 3))
+    assert "32 bits" in str(kernels.unsupported(*(torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 - 1, 1),) * 3))
