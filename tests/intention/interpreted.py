@@ -18,7 +18,7 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.intention import kernels
-from cmab_kernels.intention.kernels import launch
+from cmab_kernels.intention.kernels import launch, sums
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -221,11 +221,12 @@ def test_a_nan_stays_in_its_matrix() -> None:
     assert torch.equal(gram[0], clean[0][0]) and torch.equal(moment[0], clean[1][0])
 
 
-def test_many_keys_lose_no_digits() -> None:
-    """Sums of 20,000 ones and a bit, in float32: run by run they are added in float64."""
-    key = torch.full((1, 1, 20_000, 1), 1 + 2.0**-11)
-    gram, _ = kernels.gram(key, key, None, None, (True, False), False)
-    assert abs(float(gram) / (20_000 * (1 + 2.0**-11) ** 2) - 1) < 1e-6
+def test_long_runs_lose_no_digits() -> None:
+    """A run of 20,000 keys, whose sum in float32 would round each tile's share the same way: every 512 keys it goes to a float64 total."""
+    key = torch.full((1, 1, 20_000, 1), 1 + 1.33e-5)
+    with mock.patch.object(sums, "cut_keys", lambda keys, *_: launch.Cut(1, keys)):
+        gram, _ = kernels.gram(key, key, None, None, (True, False), False)
+    assert abs(float(gram) / (20_000 * float(key[0, 0, 0, 0].double()) ** 2) - 1) < 1e-6
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
