@@ -384,6 +384,8 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
             module.update(points, points[..., :3])
         with pytest.raises(ValueError, match="`key_padding_mask`"):
             module.update(points, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
+        with pytest.raises(ValueError, match="`query`"):
+            module.predict(points[..., :3])
         with pytest.raises(ValueError, match=r"state\.gram"):
             module.predict(points[:, :1])
         with pytest.raises(TypeError, match="RidgeState"):
