@@ -1,4 +1,4 @@
-"""The streams over rows in C++ against their formulas in float64: every instruction set, type and layout, every border of blocks and runs."""
+"""The streams over rows in C++ against their formulas in float64: every instruction set, type and layout, borders of blocks and runs."""
 
 from __future__ import annotations
 
