@@ -295,7 +295,7 @@ def test_solve_of_bad_matrices() -> None:
 
 @pytest.mark.nightly
 def test_under_sanitizers(tmp_path: Path) -> None:
-    """Tests of this file once more, with the emulated kernels watched: out-of-bounds, overflowing or undefined, whatever ends the process."""
+    """Tests of this file once more, with the emulated kernels watched: what is out of bounds or undefined ends the process."""
     preload = [
         subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
