@@ -252,7 +252,8 @@ def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     """The solution's gradient to G and C, and theirs to the rows. `gram` is an output, so that its own graph leads back to the keys."""
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
-    z = solve(gram.flatten(0, 1), dweight.flatten(0, 1), alpha.flatten(), ctx.impl)[0].view_as(weight)
+    systems, rhs = (t.reshape(-1, *t.shape[2:]) for t in (gram, dweight))  # not flatten, which has no rule for batched gradients
+    z = solve(systems, rhs, alpha.reshape(-1), ctx.impl)[0].reshape(weight.shape)
     rows = _gradient_of_sums(ctx, dgram - z @ weight.mT, z, (key, value, weights, mask), exact=False)
     return *rows, None, -(z * weight).sum((-2, -1)), None
 
