@@ -104,13 +104,12 @@ def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> Ri
 
 
 def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
-    """The constraint to work on (S,): the one on its way, or the most violated, equalities first; -1 where all hold."""
+    """The constraint to work on (S,): the one on its way, or the most violated; -1 where all hold."""
     excess = systems.excess - (systems.products @ here.multipliers.unsqueeze(-1)).squeeze(-1)
     violation = torch.where(equality, excess.abs(), excess)
     terms = systems.size + here.multipliers.abs().sum(-1, keepdim=True)  # no product is above 1
     violated = (violation > VIOLATED * terms) & ~here.active
-    rank = torch.where(violated, torch.where(equality, torch.inf, violation), -torch.inf)
-    worst = torch.where(violated.any(-1), rank.argmax(-1), -1)
+    worst = torch.where(violated.any(-1), violation.masked_fill(~violated, -torch.inf).argmax(-1), -1)
     return torch.where(here.pending >= 0, here.pending, worst)
 
 

@@ -39,8 +39,7 @@ def _backward(ctx: Any, dout: Tensor) -> Tensor:
     both, either = kept.unsqueeze(-1) & kept.unsqueeze(-2), kept.unsqueeze(-1) | kept.unsqueeze(-2)
     inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # the vanishing one stands as 1
     slopes = torch.where(both, inside, torch.where(either, across, 0.0))
-    turned = vectors.mT @ ((dout + dout.mT) / 2) @ vectors
-    return vectors @ (slopes * turned) @ vectors.mT
+    return vectors @ (slopes * (vectors.mT @ dout @ vectors)) @ vectors.mT
 
 
 inverse_root = differentiable(_forward, _save, _backward)

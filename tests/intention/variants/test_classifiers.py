@@ -301,6 +301,7 @@ def test_transforms(impl: str, name: str) -> None:
     torch.testing.assert_close(torch.vmap(run)(several), torch.stack([run(rows) for rows in several]), rtol=1e-10, atol=1e-10)
     (grad,) = torch.autograd.grad(run(key.requires_grad_()).sin().sum(), key)
     torch.testing.assert_close(torch.func.grad(lambda rows: run(rows).sin().sum())(key.detach()), grad, rtol=1e-9, atol=1e-10)
+    torch.compiler.reset()
     torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(key.detach()), run(key.detach()))
 
 

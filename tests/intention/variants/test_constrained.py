@@ -60,6 +60,10 @@ def test_optimality(impl: str, width: int, equalities: int, inequalities: int, r
     solved = fit.info == 0
     assert (fit.info == 3)[~solved].all() and (solved.all() or not feasible)
     assert (_conditions(key, value, normals, bounds, equalities, fit)[solved] < 1e-8).all()
+    held = ((normals.mT @ fit.weight - bounds).abs() / (normals.mT.abs() @ fit.weight.abs() + bounds.abs()))[
+        fit.active & solved.unsqueeze(2)
+    ]
+    assert held.numel() == 0 or held.max() < 1e-12, "refined to rounding"
     assert fit.weight.isnan().all(2).eq(~solved).all() and fit.weight.isnan().any(2).eq(~solved).all()
     for b, e in [(b, e) for b in range(8) for e in range(3)]:  # infeasible where a linear programme says so
         args = {"A_ub": normals[b, 1, :, equalities:].T, "b_ub": bounds[b, 1, equalities:, e]}
