@@ -104,6 +104,13 @@ def test_a_shared_module_is_replaced_once_by_one() -> None:
     assert replace_modules(model, MAPPING) == 0
 
 
+def test_modules_that_hold_each_other() -> None:
+    model, inner = nn.ModuleDict(), nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2)})
+    model["inner"], inner["outer"] = inner, model
+    assert replace_modules(model, MAPPING) == 1
+    assert type(inner["attention"]) is MultiheadAttention
+
+
 def test_subclasses_are_left_alone() -> None:
     class Special(nn.MultiheadAttention):
         pass
