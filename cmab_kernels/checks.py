@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dtypes import FLOATING
+from .dtypes import FLOATING, state_dtype
 
 
 def wrong(argument: str, given: str, allowed: str) -> str:
@@ -60,6 +60,23 @@ def check_mask(mask: Tensor | None, key: Tensor) -> None:
         raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+
+
+def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
+    """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in the type of sums; None stays None. An error where they do not fit."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
+        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
+        raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
+    batch, heads, length, _ = key.shape
+    if weights.shape not in ((batch, length), (batch, heads, length)):
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
+    if weights.device != key.device:
+        raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
+    weights = weights.to(state_dtype(key.dtype))
+    return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
 
 
 def refuse_negative(name: str, tensor: Tensor) -> None:

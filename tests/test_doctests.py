@@ -9,8 +9,9 @@ import torch
 
 import cmab_kernels
 import cmab_kernels.nn
+from cmab_kernels.intention import variants
 
-MODULES = (cmab_kernels, cmab_kernels.nn)
+MODULES = (cmab_kernels, cmab_kernels.nn, variants)
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in MODULES for name in module.__all__}
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..attention import latent_attention
 from ..backends import choose, named
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, refuse_negative, wrong
-from ..dtypes import FLOATING, state_dtype
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, refuse_negative, weights_of_heads, wrong
+from ..dtypes import state_dtype
 from .dual import dual_solve
 from .reference import apply_rows_reference, gram_reference, ridge_solve_reference, rows_of
 from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op, solve
@@ -240,23 +240,7 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     query = key if query is None else over_batch(query, key, key.shape[0])
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
-    return _Inputs(query, key, value, _weights(weights, key), key_padding_mask)
-
-
-def _weights(weights: Tensor | None, key: Tensor) -> Tensor | None:
-    if weights is None:
-        return None
-    if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
-        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
-        raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
-    batch, heads, length, _ = key.shape
-    if weights.shape not in ((batch, length), (batch, heads, length)):
-        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
-        raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
-    if weights.device != key.device:
-        raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
-    weights = weights.to(state_dtype(key.dtype))
-    return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
+    return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
 
 
 def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device) -> Tensor:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...checks import check_key_value, check_mask, check_operands, refuse_negative, wrong
-from ..api import _weights as over_heads
+from ...checks import check_key_value, check_mask, check_operands, refuse_negative, weights_of_heads, wrong
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
@@ -16,7 +15,7 @@ def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **other
     check_operands(key=key, **others)
     check_key_value(key, others.get("value", key))
     check_mask(mask, key)
-    weights = over_heads(weights, key)
+    weights = weights_of_heads(weights, key)
     return key.new_ones((), dtype=torch.float64).expand(key.shape[:3]) if weights is None else weights
 
 
