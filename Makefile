@@ -43,4 +43,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build *.egg-info cmab_kernels/_C*.so cmab_kernels/_build.json
+	rm -rf $(VENV) build *.egg-info cmab_kernels/_C*.so cmab_kernels/_cuda*.so cmab_kernels/_build.json
