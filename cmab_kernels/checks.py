@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,6 +82,9 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
 
 
+_NEGATIVE = wrong("{}", "has a negative element", "every element must be >= 0")
+
+
 def refuse_negative(name: str, tensor: Tensor) -> None:
     """`ValueError` if an element is below 0. Values on a GPU are not waited for: there it is an assertion on the device.
 
@@ -86,12 +92,10 @@ def refuse_negative(name: str, tensor: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
-    negative = (tensor < 0).any()
-    message = wrong(name, "has a negative element", "every element must be >= 0")
     if tensor.is_cuda:
-        torch._assert_async(~negative, message)
-    elif negative:
-        raise ValueError(message)
+        torch._assert_async(~(tensor < 0).any(), _NEGATIVE.format(name))
+    elif tensor.numel() and not float(tensor.min()) >= 0 and (tensor < 0).any():  # the minimum, half as dear, may be a NaN
+        raise ValueError(_NEGATIVE.format(name))
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -100,3 +104,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off, where it is on: what is inside computes in the types that it was given."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, wrong
+from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, over_batch, wrong
 from ..dtypes import state_dtype
 from .reference import attention_reference
 from .schema import attention_op, check_offsets
@@ -128,7 +128,7 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
     chosen = choose("attention", impl, *inputs[:3])
     if chosen == "reference":
         _check_offsets_now(inputs)
-        with torch.autocast(inputs.query.device.type, enabled=False):
+        with as_they_are(inputs.query.device):
             new = AttentionState(*attention_reference(*inputs))
         return new if state is None else merge_states(state, new)
     before = state or (None, None)

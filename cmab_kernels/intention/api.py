@@ -10,12 +10,22 @@ from torch import Tensor
 
 from ..attention import latent_attention
 from ..backends import choose, named
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, refuse_negative, weights_of_heads, wrong
+from ..checks import (
+    as_autocast,
+    as_they_are,
+    check_key_value,
+    check_mask,
+    check_operands,
+    over_batch,
+    refuse_negative,
+    weights_of_heads,
+    wrong,
+)
 from ..dtypes import state_dtype
 from .dual import dual_solve
 from .reference import apply_rows_reference, gram_reference, ridge_solve_reference, rows_of
 from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op, solve
-from .state import RidgeSolution, RidgeState, check_ridge, merge_ridge, subtract_ridge
+from .state import RidgeSolution, RidgeState, check_ridge, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
 
@@ -66,7 +76,7 @@ def intention(
     penalty = _penalty(alpha, inputs.key.shape[:2], inputs.key.device)
     chosen = choose("ridge", impl, *inputs[:3])
     *_, length, width = inputs.key.shape
-    with torch.autocast(inputs.key.device.type, enabled=False):
+    with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
             return _dual(inputs, penalty, chosen)
         if chosen == "reference":
@@ -101,7 +111,7 @@ def sigma_intention(
     chosen = choose("ridge", impl, *inputs[:3])
     *_, length, width = inputs.key.shape
     attend = named("attention", chosen)
-    with torch.autocast(inputs.key.device.type, enabled=False):
+    with as_they_are(inputs.key.device):
         if inputs.weights is None and 0 < length < width:
             scores = _dual_scores(inputs, penalty, chosen)
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
@@ -136,8 +146,9 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    new = RidgeState(*_sums(inputs, impl), _count(inputs))
-    return new if state is None else merge_ridge(state, new)
+    gram, moment = _sums(inputs, impl)
+    count = _count(inputs, None if state is None else state.count)
+    return RidgeState(gram, moment, count) if state is None else RidgeState(state.gram + gram, state.moment + moment, count)
 
 
 def remove_ridge(
@@ -205,8 +216,12 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     if rhs.dim() != gram.dim() or rhs.shape[:-1] != gram.shape[:-1]:
         allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E) is needed, as gram has shape {tuple(gram.shape)}"
         raise ValueError(wrong("rhs", f"has shape {tuple(rhs.shape)}", allowed))
-    solution = _solve_heads(gram, rhs, _penalty(alpha, gram.shape[:-2], gram.device), impl)
-    return RidgeSolution(solution.weight.to(gram.dtype), solution.info)
+    dtype = state_dtype(gram.dtype)
+    penalty = _penalty(alpha, gram.shape[:-2], gram.device, dtype)
+    if gram.dtype == dtype:
+        return _solve_heads(gram, rhs, penalty, impl)
+    weight, info = _solve_heads(gram.to(dtype), rhs.to(dtype), penalty, impl)
+    return RidgeSolution(weight.to(gram.dtype), info)
 
 
 def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
@@ -243,12 +258,12 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
 
 
-def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    """alpha as a float64 tensor of `shape`."""
+def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """alpha as a tensor of `shape` and `dtype`."""
     if not isinstance(alpha, Tensor):
         if not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
-        return torch.full((), alpha, dtype=torch.float64, device=device).expand(shape)
+        return torch.full(shape, alpha, dtype=dtype, device=device)
     if not alpha.is_floating_point():
         raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
     if alpha.device != device and alpha.dim() > 0:
@@ -258,7 +273,7 @@ def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device) -> 
         raise ValueError(
             wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
         )
-    return alpha.to(device, torch.float64).expand(shape)
+    return alpha.to(device, dtype).expand(shape)
 
 
 def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
@@ -268,11 +283,11 @@ def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
 
 
 def _solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
-    """`solve` of any leading dimensions, in the type of sums."""
-    dtype = state_dtype(gram.dtype)
-    systems = penalty.numel()
-    flat_gram, flat_rhs = (part.to(dtype).reshape(systems, *part.shape[-2:]) for part in (gram, rhs))
-    weight, info = solve(flat_gram, flat_rhs, penalty.reshape(systems).to(dtype), impl)
+    """`solve` of any leading dimensions; all in one dtype of sums."""
+    if gram.dim() == 3:
+        return RidgeSolution(*solve(gram, rhs, penalty, impl))
+    flat_gram, flat_rhs = (part.reshape(penalty.numel(), *part.shape[-2:]) for part in (gram, rhs))
+    weight, info = solve(flat_gram, flat_rhs, penalty.reshape(-1), impl)
     return RidgeSolution(weight.view(rhs.shape), info.view(penalty.shape))
 
 
@@ -290,16 +305,20 @@ def _sums(inputs: _Inputs, impl: str) -> tuple[Tensor, Tensor]:
     chosen = choose("ridge", impl, *inputs[:3])
     if chosen == "reference":
         check_weights(inputs.weights, inputs.key_padding_mask)
-        with torch.autocast(inputs.key.device.type, enabled=False):
+        with as_they_are(inputs.key.device):
             return gram_reference(*inputs[1:], exact=True)
     return gram_op(*inputs[1:], (True, True), True, chosen)
 
 
-def _count(inputs: _Inputs) -> Tensor:
+def _count(inputs: _Inputs, before: Tensor | None) -> Tensor:
+    """(B, H): the keys that are not masked, after those counted `before`."""
     batch, heads, length, _ = inputs.key.shape
-    if inputs.key_padding_mask is None:
+    if inputs.key_padding_mask is not None:
+        present = (~inputs.key_padding_mask).sum(-1, keepdim=True)
+        return present.expand(batch, heads).clone() if before is None else before + present
+    if before is None:
         return torch.full((batch, heads), length, dtype=torch.int64, device=inputs.key.device)
-    return (~inputs.key_padding_mask).sum(-1).unsqueeze(-1).expand(batch, heads).contiguous()
+    return before + length
 
 
 def _dual_rows(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd import Operator, folding_rule
 from ..backends import choose, implementation, named
-from ..checks import refuse_negative
+from ..checks import as_they_are, refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
 from .reference import gram_backward_reference, regularised_solve_reference
@@ -263,7 +263,7 @@ def solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str = "auto") -> tuple
     chosen = choose("solve", named("solve", impl), gram, rhs)
     if chosen == "reference":
         refuse_negative("alpha", alpha)
-        with torch.autocast(gram.device.type, enabled=False):
+        with as_they_are(gram.device):
             return regularised_solve_reference(gram, rhs, alpha)
     return regularised_solve_op(gram, rhs, alpha, chosen)
 
