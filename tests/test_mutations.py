@@ -37,7 +37,7 @@ FAULTS = {
     "a wrong stride": Fault(
         "csrc/cpu/attention_plan.h", "b * operand.stride[0] + h * operand.stride[1]", "b * operand.stride[0] + h * operand.stride[2]"
     ),
-    "a dropped last block": Fault("csrc/cpu/attention_plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
+    "a dropped last block": Fault("csrc/cpu/plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
     "= for +=": Fault("csrc/cpu/attention_backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
     "base 2 for base e": Fault("csrc/cpu/attention_forward.cpp", "merge.reference[row] * kLn2", "merge.reference[row]"),
     "a 32-bit offset": Fault("csrc/cpu/attention_plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),

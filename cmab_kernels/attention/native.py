@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..dtypes import NATIVE_DTYPES, state_dtype
 from ..extension import load
 
 _C = load()
 
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cpu/attention.h
 MAX_WIDTH = _C.MAX_WIDTH
 NO_STRIDES = ()
 
@@ -19,7 +18,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this implementation cannot run these inputs, or None."""
     if query.device.type != "cpu":
         return f"native code runs on the CPU, query is on {query.device}"
-    if query.dtype not in DTYPES:
+    if query.dtype not in NATIVE_DTYPES:
         return f"no native kernel for {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
         return f"native kernels go up to a width of {MAX_WIDTH}, key is {query.shape[-1]} wide, value {value.shape[-1]}"
@@ -29,7 +28,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def _inputs(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> tuple:
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
-    sizes = (DTYPES[query.dtype], batch, heads, queries, keys, width, value_width, scale, torch.get_num_threads())
+    sizes = (NATIVE_DTYPES[query.dtype], batch, heads, queries, keys, width, value_width, scale, torch.get_num_threads())
     mask = (0, NO_STRIDES) if key_padding_mask is None else (key_padding_mask.data_ptr(), key_padding_mask.stride())
     sets = (0, False) if cu_seqlens is None else (cu_seqlens.data_ptr(), cu_seqlens.dtype == torch.int64)
     return (sizes, *_operand(query), *_operand(key), *_operand(value), *mask, *sets)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dtypes import NATIVE_DTYPES
 from .cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 from .kernels import apply_rows, gram, gram_backward
 
 __all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
 
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cuda/ridge_solve.h
 MOST_WORKSPACE = 2**25
 """Partial sums, in float64, that are kept at a time, unless one matrix has more: 256 MiB."""
 
@@ -19,7 +19,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this implementation cannot run these inputs, or None."""
     if key.device.type != "cuda":
         return f"it needs a GPU, and key is on {key.device}"
-    if key.dtype not in DTYPES:
+    if key.dtype not in NATIVE_DTYPES:
         return f"no CUDA kernel for {key.dtype}"
     if key.shape[-1] > MAX_WIDTH:
         return f"its keys are at most {MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
@@ -41,7 +41,7 @@ def ridge_solve(
     CUDA.ridge_solve(
         [
             *stream_of(key),
-            *(DTYPES[key.dtype], batch, heads, keys, together, width, value_width),
+            *(NATIVE_DTYPES[key.dtype], batch, heads, keys, together, width, value_width),
             *operand(key, 4),
             *operand(value, 4),
             *operand(weights, 3),

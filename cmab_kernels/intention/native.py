@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..dtypes import NATIVE_DTYPES, state_dtype
 from ..extension import load
 from .native_solve import regularised_solve
 
 _C = load()
 
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # DType in csrc/cpu/attention.h
 NO_STRIDES = ()
 
 
@@ -19,7 +18,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this implementation cannot run these inputs, or None."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
-    if key.dtype not in DTYPES:
+    if key.dtype not in NATIVE_DTYPES:
         return f"no native kernel for {key.dtype}"
     return None
 
@@ -29,7 +28,7 @@ def _operand(tensor: Tensor | None) -> tuple[int, tuple[int, ...]]:
 
 
 def _inputs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool) -> tuple:
-    sizes = (DTYPES[key.dtype], *key.shape, value.shape[-1], exact, torch.get_num_threads())
+    sizes = (NATIVE_DTYPES[key.dtype], *key.shape, value.shape[-1], exact, torch.get_num_threads())
     return (sizes, *_operand(key), *_operand(value), *_operand(weights), *_operand(key_padding_mask))
 
 
@@ -68,7 +67,7 @@ def gram_backward(
 def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
     """query @ weight in query's dtype, with the products of the state's type."""
     out = query.new_empty((*query.shape[:-1], weight.shape[-1]))
-    sizes = (DTYPES[query.dtype], *query.shape, weight.shape[-1], torch.get_num_threads())
+    sizes = (NATIVE_DTYPES[query.dtype], *query.shape, weight.shape[-1], torch.get_num_threads())
     _C.apply_rows(sizes, *_operand(query), *_operand(weight), out.data_ptr())
     return out
 

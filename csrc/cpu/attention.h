@@ -11,22 +11,12 @@
 // their own, so everything in them but the exported table has internal linkage: put it in an anonymous namespace.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "operands.h"
 
 namespace cmab::cpu {
 
-enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
-
 constexpr int64_t kKeyTile = 64;
 constexpr int64_t kMaxWidth = 256;
-
-// A (rows, width) matrix in the caller's memory, of Shape::dtype. Strides are in elements, of any sign or zero.
-struct Matrix {
-  const void* data;
-  int64_t row_stride;
-  int64_t col_stride;
-};
 
 // What is the same for every head.
 struct Shape {

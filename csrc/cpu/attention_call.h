@@ -5,17 +5,6 @@
 
 namespace cmab::cpu {
 
-// (batch, heads, rows, width) in the caller's memory; strides in elements.
-struct Operand {
-  void* data = nullptr;
-  int64_t stride[4] = {};
-
-  template <class T>
-  T* at(int64_t b, int64_t h, int64_t row) const {
-    return static_cast<T*>(data) + b * stride[0] + h * stride[1] + row * stride[2];
-  }
-};
-
 struct Inputs {
   Shape shape;
   int64_t batch, heads, queries, keys;  // keys: N, over all sets where sets are packed

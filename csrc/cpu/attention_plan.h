@@ -3,38 +3,12 @@
 // for a batch element alone or within a batch. How cuts are dealt out to threads is free.
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "attention_call.h"
+#include "plan.h"
 
 namespace cmab::cpu {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Memory that is never touched before it is needed; 64-byte aligned.
-class Workspace {
- public:
-  void reserve(size_t bytes) {
-    if (bytes <= bytes_) return;
-    memory_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-    if (!memory_) throw std::bad_alloc();
-    bytes_ = bytes;
-  }
-  char* at(size_t offset) const { return memory_.get() + offset; }
-
- private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  size_t bytes_ = 0;
-};
-
-inline size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The keys of one batch element: `count` from `first` on, in batch element `batch` of key and value.
 struct KeySet {
@@ -51,13 +25,6 @@ inline KeySet key_set(const Inputs& in, int64_t b) {
   const int64_t first = offset(b);
   return {0, first, std::max<int64_t>(offset(b + 1) - first, 0)};
 }
-
-// Where piece `i` of `pieces` starts among `count` rows: at a multiple of `unit`.
-inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t unit) {
-  return std::min(count, ceil_div(count, unit) * i / pieces * unit);
-}
-
-inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 inline Matrix rows_of(const Inputs& in, const Operand& operand, int64_t b, int64_t h, int64_t row) {
   const int64_t offset = b * operand.stride[0] + h * operand.stride[1] + row * operand.stride[2];

@@ -6,7 +6,7 @@
 // keys of one run alone), in one order of additions. Everything but the exported tables has internal linkage.
 #pragma once
 
-#include "attention.h"
+#include "operands.h"
 
 namespace cmab::cpu {
 

@@ -1,7 +1,6 @@
 // The operations of family C that stream over rows, over raw memory; the caller allocates everything.
 #pragma once
 
-#include "attention_call.h"
 #include "gram.h"
 
 namespace cmab::cpu {

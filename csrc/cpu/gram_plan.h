@@ -1,13 +1,9 @@
 // What the drivers of family C share.
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-#include "attention_plan.h"
 #include "gram_call.h"
 #include "instruction_sets.h"
+#include "plan.h"
 
 namespace cmab::cpu {
 
@@ -43,20 +39,6 @@ inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t firs
 // Starting threads costs microseconds: a handful of rows is done by the caller's.
 inline int useful_threads(double multiplications, int threads) {
   return multiplications < 1 << 20 ? 1 : std::max(threads, 1);
-}
-
-// Lets a large result, which nobody has touched yet, have pages of 2 MiB: its first touch then takes a quarter of the
-// time. Does nothing where the system has no such pages.
-inline void prefer_huge_pages(void* memory, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 2 << 20;
-  if (!memory || bytes < int64_t(4 * kPage)) return;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)memory, (void)bytes;
-#endif
 }
 
 }  // namespace cmab::cpu

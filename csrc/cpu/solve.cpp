@@ -4,10 +4,8 @@
 
 #include <omp.h>
 
-#include <algorithm>
-
-#include "attention_plan.h"
 #include "instruction_sets.h"
+#include "plan.h"
 
 namespace cmab::cpu {
 namespace {

@@ -8,10 +8,7 @@
 // A tile of registers may load an element, go on with it for a while and store it back, but no sum is ever split.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "attention.h"
+#include "operands.h"
 
 namespace cmab::cpu {
 

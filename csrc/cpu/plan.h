@@ -1,0 +1,58 @@
+// What the drivers of every family share: memory, and cuts.
+#pragma once
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace cmab::cpu {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where piece `i` of `pieces` starts among `count` rows: at a multiple of `unit`.
+inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t unit) {
+  return std::min(count, ceil_div(count, unit) * i / pieces * unit);
+}
+
+// Memory that is never touched before it is needed; 64-byte aligned.
+class Workspace {
+ public:
+  void reserve(size_t bytes) {
+    if (bytes <= bytes_) return;
+    memory_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
+    if (!memory_) throw std::bad_alloc();
+    bytes_ = bytes;
+  }
+  char* at(size_t offset) const { return memory_.get() + offset; }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  size_t bytes_ = 0;
+};
+
+inline size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Lets a large result, which nobody has touched yet, have pages of 2 MiB: its first touch then takes a quarter of the
+// time. Does nothing where the system has no such pages.
+inline void prefer_huge_pages(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  if (!memory || bytes < int64_t(4 * kPage)) return;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
+}  // namespace cmab::cpu
