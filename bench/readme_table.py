@@ -106,10 +106,15 @@ def table(path: Path, shown: Table) -> str:
         if ours and theirs:
             low, high = ours["extra_info"]["ratio_quartiles"]
             lines.append(
-                f"| {label} | {_figures(theirs)} | {_figures(ours)} | **{ours['extra_info']['ratio']:.2f}** ({low:.2f} to {high:.2f}) |"
+                f"| {label} | {_figures(theirs)} | {_figures(ours)} | **{_ratio(ours['extra_info']['ratio'])}** ({_ratio(low)} to {_ratio(high)}) |"
             )
             threads.add(ours["extra_info"].get("threads", run["threads"]))
     return "\n".join([*lines, "", _where(path, run, shown, " or ".join(map(str, sorted(threads))))])
+
+
+def _ratio(ratio: float) -> str:
+    """Two digits of what is small, two places of the rest."""
+    return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
 
 
 def _figures(row: dict[str, Any]) -> str:
