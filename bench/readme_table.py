@@ -105,9 +105,8 @@ def table(path: Path, shown: Table) -> str:
         theirs = rows.get(ours["extra_info"].get("baseline")) if ours else None
         if ours and theirs:
             low, high = ours["extra_info"]["ratio_quartiles"]
-            lines.append(
-                f"| {label} | {_figures(theirs)} | {_figures(ours)} | **{_ratio(ours['extra_info']['ratio'])}** ({_ratio(low)} to {_ratio(high)}) |"
-            )
+            ratio = f"**{_ratio(ours['extra_info']['ratio'])}** ({_ratio(low)} to {_ratio(high)})"
+            lines.append(f"| {label} | {_figures(theirs)} | {_figures(ours)} | {ratio} |")
             threads.add(ours["extra_info"].get("threads", run["threads"]))
     return "\n".join([*lines, "", _where(path, run, shown, " or ".join(map(str, sorted(threads))))])
 
