@@ -94,7 +94,7 @@ def refuse_negative(name: str, tensor: Tensor) -> None:
         return
     if tensor.is_cuda:
         torch._assert_async(~(tensor < 0).any(), _NEGATIVE.format(name))
-    elif tensor.numel() and not float(tensor.min()) >= 0 and (tensor < 0).any():  # the minimum, half as dear, may be a NaN
+    elif tensor.numel() and not tensor.min().item() >= 0 and (tensor < 0).any():  # the minimum, half as dear, may be a NaN
         raise ValueError(_NEGATIVE.format(name))
 
 

@@ -181,3 +181,9 @@ def test_the_state_is_never_changed() -> None:
     with pytest.raises(ValueError):
         ck.ridge_state(K[..., :3], V, state=state)
     assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))
+
+
+def test_a_learnable_penalty_is_checked_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    alpha, weights = torch.ones(3, requires_grad=True), torch.ones(2, 9, requires_grad=True)
+    ck.intention(Q, K, V, alpha, weights=weights).sum().backward()
+    assert not recwarn.list
