@@ -185,5 +185,6 @@ def test_the_state_is_never_changed() -> None:
 
 def test_a_learnable_penalty_is_checked_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     alpha, weights = torch.ones(3, requires_grad=True), torch.ones(2, 9, requires_grad=True)
-    ck.intention(Q, K, V, alpha, weights=weights).sum().backward()
+    for impl in ("auto", "reference"):
+        ck.intention(Q, K, V, alpha, weights=weights, impl=impl).sum().backward()
     assert not recwarn.list
