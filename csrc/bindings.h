@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cpu/operands.h"
+
 namespace cmab {
 
 template <class T>
@@ -15,6 +17,13 @@ T* pointer(uintptr_t address) {
 
 inline void read_strides(const pybind11::tuple& strides, int64_t* to) {
   for (size_t i = 0; i < strides.size(); ++i) to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));
+}
+
+inline cpu::Operand operand(uintptr_t address, const pybind11::tuple& strides) {
+  cpu::Operand made;
+  made.data = pointer<void>(address);
+  read_strides(strides, made.stride);
+  return made;
 }
 
 // One file a family, bindings_<family>.cpp.

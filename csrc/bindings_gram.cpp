@@ -8,13 +8,6 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-Operand operand(uintptr_t address, const py::tuple& strides) {
-  Operand made;
-  made.data = pointer<void>(address);
-  read_strides(strides, made.stride);
-  return made;
-}
-
 // (dtype, B, H, N, D, E, exact, threads)
 using Sizes = std::tuple<int, int64_t, int64_t, int64_t, int, int, bool, int>;
 
