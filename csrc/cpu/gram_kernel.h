@@ -41,10 +41,10 @@ class Ahead {
  private:
   static constexpr int kLine = 64;
 
-  static int lines(DType dtype, int width) { return (width * bytes_of(dtype) + kLine - 1) / kLine; }
+  static int lines(DType dtype, int width) { return (width * element_bytes(dtype) + kLine - 1) / kLine; }
   // As numbers: there may be nothing there, of which a prefetch takes no notice.
   static Line after(DType dtype, const Matrix& matrix, int64_t count) {
-    const ptrdiff_t stride = matrix.row_stride * bytes_of(dtype);
+    const ptrdiff_t stride = matrix.row_stride * element_bytes(dtype);
     return {reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride * count), stride};
   }
 

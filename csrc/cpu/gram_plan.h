@@ -21,14 +21,12 @@ inline Matrix rows_of(DType dtype, const Operand& x, int64_t b, int64_t h, int64
   return {static_cast<const char*>(x.data) + offset * element_bytes(dtype), x.stride[2], x.stride[3]};
 }
 
-inline DType weight_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
-
 inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t first, int64_t count) {
   const DType dtype = in.shape.dtype;
   GramKeys keys{};
   keys.key = rows_of(dtype, in.key, b, h, first);
   keys.value = rows_of(dtype, in.value, b, h, first);
-  keys.weight = in.weight.data ? rows_of(weight_type(dtype), in.weight, b, h, first).data : nullptr;
+  keys.weight = in.weight.data ? rows_of(state_type(dtype), in.weight, b, h, first).data : nullptr;
   keys.weight_stride = in.weight.stride[2];
   keys.ignored = in.ignored ? in.ignored + b * in.ignored_stride[0] + first * in.ignored_stride[1] : nullptr;
   keys.ignored_stride = in.ignored_stride[1];

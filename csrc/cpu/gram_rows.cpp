@@ -72,7 +72,7 @@ void gram_backward(const GramInputs& in, const Operand& dgram, const Operand& dm
                    const int64_t row = (b * in.heads + h) * in.keys + first;
                    const GramGradient to{row_of(gradient.key, row, width, shape.dtype),
                                          row_of(gradient.value, row, value_width, shape.dtype),
-                                         row_of(gradient.weight, row, 1, weight_type(shape.dtype))};
+                                         row_of(gradient.weight, row, 1, state_type(shape.dtype))};
                    kernel.differentiate(shape, keys_of(in, b, h, first, rows), {memory, transposed, moment}, to,
                                         memory + packed);
                  });

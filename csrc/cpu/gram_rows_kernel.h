@@ -70,7 +70,7 @@ inline void write_row(DType dtype, void* out, int64_t row, int width, const T* f
 }
 
 inline void clear_row(DType dtype, void* out, int64_t row, int width) {
-  const size_t bytes = size_t(width) * bytes_of(dtype);
+  const size_t bytes = size_t(width) * element_bytes(dtype);
   __builtin_memset(static_cast<char*>(out) + row * bytes, 0, bytes);
 }
 

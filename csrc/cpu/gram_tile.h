@@ -72,11 +72,8 @@ CMAB_INLINE auto with_type(DType dtype, Void* data, Function function) {
   return typed(Float16());
 }
 
-inline int bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
-
 inline Matrix from_row(DType dtype, const Matrix& matrix, int64_t row) {
-  return {static_cast<const char*>(matrix.data) + row * matrix.row_stride * bytes_of(dtype), matrix.row_stride,
+  return {static_cast<const char*>(matrix.data) + row * matrix.row_stride * element_bytes(dtype), matrix.row_stride,
           matrix.col_stride};
 }
 
@@ -86,7 +83,7 @@ inline GramKeys from_key(const GramShape& shape, GramKeys keys, int64_t first, i
   keys.value = from_row(shape.dtype, keys.value, first);
   if (keys.weight)
     keys.weight =
-        static_cast<const char*>(keys.weight) + first * keys.weight_stride * bytes_of(state_type(shape.dtype));
+        static_cast<const char*>(keys.weight) + first * keys.weight_stride * element_bytes(state_type(shape.dtype));
   if (keys.ignored) keys.ignored += first * keys.ignored_stride;
   keys.count = count;
   return keys;

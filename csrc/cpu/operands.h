@@ -8,7 +8,13 @@ namespace cmab::cpu {
 
 enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
-inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+// Static, like everything that files for different instruction sets include: they must not share one copy.
+static inline int64_t element_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// The type of sums and of weights.
+static inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 // A (rows, width) matrix in the caller's memory. Strides are in elements, of any sign or zero.
 struct Matrix {

@@ -52,6 +52,9 @@ def same_precision(query: Tensor, key: Tensor, value: Tensor, alpha: float) -> T
 
 def lapack_ratio(matrix: Tensor, solution: Tensor, rhs: Tensor) -> Tensor:
     """||B - A X|| / (||A|| ||X|| n eps) in the 1-norm, of each system: LAPACK's test, 30 is its limit."""
-    norm = lambda m: m.double().abs().sum(-2).amax(-1)  # noqa: E731
+
+    def norm(matrices: Tensor) -> Tensor:
+        return matrices.double().abs().sum(-2).amax(-1)
+
     residual = norm(rhs.double() - matrix.double() @ solution.double())
     return residual / (norm(matrix) * norm(solution) * matrix.shape[-1] * torch.finfo(solution.dtype).eps)
