@@ -28,7 +28,9 @@ inline cpu::Operand operand(uintptr_t address, const pybind11::tuple& strides) {
 
 // One file a family, bindings_<family>.cpp.
 void bind_attention(pybind11::module_&);
+void bind_continual(pybind11::module_&);
 void bind_gram(pybind11::module_&);
+void bind_pinv(pybind11::module_&);
 void bind_solve(pybind11::module_&);
 
 }  // namespace cmab

@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace cmab {
+
+void bind_continual(pybind11::module_&) {}
+
+}  // namespace cmab
