@@ -24,6 +24,18 @@ from .intention import (
     solve_ridge,
     variants,
 )
+from .nystrom import (
+    ContinualAttentionState,
+    ContinualNystromState,
+    StepResult,
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+    iterative_pinv,
+    move_state,
+    nystrom_attention,
+)
 
 # The name is the function's and the subpackage's: so `cmab_kernels.intention.variants` is there by attribute as it is by import.
 intention.variants = variants  # type: ignore[attr-defined]
@@ -32,18 +44,28 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionState",
+    "ContinualAttentionState",
+    "ContinualNystromState",
     "Explanation",
     "Removal",
     "RidgeSolution",
     "RidgeState",
+    "StepResult",
     "attention_state",
+    "continual_attention_init",
+    "continual_attention_step",
+    "continual_nystrom_init",
+    "continual_nystrom_step",
     "empty_ridge",
     "empty_state",
     "explain",
     "intention",
+    "iterative_pinv",
     "latent_attention",
     "merge_ridge",
     "merge_states",
+    "move_state",
+    "nystrom_attention",
     "regularised_inverse",
     "regularised_solve",
     "remove_from_state",

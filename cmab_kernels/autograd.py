@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,13 @@ def traced_as_constant(function: _F) -> _F:
 def is_differentiated(*tensors: Tensor | None) -> bool:
     """Whether a call must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return _under_transform() or forward_ad._current_level >= 0
+
+
+def is_watched() -> bool:
+    """Whether somebody looks on at every call: a compiler, a dispatch mode, a transform or forward-mode differentiation."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return _under_transform() or forward_ad._current_level >= 0
 
@@ -95,6 +102,21 @@ class Operator:
         if is_differentiated(*tensors):
             return self._function(*args)
         return (self._body if is_plain(*tensors) else self._overload)(*args)
+
+
+def gradient_of_formula(
+    formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """To each of `tensors`, None where it is None: the derivative of `formula(*tensors)` along `directions`, itself differentiable.
+
+    For a backward's own backward: rare, and right to any order.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
+        inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+        given = [t for t in inputs if t is not None]
+        partials = iter(torch.autograd.grad(formula(*inputs), given, directions, create_graph=create_graph, allow_unused=True))
+    return tuple(None if t is None else next(partials) for t in inputs)
 
 
 def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:

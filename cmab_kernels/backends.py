@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, str]] = {
         "triton": "cmab_kernels.intention.kernels",
     },
     "solve": {"native": "cmab_kernels.intention.native_solve", "cuda": "cmab_kernels.intention.cuda_solve"},
+    "nystrom": {"native": "cmab_kernels.nystrom.native", "triton": "cmab_kernels.nystrom.kernels"},
+    "continual": {"native": "cmab_kernels.nystrom.native_step", "cuda": "cmab_kernels.nystrom.cuda_step"},
 }
 """family -> implementation -> the module that holds it, imported when first used; `reference` is always there."""
 
@@ -39,14 +41,19 @@ OPERATORS: dict[str, str] = {
     "solve_ridge": "solve",
     "regularised_solve": "solve",
     "regularised_inverse": "solve",
+    "nystrom_attention": "nystrom",
+    "iterative_pinv": "nystrom",
+    "continual_nystrom_step": "continual",
+    "continual_attention_step": "continual",
 }
 """public operator -> family"""
 
 REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
     "ridge": "reads keys and values more than once, and copies them for sums in float64",
+    "continual": "reads the whole window at every step",
 }
-"""family -> what its reference costs, of which `auto` warns; that of `solve` is LAPACK, which costs nothing to be warned of"""
+"""family -> what its reference costs, of which `auto` warns; small matrices, `solve` and `nystrom`, cost nothing to be warned of"""
 
 
 class Explanation(NamedTuple):
@@ -75,6 +82,12 @@ def _import_problem(path: str) -> str:
         except ImportError as error:
             _PROBLEMS[path] = str(error)
     return _PROBLEMS[path]
+
+
+def imported(family: str, impl: str) -> ModuleType | None:
+    """The module of an implementation, or None where it cannot be imported."""
+    path = FAMILIES[family][impl]
+    return _MODULES.get(path) if path in _PROBLEMS or not _import_problem(path) else None
 
 
 def implementation(family: str, impl: str) -> ModuleType:

@@ -98,6 +98,15 @@ def refuse_negative(name: str, tensor: Tensor) -> None:
         raise ValueError(_NEGATIVE.format(name))
 
 
+def refuse_not_finite(**tensors: Tensor) -> None:
+    """`ValueError` if a tensor on the CPU has a NaN or an infinity. Nobody waits for a GPU; a tracer has no values to look at."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu" and not tensor.isfinite().all():
+            raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+
+
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, if it is on and they are not float64."""
     device = tensors[0].device.type

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, folding_rule
+from ..autograd import Operator, folding_rule, gradient_of_formula
 from ..backends import implementation
 from ..checks import wrong
 from ..dtypes import state_dtype
@@ -152,13 +152,13 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     (`once_differentiable` would not do: under `torch.autograd.grad` its error node is never reached, and the number is wrong.)
     """
     dout, dlse, query, key, value, mask, cu_seqlens, out, lse = ctx.saved_tensors
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
-        inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (dout, dlse, query, key, value, out, lse)]
-        dout, dlse, query, key, value, out, lse = inputs
+    needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
+
+    def formula(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
         first = attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, ctx.scale)
-        outputs, weights = zip(*[(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need], strict=True)
-        partials = torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)
+        return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
+
+    partials = gradient_of_formula(formula, (dout, dlse, query, key, value, out, lse), needed)
     return *partials[:5], None, None, *partials[5:], None, None, None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, folding_rule
+from ..autograd import Operator, folding_rule, gradient_of_formula
 from ..backends import choose, implementation, named
 from ..checks import as_they_are, refuse_negative
 from ..dtypes import state_dtype
@@ -203,15 +203,13 @@ def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Second order and beyond through the formula, which takes N-sized temporaries: rare, and right."""
     *saved, mask = ctx.saved_tensors
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
-        inputs: list[Any] = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in saved]
-        dgram, dmoment, key, value, weights = inputs
-        first = gram_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.exact)
-        outputs, directions = zip(*[(f, g) for f, g, need in zip(first, grads, ctx.needs, strict=True) if need], strict=True)
-        given = [t for t in inputs if t is not None]
-        partials = iter(torch.autograd.grad(outputs, given, directions, create_graph=create_graph, allow_unused=True))
-    return *(None if t is None else next(partials) for t in inputs), None, None, None, None
+    needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
+
+    def formula(*inputs: Any) -> list[Tensor]:
+        first = gram_backward_reference(*inputs, mask, ctx.exact)
+        return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
+
+    return *gradient_of_formula(formula, saved, needed), None, None, None, None
 
 
 def _save_all(ctx: Any, inputs: Any, output: Any) -> None:

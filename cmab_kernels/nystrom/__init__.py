@@ -1,1 +1,24 @@
+"""Nyström attention, over whole windows and continually, and the exact continual baselines."""
 
+from .api import iterative_pinv, nystrom_attention
+from .continual import (
+    StepResult,
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
+from .state import ContinualAttentionState, ContinualNystromState, move_state
+
+__all__ = [
+    "ContinualAttentionState",
+    "ContinualNystromState",
+    "StepResult",
+    "continual_attention_init",
+    "continual_attention_step",
+    "continual_nystrom_init",
+    "continual_nystrom_step",
+    "iterative_pinv",
+    "move_state",
+    "nystrom_attention",
+]

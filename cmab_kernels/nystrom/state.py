@@ -6,13 +6,20 @@ of a state that nobody else shares writes where no state looks: into the free ro
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
+
+from ..checks import wrong
+from ..dtypes import FLOATING, state_dtype
 
 
 class ContinualNystromState(NamedTuple):
-    """A window of n tokens under continual Nyström attention. Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 a head."""
+    """A window of n tokens under continual Nyström attention, of tensors and ints. `_asdict()` and `ContinualNystromState(**d)` convert it.
+
+    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head.
+    """
 
     queries: Tensor
     """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
@@ -62,3 +69,105 @@ class ContinualAttentionState(NamedTuple):
     """How many tokens the stream has had. On a GPU (B, H) int64 there, so that a captured step advances it."""
     window: int
     """n"""
+
+
+ContinualState = ContinualNystromState | ContinualAttentionState
+State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
+
+
+def tokens_seen(state: ContinualState) -> int:
+    """The position as an int; from a GPU that is a wait."""
+    position = state.position
+    if isinstance(position, Tensor):
+        return int(position.flatten()[0]) if position.numel() else state.window
+    return position
+
+
+def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
+    """A position as a state on this device has it."""
+    return position if device.type == "cpu" else torch.full((batch, heads), position, dtype=torch.int64, device=device)
+
+
+def move_state(state: State, device: torch.device | str) -> State:
+    """The state on another device, to the same bits."""
+    device = torch.device(device)
+    tensors = {name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")}
+    return state._replace(**tensors, position=position_on(device, tokens_seen(state), *state.keys.shape[:2]))
+
+
+def own_memory(state: State) -> State:
+    """The state with every tensor contiguous and outside any graph: itself where it is so, else with copies, which share nothing."""
+    fields = [_plain(field) if isinstance(field, Tensor) else field for field in state]
+    return state if all(new is old for new, old in zip(fields, state, strict=True)) else type(state)(*fields)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def check_state(state: State, kind: type[State], name: str = "state") -> None:
+    """Raise unless `state` is of this kind and its parts fit together."""
+    if not isinstance(state, kind):
+        made_by = "continual_nystrom_init" if kind is ContinualNystromState else "continual_attention_init"
+        raise TypeError(wrong(name, f"is a {type(state).__name__}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
+    _check_counts(state, name)
+    for part, (shape, dtype) in _parts(state, name).items():
+        tensor = getattr(state, part)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(wrong(f"{name}.{part}", f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+        if tensor.shape != shape:
+            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{shape} is needed"))
+        if tensor.dtype != dtype:
+            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
+        device = torch.device("cpu") if part == "scale" else state.keys.device
+        if tensor.device != device:
+            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"{device} is needed; `move_state` moves a state"))
+
+
+def _check_counts(state: ContinualState, name: str) -> None:
+    counts = [field for field in ("window", "pinv_iterations", "fixed") if hasattr(state, field)]
+    for field in counts:
+        count, least = getattr(state, field), 1 if field == "window" else 0
+        if not isinstance(count, int) or count < least:
+            raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int >= {least} is needed"))
+    if isinstance(state.position, int) and state.position < state.window:
+        allowed = f"its window of {state.window} must be full; continual_*_init takes the first window at once"
+        raise ValueError(wrong(name, f"has had {state.position} tokens", allowed))
+
+
+def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What shape and dtype each tensor must have, by those of the keys and the values."""
+    keys, values, sums = state.keys, state.values, state.sums
+    for part, ring in (("keys", keys), ("values", values), ("sums", sums)):
+        if not isinstance(ring, Tensor) or ring.dim() != 4:
+            given = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is a {type(ring).__name__}"
+            raise ValueError(wrong(f"{name}.{part}", given, "a tensor of 4 dimensions is needed"))
+    if keys.dtype not in FLOATING:
+        raise TypeError(wrong(f"{name}.keys", f"is {keys.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+    batch, heads, capacity, width = keys.shape
+    value_width, dtype = values.shape[-1], state_dtype(keys.dtype)
+    if capacity <= state.window:
+        raise ValueError(wrong(f"{name}.keys", f"has a ring of {capacity} rows", f"more than the window's {state.window} are needed"))
+    rows = sums.shape[-2]
+    if isinstance(state, ContinualAttentionState) and rows:
+        rows = state.window
+    elif isinstance(state, ContinualNystromState) and not 1 <= rows <= state.window:
+        raise ValueError(wrong(f"{name}.sums", f"has {rows} landmarks", f"1 to {state.window} are needed"))
+    parts = {
+        "queries": ((batch, heads, capacity, width), keys.dtype),
+        "keys": ((batch, heads, capacity, width), keys.dtype),
+        "values": ((batch, heads, capacity, value_width), keys.dtype),
+        "sums": ((batch, heads, rows, value_width + 3), dtype),
+        "spare": ((batch, heads, rows, value_width + 3), dtype),
+        "scale": ((), torch.float64),
+    }
+    if isinstance(state, ContinualNystromState):
+        parts["landmark_queries"] = parts["landmark_keys"] = ((batch, heads, rows, width), dtype)
+        parts["inverse"] = ((batch, heads, rows, rows), dtype)
+    if keys.device.type != "cpu":
+        parts["position"] = ((batch, heads), torch.int64)
+    elif not isinstance(state.position, int):
+        raise TypeError(wrong(f"{name}.position", f"is a {type(state.position).__name__}", "an int is needed on the CPU"))
+    return parts

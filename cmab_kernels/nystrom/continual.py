@@ -1,0 +1,287 @@
+"""Continual attention, a step at a time: what users call on streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd import is_differentiated, is_plain, is_watched
+from ..backends import choose, imported, use_impl
+from ..checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
+from ..dtypes import state_dtype
+from .api import Landmarks, check_number, check_pinv, given_landmarks, iterative_pinv
+from .continual_reference import attention_step_reference, nystrom_step_reference, ring_of, row_sums
+from .reference import landmark_kernel, segment_means
+from .state import ContinualAttentionState, ContinualNystromState, State, check_state, own_memory, position_on
+from .step_schema import attention_step_op, nystrom_step_op, run_step
+
+OUTPUTS = ("single", "retroactive")
+
+
+class StepResult(NamedTuple):
+    """What a step gives."""
+
+    out: Tensor
+    """(B, H, t, E), each new token's at its own time; or retroactive (B, H, n, E), the whole window's after the last token."""
+    state: ContinualNystromState | ContinualAttentionState
+    """To go on from. The state that the step was given is as good as before."""
+
+
+def continual_nystrom_init(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int | None = None,
+    *,
+    landmarks: tuple[Tensor, Tensor] | None = None,
+    pinv: str = "iterative",
+    pinv_iterations: int = 6,
+    scale: float | None = None,
+) -> ContinualNystromState:
+    """The state of continual Nyström attention after its first full window of n tokens.
+
+    Args:
+        query: (B, H, n, D). float64, float32, bfloat16 or float16; oldest token first.
+        key: (B, H, n, D).
+        value: (B, H, n, E).
+        num_landmarks: m, for continual landmarks, 1 <= m <= n: segment means of the window, of which the oldest is replaced by the mean of
+            the newest tokens whenever a segment is full, every n / m tokens. When m does not divide n, the first `n % m` segments have one
+            token more, and each landmark takes the size of the one that it replaces.
+        landmarks: (q~, k~) instead, fixed: each (H, m, D) or (B, H, m, D).
+        pinv, pinv_iterations, scale: as in `nystrom_attention`.
+
+    Returns:
+        A `ContinualNystromState`, differentiable in all inputs.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+
+    Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.), section 3.
+
+    >>> tokens = torch.randn(1, 4, 64, 16)
+    >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
+    >>> state.sums.shape, state.position
+    (torch.Size([1, 4, 8, 19]), 64)
+    """
+    query, key, value = _window(query, key, value)
+    iterations = check_pinv(pinv, pinv_iterations)
+    if (num_landmarks is None) == (landmarks is None):
+        raise ValueError(wrong("num_landmarks", "and landmarks are both given" if landmarks else "is None", "give one of the two"))
+    with as_they_are(key.device):
+        if num_landmarks is not None:
+            check_number(num_landmarks, key.shape[2], "tokens of the window")
+            chosen = Landmarks(segment_means(query, num_landmarks), segment_means(key, num_landmarks))
+        else:
+            assert landmarks is not None
+            chosen = given_landmarks(landmarks, key)
+        factor = _scale(scale, key)
+        gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
+        inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
+        sums = row_sums(chosen.queries, key, value, factor)
+        given = (t.contiguous() for t in (chosen.queries, chosen.keys, inverse))
+        return ContinualNystromState(
+            *_rings(query, key, value), sums, torch.empty_like(sums), *given, *_counts(factor, key), iterations, int(num_landmarks is None)
+        )
+
+
+def continual_nystrom_step(
+    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
+) -> StepResult:
+    """Move the window on by t >= 1 tokens: O(m (D + E)) each, whatever the window, and right after any number of steps.
+
+    Every landmark's row carries a log-scale and is computed afresh from the window when what is left of its sum, after subtractions, no
+    longer resolves it (below half of its peak), or after 1,024 steps: so logits of any finite size and streams of any length are safe.
+
+    Args:
+        state: from `continual_nystrom_init` or an earlier step. It is a value: stepping leaves it as good as it was. Where nobody else
+            holds it, its memory is used again (reference counts tell); so keep no older state unless you want it, and clone a tensor that
+            you take out of one.
+        query: (B, H, t, D), in the dtype of the state's window, any strides.
+        key: (B, H, t, D).
+        value: (B, H, t, E).
+        output: "single": the newest token's, for each of the t at its own time. "retroactive": that of all n tokens of the window, after
+            the last.
+        impl: "auto", "reference", "native" or "cuda". A step that records a gradient, or is transformed, is the definition's whatever is
+            asked for: O(n m) a token.
+
+    Returns:
+        `StepResult(out, state)`, out in the dtype of query. Between replacements continual landmarks lag behind the segment means of the
+        window: a stream equals `nystrom_attention` with the same landmarks, not with fresh ones.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values (tokens must be finite; on a GPU nobody waits to
+            see, and outputs are NaN while such a token is in the window); the message names it, the state is unchanged.
+        RuntimeError: `impl` cannot run here.
+
+    While a CUDA graph captures, the state is advanced in place and returned, so that replays stream on.
+
+    >>> tokens = torch.randn(1, 4, 100, 16)
+    >>> first, rest = tokens.split([64, 36], dim=2)
+    >>> state = cmab_kernels.continual_nystrom_init(first, first, first, num_landmarks=8)
+    >>> for token in rest.split(1, dim=2):
+    ...     out, state = cmab_kernels.continual_nystrom_step(state, token, token, token)
+    >>> out.shape, state.position
+    (torch.Size([1, 4, 1, 16]), 100)
+    """
+    return _step(_NYSTROM, state, query, key, value, output, impl)
+
+
+def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> ContinualAttentionState:
+    """The state of exact continual attention after its first full window: the baseline that Nyström is compared with, and a drop-in.
+
+    Arguments and errors as in `continual_nystrom_init`.
+
+    >>> tokens = torch.randn(1, 4, 64, 16)
+    >>> cmab_kernels.continual_attention_init(tokens, tokens, tokens).keys.shape
+    torch.Size([1, 4, 65, 16])
+    """
+    query, key, value = _window(query, key, value)
+    with as_they_are(key.device):
+        none = key.new_zeros(*key.shape[:2], 0, value.shape[-1] + 3, dtype=state_dtype(key.dtype))
+        return ContinualAttentionState(*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key))
+
+
+def continual_attention_step(
+    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
+) -> StepResult:
+    """softmax attention over a window that moves on by t >= 1 tokens: O(n (D + E)) each, single or retroactive.
+
+    Arguments, results and errors as in `continual_nystrom_step`. The first retroactive step of a state, or after single ones, computes all
+    rows, O(n^2 (D + E)); those that follow update them, safely for any logits.
+
+    Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each row.
+
+    >>> tokens = torch.randn(1, 4, 65, 16)
+    >>> first, token = tokens.split([64, 1], dim=2)
+    >>> state = cmab_kernels.continual_attention_init(first, first, first)
+    >>> out, state = cmab_kernels.continual_attention_step(state, token, token, token)
+    >>> window = tokens[:, :, 1:]
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(token, window, window), atol=1e-6)
+    True
+    """
+    return _step(_EXACT, state, query, key, value, output, impl)
+
+
+class _Kind(NamedTuple, Generic[State]):
+    """One of the two steps."""
+
+    name: str
+    state_type: type
+    reference: Callable[..., Any]
+    operator: Callable[..., Any]
+
+
+_NYSTROM = _Kind("continual_nystrom_step", ContinualNystromState, nystrom_step_reference, nystrom_step_op)
+_EXACT = _Kind("continual_attention_step", ContinualAttentionState, attention_step_reference, attention_step_op)
+
+
+def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
+    """The short road where nothing is out of the ordinary, which native code tells; else the long one, which explains."""
+    if impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not is_watched():
+        result = None if _carries_gradient(state, query, key, value) else _at_once(kind, state, query, key, value, output == "retroactive")
+        if result is not None:
+            return tuple.__new__(StepResult, result)
+    _check_step(kind, state, query, key, value, output)
+    if torch.is_autocast_enabled(key.device.type):
+        query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
+    with as_they_are(key.device):
+        return StepResult(*_checked_step(kind, state, query, key, value, output == "retroactive", impl))
+
+
+def _at_once(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
+    """The native step of ordinary arguments; None where it is not there, or they are not."""
+    native = imported("continual", "native")
+    return None if native is None else getattr(native, kind.name)(state, query, key, value, retroactive)
+
+
+def _carries_gradient(state: Any, *tokens: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *state))
+
+
+def _checked_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
+    """By the definition where a gradient is recorded or a transform is on, else by the implementation chosen."""
+    tokens = (query, key, value)
+    chosen = "reference" if _is_differentiated(state, *tokens) else _choose(state, impl, *tokens)
+    if chosen == "reference":
+        refuse_not_finite(query=query, key=key, value=value)
+        return kind.reference(state, *tokens, retroactive)
+    if not _is_plain(state, *tokens):
+        return kind.operator(state, *tokens, retroactive, chosen)
+    return run_step(kind.name, chosen, own_memory(state), *tokens, retroactive)
+
+
+def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
+    """The exact pseudo-inverse of landmarks that come and go is the definition's alone."""
+    exact = isinstance(state, ContinualNystromState) and not state.fixed and state.pinv_iterations == 0
+    if not exact:
+        return choose("continual", impl, *tokens)
+    if impl not in ("auto", "reference"):
+        allowed = 'continual landmarks with pinv="exact" are stepped by "reference"; take pinv="iterative", or fixed landmarks'
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", allowed))
+    return "reference"
+
+
+# The tensors of a state are looked at in functions that return before it is stepped: a reference left over would make the step copy.
+
+
+def _is_differentiated(state: Any, *tokens: Tensor) -> bool:
+    return is_differentiated(*tokens, *(field for field in state if isinstance(field, Tensor)))
+
+
+def _is_plain(state: Any, *tokens: Tensor) -> bool:
+    return is_plain(*tokens, *(field for field in state if isinstance(field, Tensor)))
+
+
+# ---- checks
+
+
+def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The first window, validated."""
+    check_operands(query=query, key=key, value=value)
+    check_key_value(key, value)
+    if query.shape != key.shape:
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"that of key, {tuple(key.shape)}, is needed"))
+    if key.shape[2] == 0:
+        raise ValueError(wrong("key", "has no token", "a first window of n >= 1 tokens is needed"))
+    refuse_not_finite(query=query, key=key, value=value)
+    return as_autocast(query, key, value)
+
+
+def _check_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str) -> None:
+    if output not in OUTPUTS:
+        raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
+    check_state(state, kind.state_type)
+    check_operands(query=query, key=key, value=value)
+    batch, heads, _, width = state.keys.shape
+    for name, tensor, last in (("query", query, width), ("key", key, width), ("value", value, state.values.shape[-1])):
+        tokens = key.shape[2] if key.dim() == 4 else 0
+        if tokens == 0 or tensor.shape != (batch, heads, tokens, last):
+            allowed = (
+                f"(B, H, t, {'E' if name == 'value' else 'D'}) = ({batch}, {heads}, t, {last}) with t >= 1 is needed, as the state has it"
+            )
+            raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", allowed))
+        if tensor.device != state.keys.device:
+            raise ValueError(wrong(name, f"is on {tensor.device}", f"the state is on {state.keys.device}; `move_state` moves it"))
+        if tensor.dtype != state.keys.dtype and not torch.is_autocast_enabled(tensor.device.type):
+            raise TypeError(wrong(name, f"is {tensor.dtype}", f"the state's window is {state.keys.dtype}; cast them alike"))
+
+
+# ---- parts of a new state
+
+
+def _scale(scale: float | None, key: Tensor) -> Tensor:
+    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else float(scale), dtype=torch.float64)
+
+
+def _rings(*tokens: Tensor) -> tuple[Tensor, ...]:
+    """With one row to spare, so that a step can write while the state before it stays whole."""
+    length = tokens[0].shape[2]
+    return tuple(ring_of(t, length, length + 1) for t in tokens)
+
+
+def _counts(scale: Tensor, key: Tensor) -> tuple[Any, ...]:
+    batch, heads, length, _ = key.shape
+    return scale, position_on(key.device, length, batch, heads), length

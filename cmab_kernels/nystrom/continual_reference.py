@@ -1,0 +1,133 @@
+"""The definition of a continual step: everything from the window, token by token.
+
+P tokens have come, the last n of which are the window. Continual landmarks are the means of segments of the stream: when P mod n is the
+end of a segment of a window (`segment_ends`), its mean replaces the oldest landmark. Then, with the landmarks as they are,
+
+    Delta V = rho(q~, K) V      phi(Delta) = rho(q~, K) 1      Z = pinv(Gamma / phi(Gamma))
+    single:       out = (rho(q, k~) / phi(rho(q, k~))) Z (Delta V / phi(Delta)),   q the newest query
+    retroactive:  the same for every query of the window
+
+and of exact attention the same with the queries in place of the landmarks: Delta V / phi(Delta) itself. (Continual Low-Rank Scaled
+Dot-product Attention, Carreto Picon et al., whose printed updates invert terms of a sum, lose the pseudo-inverse of kept rows and subtract
+the new landmark's column; recomputation has none of them.) O(n m) a token and differentiable: what kernels are compared with.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..dtypes import state_dtype
+from .reference import landmark_kernel, logits, pinv_reference, segment_ends
+from .state import ContinualAttentionState, ContinualNystromState, tokens_seen
+
+State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
+
+
+def window_of(ring: Tensor, position: int, window: int) -> Tensor:
+    """(B, H, n, *): a copy of the rows of the last `window` tokens of `position`, oldest first."""
+    rows = torch.arange(position - window, position, device=ring.device) % ring.shape[-2]
+    return ring.index_select(-2, rows)
+
+
+def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
+    """The ring (B, H, C, *) whose last tokens, of `position`, are these."""
+    rows = torch.arange(position - tokens.shape[-2], position, device=tokens.device) % capacity
+    ring = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
+    return ring.index_copy(-2, rows, tokens)
+
+
+def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """(B, H, rows, E + 3) of queries (B, H, rows, D) over a window: exp(-c) Delta V, exp(-c) phi(Delta), c, and phi's peak."""
+    scores = logits(queries, keys.to(queries.dtype), scale)
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return torch.cat([weights @ values.to(queries.dtype), total, top, total.detach()], dim=-1)
+
+
+def row_means(sums: Tensor) -> Tensor:
+    """Delta V / phi(Delta)."""
+    return sums[..., :-3] / sums[..., -3:-2]
+
+
+def segment_ending(position: int, window: int, landmarks: int) -> int:
+    """The length of the segment that ends with the token of this position; 0 if none does."""
+    ends = segment_ends(window, landmarks)
+    phase = (position - 1) % window + 1
+    if phase not in ends:
+        return 0
+    return phase - max((end for end in ends if end < phase), default=0)
+
+
+def nystrom_step_reference(
+    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> tuple[Tensor, ContinualNystromState]:
+    """(out, state) after the tokens (B, H, t, *): out for each at its own time, or for the window after the last."""
+    outs = []
+    for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
+        state = _advanced(state, *tokens)
+        if not retroactive:
+            outs.append(_nystrom_rows(state, tokens[0]))
+    if not retroactive:
+        return torch.cat(outs, dim=-2), state
+    return _nystrom_rows(state, window_of(state.queries, tokens_seen(state), state.window)), state
+
+
+def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
+    """By one token: the window, the landmarks if a segment ends with it, and the sums."""
+    state = _pushed(state, *tokens)
+    position = tokens_seen(state)
+    segment = 0 if state.fixed else segment_ending(position, state.window, state.sums.shape[-2])
+    if segment:
+        state = _replaced(state, segment)
+    keys, values = (window_of(ring, position, state.window) for ring in (state.keys, state.values))
+    sums = row_sums(state.landmark_queries, keys, values, state.scale)
+    return state._replace(sums=sums, spare=torch.empty_like(sums))
+
+
+def _pushed(state: State, *tokens: Tensor) -> State:
+    position = tokens_seen(state)
+    rows = torch.tensor([position % state.keys.shape[-2]], device=state.keys.device)
+    rings = [ring.index_copy(-2, rows, token) for ring, token in zip(state[:3], tokens, strict=True)]
+    queries, keys, values = rings
+    return state._replace(queries=queries, keys=keys, values=values, position=state.position + 1)
+
+
+def _replaced(state: ContinualNystromState, segment: int) -> ContinualNystromState:
+    """The mean of the newest `segment` tokens in place of the oldest landmark."""
+    position, dtype = tokens_seen(state), state.landmark_keys.dtype
+    queries, keys = (
+        torch.cat([old[..., 1:, :], window_of(ring, position, segment).to(dtype).mean(-2, keepdim=True)], dim=-2)
+        for old, ring in ((state.landmark_queries, state.queries), (state.landmark_keys, state.keys))
+    )
+    inverse = pinv_reference(landmark_kernel(queries, keys, None, state.scale), state.pinv_iterations)
+    return state._replace(landmark_queries=queries, landmark_keys=keys, inverse=inverse)
+
+
+def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
+    near = logits(queries.to(state.landmark_keys.dtype), state.landmark_keys, state.scale).softmax(-1)
+    return (near @ state.inverse @ row_means(state.sums)).to(queries.dtype)
+
+
+def attention_step_reference(
+    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> tuple[Tensor, ContinualAttentionState]:
+    """(out, state) after the tokens, as `nystrom_step_reference`, of exact attention over the window."""
+    outs = []
+    for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
+        state = _pushed(state, *tokens)
+        if not retroactive:
+            outs.append(row_means(_exact_rows(state, tokens[0])))
+    if not retroactive:
+        none = state.sums[..., :0, :]
+        return torch.cat(outs, dim=-2).to(query.dtype), state._replace(sums=none, spare=none.clone())
+    sums = _exact_rows(state, window_of(state.queries, tokens_seen(state), state.window))
+    return row_means(sums).to(query.dtype), state._replace(sums=sums, spare=torch.empty_like(sums))
+
+
+def _exact_rows(state: ContinualAttentionState, queries: Tensor) -> Tensor:
+    keys, values = (window_of(ring, tokens_seen(state), state.window) for ring in (state.keys, state.values))
+    return row_sums(queries.to(state_dtype(queries.dtype)), keys, values, state.scale)

@@ -1,0 +1,97 @@
+"""The definition of Nyström attention, in plain PyTorch.
+
+With rho(a, b) = exp(scale a b'), phi(A) the row sums of A, and m landmarks q~, k~ for the queries and the keys of N tokens:
+
+    B = rho(Q, k~)     Gamma = rho(q~, k~)     Delta = rho(q~, K)
+    out = (B / phi(B)) W,     W = pinv(Gamma / phi(Gamma)) (Delta V / phi(Delta))
+
+(Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) The first and the last part
+are latent attention, of the landmarks to all tokens and of all tokens to the landmarks, and defined there. W, between them, is
+`landmark_values`. The pseudo-inverse is the iteration of Razavi et al., with the norms of each matrix by itself:
+
+    Z = A' / (max_j sum_i |A_ij|  max_i sum_j |A_ij|),     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dtypes import state_dtype
+
+
+def segment_ends(length: int, segments: int) -> list[int]:
+    """Where each of the segments of `length` tokens ends; the first `length % segments` have one token more."""
+    size, longer = divmod(length, segments)
+    return [j * size + min(j, longer) for j in range(1, segments + 1)]
+
+
+def segment_means(tokens: Tensor, segments: int, absent: Tensor | None = None) -> Tensor:
+    """(B, H, m, D): the mean of each segment of tokens (B, H, N, D), in `state_dtype`; over the present ones, and 0 where none is."""
+    tokens = tokens.to(state_dtype(tokens.dtype))
+    if absent is not None:
+        tokens = tokens.masked_fill(absent[:, None, :, None], 0.0)
+    sums = _segment_sums(tokens, segments)
+    if absent is None:
+        return sums / segment_sizes(tokens.shape[-2], segments, tokens)
+    return sums / _segment_sums((~absent)[:, None, :, None].to(tokens.dtype), segments).clamp(min=1.0)
+
+
+def absent_segments(absent: Tensor, segments: int) -> Tensor:
+    """(B, m): which segments have no present token."""
+    return _segment_sums((~absent)[:, None, :, None].float(), segments)[:, 0, :, 0] == 0
+
+
+def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
+    """(m, 1): how many tokens each segment has."""
+    size, longer = divmod(length, segments)
+    return torch.arange(segments, device=like.device).lt(longer).add(size).to(like.dtype).unsqueeze(-1)
+
+
+def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
+    """Two blocks, of the longer and of the shorter segments."""
+    size, longer = divmod(tokens.shape[-2], segments)
+    first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
+    parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
+    return torch.cat([part.sum(-2) for part in parts], dim=-2)
+
+
+def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
+    """The iterated pseudo-inverse of (..., m, m). Of zeros it is zero."""
+    norms = matrix.abs().sum(-2).amax(-1) * matrix.abs().sum(-1).amax(-1)
+    inverse_norm = (norms > 0) / norms.where(norms > 0, 1.0)
+    one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    z = matrix.mT * inverse_norm[..., None, None]
+    for _ in range(iterations):
+        az = matrix @ z
+        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
+    return z
+
+
+def pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
+    """The iterated pseudo-inverse, or for 0 iterations the exact one."""
+    return iterative_pinv_reference(matrix, iterations) if iterations else torch.linalg.pinv(matrix)
+
+
+def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
+    """scale Q K', within the finite range of its type: two infinities have no difference."""
+    largest = torch.finfo(query.dtype).max
+    return (scale * query @ key.mT).clamp(-largest, largest)
+
+
+def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor | None, scale: float | Tensor) -> Tensor:
+    """Gamma / phi(Gamma) of (..., m, D); rows and columns of `absent` (..., m) landmarks are 0, and see nothing of their values."""
+    if absent is None:
+        return logits(landmark_query, landmark_key, scale).softmax(-1)
+    row, column = absent.unsqueeze(-1), absent.unsqueeze(-2)
+    scores = logits(landmark_query.masked_fill(row, 0.0), landmark_key.masked_fill(row, 0.0), scale)
+    return scores.masked_fill(column & ~row, -torch.inf).softmax(-1).masked_fill(column | row, 0.0)
+
+
+def landmark_values_reference(
+    landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
+) -> Tensor:
+    """W = pinv(Gamma / phi(Gamma)) values: (..., m, E) from (..., m, D), (..., m, D), (..., m, E)."""
+    if absent is not None:
+        values = values.masked_fill(absent.unsqueeze(-1), 0.0)
+    return pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations) @ values

@@ -1,0 +1,152 @@
+"""The continual steps as `torch.library` operators, for compilers and counters that look on.
+
+An operator returns new tensors, so it copies the window; where nobody looks on, `continual.py` calls the implementation, which does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import implementation
+from ..checks import refuse_not_finite
+from ..flops import flop_formula
+from .costs import executed_attention_operations, executed_operations
+from .state import ContinualAttentionState, ContinualNystromState
+
+LIB = torch.library.Library("cmab", "FRAGMENT")
+_RINGS = "Tensor queries, Tensor keys, Tensor values, Tensor sums"
+_LANDMARKS = "Tensor landmark_queries, Tensor landmark_keys, Tensor inverse"
+_COUNTS = "Tensor scale, Tensor? clock, SymInt position, SymInt window"
+_TOKENS = "Tensor query, Tensor key, Tensor value, bool retroactive, str impl"
+LIB.define(
+    f"continual_nystrom_step({_RINGS}, {_LANDMARKS}, {_COUNTS}, int iterations, int fixed, {_TOKENS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+
+def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
+    """(out, state) by an implementation. It answers None, with nothing written, to tokens that are not finite."""
+    result = getattr(implementation("continual", impl), name)(state, query, key, value, retroactive)
+    if result is None:
+        refuse_not_finite(query=query, key=key, value=value)
+        raise RuntimeError(f"{impl} refused a step of {name} that passes every check")
+    return result
+
+
+def _clock(state: Any, like: Tensor) -> Tensor:
+    """The position where it is a tensor; nothing where it is an int, which the caller knows."""
+    return state.position if isinstance(state.position, Tensor) else like.new_empty(0, dtype=torch.int64)
+
+
+def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
+    *fields, scale, clock, position, window, iterations, fixed, query, key, value, retroactive, impl = args
+    queries, keys, values, sums, *landmarks = fields
+    rings = [ring.clone() for ring in (queries, keys, values, sums, sums, *landmarks)]
+    place = position if clock is None else clock.clone()
+    state = ContinualNystromState(*rings, scale, place, window, iterations, fixed)
+    out, new = run_step("continual_nystrom_step", impl, state, query, key, value, retroactive)
+    return out, *new[:4], *new[5:8], _clock(new, out)
+
+
+def _attention_body(*args: Any) -> tuple[Tensor, ...]:
+    *fields, scale, clock, position, window, query, key, value, retroactive, impl = args
+    queries, keys, values, sums = fields
+    rings = [ring.clone() for ring in (queries, keys, values, sums, sums)]
+    state = ContinualAttentionState(*rings, scale, position if clock is None else clock.clone(), window)
+    out, new = run_step("continual_attention_step", impl, state, query, key, value, retroactive)
+    return out, *new[:4], _clock(new, out)
+
+
+LIB.impl("continual_nystrom_step", _nystrom_body, "CompositeExplicitAutograd")
+LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd")
+
+
+# ---- shapes
+
+
+def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
+    """A ring with room for the tokens beside the window."""
+    batch, heads, capacity, width = ring.shape
+    return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + tokens, width)
+
+
+def _out(value: Tensor, window: int, retroactive: bool) -> Tensor:
+    batch, heads, tokens, width = value.shape
+    return value.new_empty(batch, heads, window if retroactive else tokens, width)
+
+
+def _empty_clock(clock: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0 if clock is None else clock.shape, dtype=torch.int64)
+
+
+@torch.library.register_fake("cmab::continual_nystrom_step", lib=LIB)
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, lq: Tensor, lk: Tensor, inverse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    _, clock, _, window, _, _, query, _, value, retroactive, _ = rest
+    rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
+    small = [t.new_empty(t.shape) for t in (sums, lq, lk, inverse)]
+    return _out(value, window, retroactive), *rings, *small, _empty_clock(clock, query)
+
+
+@torch.library.register_fake("cmab::continual_attention_step", lib=LIB)
+def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, clock, _, window, query, _, value, retroactive, _ = rest
+    rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
+    batch, heads, _, width = sums.shape
+    new_sums = sums.new_empty(batch, heads, window if retroactive else 0, width)
+    return _out(value, window, retroactive), *rings, new_sums, _empty_clock(clock, query)
+
+
+# ---- operations
+
+
+@flop_formula(torch.ops.cmab.continual_nystrom_step)
+def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
+    """Without what the guard computes afresh, which depends on the values."""
+    *_head, position, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
+    batch, heads, _, width = keys
+    one = executed_operations(window, sums[2], width, values[-1], position, query[2], iterations, bool(fixed), retroactive)
+    return batch * heads * one
+
+
+@flop_formula(torch.ops.cmab.continual_attention_step)
+def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
+    """A first retroactive step computes all rows."""
+    *_head, window, query, _key, value, retroactive, _impl = rest
+    batch, heads, tokens, width = query
+    first = retroactive and sums[2] == 0
+    if first:
+        return batch * heads * 2 * window * window * (width + value[-1])
+    return batch * heads * executed_attention_operations(window, width, value[-1], tokens, retroactive)
+
+
+# ---- as continual.py calls them
+
+
+def _place(state: Any) -> tuple[Tensor | None, int]:
+    return (state.position, state.window) if isinstance(state.position, Tensor) else (None, state.position)
+
+
+def nystrom_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
+    """(out, state)."""
+    clock, position = _place(state)
+    counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
+    fields = (*state[:4], *state[5:8], *counts, query, key, value, retroactive, impl)
+    out, queries, keys, values, sums, *landmarks, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
+    place = position + query.shape[2] if clock is None else clock_after
+    spare = torch.empty_like(sums)
+    return out, ContinualNystromState(queries, keys, values, sums, spare, *landmarks, state.scale, place, *state[10:])
+
+
+def attention_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
+    """(out, state)."""
+    clock, position = _place(state)
+    fields = (*state[:4], state.scale, clock, position, state.window, query, key, value, retroactive, impl)
+    out, queries, keys, values, sums, clock_after = torch.ops.cmab.continual_attention_step(*fields)
+    place = position + query.shape[2] if clock is None else clock_after
+    return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, place, state.window)
