@@ -205,8 +205,8 @@ def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None,
     *saved, mask = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
 
-    def formula(*inputs: Any) -> list[Tensor]:
-        first = gram_backward_reference(*inputs, mask, ctx.exact)
+    def formula(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> list[Tensor]:
+        first = gram_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.exact)
         return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
 
     return *gradient_of_formula(formula, saved, needed), None, None, None, None

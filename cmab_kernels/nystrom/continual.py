@@ -81,10 +81,9 @@ def continual_nystrom_init(
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
         sums = row_sums(chosen.queries, key, value, factor)
-        given = (t.contiguous() for t in (chosen.queries, chosen.keys, inverse))
-        return ContinualNystromState(
-            *_rings(query, key, value), sums, torch.empty_like(sums), *given, *_counts(factor, key), iterations, int(num_landmarks is None)
-        )
+        given: Any = (t.contiguous() for t in (chosen.queries, chosen.keys, inverse))
+        counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
+        return ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts])
 
 
 def continual_nystrom_step(
@@ -141,7 +140,7 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
     query, key, value = _window(query, key, value)
     with as_they_are(key.device):
         none = key.new_zeros(*key.shape[:2], 0, value.shape[-1] + 3, dtype=state_dtype(key.dtype))
-        return ContinualAttentionState(*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key))
+        return ContinualAttentionState._make([*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key)])
 
 
 def continual_attention_step(
@@ -276,12 +275,12 @@ def _scale(scale: float | None, key: Tensor) -> Tensor:
     return torch.tensor(key.shape[-1] ** -0.5 if scale is None else float(scale), dtype=torch.float64)
 
 
-def _rings(*tokens: Tensor) -> tuple[Tensor, ...]:
+def _rings(*tokens: Tensor) -> Any:
     """With one row to spare, so that a step can write while the state before it stays whole."""
     length = tokens[0].shape[2]
     return tuple(ring_of(t, length, length + 1) for t in tokens)
 
 
-def _counts(scale: Tensor, key: Tensor) -> tuple[Any, ...]:
+def _counts(scale: Tensor, key: Tensor) -> Any:
     batch, heads, length, _ = key.shape
     return scale, position_on(key.device, length, batch, heads), length

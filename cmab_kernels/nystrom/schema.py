@@ -154,9 +154,9 @@ def _backward_of_values(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _values_gradient(absent: Tensor | None, scale: float, iterations: int) -> Callable[..., Any]:
-    def formula(dout: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        out = landmark_values_reference(*inputs, absent, scale, iterations)
-        return torch.autograd.grad(out, inputs, dout, create_graph=True)
+    def formula(dout: Tensor, query: Tensor, key: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        out = landmark_values_reference(query, key, values, absent, scale, iterations)
+        return torch.autograd.grad(out, (query, key, values), dout, create_graph=True)
 
     return formula
 

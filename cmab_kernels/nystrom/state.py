@@ -6,7 +6,7 @@ of a state that nobody else shares writes where no state looks: into the free ro
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,14 +91,16 @@ def position_on(device: torch.device, position: int, batch: int, heads: int) -> 
 def move_state(state: State, device: torch.device | str) -> State:
     """The state on another device, to the same bits."""
     device = torch.device(device)
-    tensors = {name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")}
+    tensors: Any = {
+        name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")
+    }
     return state._replace(**tensors, position=position_on(device, tokens_seen(state), *state.keys.shape[:2]))
 
 
 def own_memory(state: State) -> State:
     """The state with every tensor contiguous and outside any graph: itself where it is so, else with copies, which share nothing."""
-    fields = [_plain(field) if isinstance(field, Tensor) else field for field in state]
-    return state if all(new is old for new, old in zip(fields, state, strict=True)) else type(state)(*fields)
+    fields: Any = [_plain(field) if isinstance(field, Tensor) else field for field in state]
+    return state if all(new is old for new, old in zip(fields, state, strict=True)) else type(state)._make(fields)
 
 
 def _plain(tensor: Tensor) -> Tensor:

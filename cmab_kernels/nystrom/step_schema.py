@@ -5,6 +5,7 @@ An operator returns new tensors, so it copies the window; where nobody looks on,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,12 +43,16 @@ def _clock(state: Any, like: Tensor) -> Tensor:
     return state.position if isinstance(state.position, Tensor) else like.new_empty(0, dtype=torch.int64)
 
 
+def _copies(*tensors: Tensor) -> Iterator[Tensor]:
+    """Which the state alone holds."""
+    return (tensor.clone() for tensor in tensors)
+
+
 def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, clock, position, window, iterations, fixed, query, key, value, retroactive, impl = args
     queries, keys, values, sums, *landmarks = fields
-    rings = [ring.clone() for ring in (queries, keys, values, sums, sums, *landmarks)]
-    place = position if clock is None else clock.clone()
-    state = ContinualNystromState(*rings, scale, place, window, iterations, fixed)
+    counts = (scale, position if clock is None else clock.clone(), window, iterations, fixed)
+    state = ContinualNystromState._make([*_copies(queries, keys, values, sums, sums, *landmarks), *counts])
     out, new = run_step("continual_nystrom_step", impl, state, query, key, value, retroactive)
     return out, *new[:4], *new[5:8], _clock(new, out)
 
@@ -55,8 +60,8 @@ def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
 def _attention_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, clock, position, window, query, key, value, retroactive, impl = args
     queries, keys, values, sums = fields
-    rings = [ring.clone() for ring in (queries, keys, values, sums, sums)]
-    state = ContinualAttentionState(*rings, scale, position if clock is None else clock.clone(), window)
+    counts = (scale, position if clock is None else clock.clone(), window)
+    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums, sums), *counts])
     out, new = run_step("continual_attention_step", impl, state, query, key, value, retroactive)
     return out, *new[:4], _clock(new, out)
 
@@ -140,7 +145,7 @@ def nystrom_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retro
     out, queries, keys, values, sums, *landmarks, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
     place = position + query.shape[2] if clock is None else clock_after
     spare = torch.empty_like(sums)
-    return out, ContinualNystromState(queries, keys, values, sums, spare, *landmarks, state.scale, place, *state[10:])
+    return out, ContinualNystromState._make([queries, keys, values, sums, spare, *landmarks, state.scale, place, *state[10:]])
 
 
 def attention_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
