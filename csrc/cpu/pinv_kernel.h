@@ -14,94 +14,128 @@ CMAB_INLINE V maximum_or_nan(V a, V b) {
   return (b > a) | (b != b) ? b : a;
 }
 
-// The largest column sum of |A|. Where all are zero it is 1, for it is divided by.
-template <class V, class T>
-T largest_column(const T* matrix, int64_t m) {
-  const int64_t width = padded_columns<T>(m);
-  V most{};
-  for (int64_t j = 0; j < width; j += lanes<V>()) {
-    V sum{};
-    for (int64_t i = 0; i < m; ++i) sum += magnitude(load<V>(matrix + i * width + j));
-    most = maximum_or_nan(most, sum);
+// The column sums of |A|, zeros after them, and the largest of them.
+template <class T>
+struct ColumnSums {
+  T* of;
+  T largest;
+
+  // What is divided by: A = 0 has Z = 0.
+  T divisor() const { return largest == 0 ? T(1) : largest; }
+};
+
+// m x m matrices in padded rows, and their products.
+template <class T>
+class PinvSquares {
+ protected:
+  using V = Vector<T>;
+
+  static int64_t elements(int64_t m, int64_t squares) {
+    return squares * padded_size<T>(m, m) + 2 * padded_columns<T>(m);
   }
-  T largest = 0;
-  for (int i = 0; i < lanes<V>(); ++i) largest = most[i] > largest || most[i] != most[i] ? most[i] : largest;
-  return largest == 0 ? T(1) : largest;
-}
 
-// One after the other: their product may overflow.
-template <class V, class T>
-CMAB_INLINE void divide(T* matrix, int64_t size, T column, T row) {
-  for (int64_t i = 0; i < size; i += lanes<V>()) store(matrix + i, load<V>(matrix + i) / column / row);
-}
+  PinvSquares(int64_t m, T* memory)
+      : m_(m), width_(padded_columns<T>(m)), size_(padded_size<T>(m, m)), memory_(memory) {
+    columns_.of = take(width_);
+    rows_.of = take(width_);
+    identity_ = take(size_);
+    for (int64_t i = 0; i < size_; i += kVectorLanes<T>) store(identity_ + i, V{});
+    for (int64_t i = 0; i < m; ++i) identity_[i * width_ + i] = 1;
+  }
 
-// diagonal * I - sum, a vector of it.
-template <class V>
-CMAB_INLINE V diagonal_minus(ElementOf<V> diagonal, int64_t row, int64_t column, V sum) {
-  using T = ElementOf<V>;
-  return (lane_numbers<V>() == T(row - column) ? broadcast<V>(diagonal) : V{}) - sum;
-}
+  T* take(int64_t count) { return std::exchange(memory_, memory_ + count); }
 
-// Z and what makes it: padded m x m matrices.
-template <class V>
-class PinvIteration {
-  using T = ElementOf<V>;
+  V identity(int64_t at) const { return load<V>(identity_ + at); }
+
+  // Calls finish(at, sum) with every vector of the product, and where it lies in a square.
+  template <class Finish>
+  CMAB_INLINE void times(const T* left, const T* right, const Finish& finish) const {
+    multiply(Left<T>{left, width_, 1}, right, width_, padded_rows(m_), m_, width_,
+             [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
+  }
+
+  // Of A and its transpose. They are divided by one after the other, for their product may overflow.
+  void take_norms(const T* matrix, const T* turned) {
+    add_columns(matrix, columns_);
+    add_columns(turned, rows_);
+  }
+  V over_norms(V x) const { return x / columns_.divisor() / rows_.divisor(); }
+
+  const int64_t m_, width_, size_;
+  ColumnSums<T> columns_, rows_;
+
+ private:
+  void add_columns(const T* matrix, ColumnSums<T>& sums) const {
+    V most{};
+    for (int64_t j = 0; j < width_; j += kVectorLanes<T>) {
+      V sum{};
+      for (int64_t i = 0; i < m_; ++i) sum += magnitude(load<V>(matrix + i * width_ + j));
+      store(sums.of + j, sum);
+      most = maximum_or_nan(most, sum);
+    }
+    sums.largest = 0;
+    for (int i = 0; i < kVectorLanes<T>; ++i)
+      sums.largest = most[i] > sums.largest || most[i] != most[i] ? most[i] : sums.largest;
+  }
+
+  T *memory_, *identity_;
+};
+
+template <class T>
+class PinvIteration : PinvSquares<T> {
+  using Squares = PinvSquares<T>;
+  using Squares::identity, Squares::m_, Squares::over_norms, Squares::size_, Squares::times, Squares::width_;
+  using V = Vector<T>;
 
  public:
-  static int64_t elements(int64_t m) { return 5 * padded_size<T>(m, m); }
+  static int64_t elements(int64_t m) { return Squares::elements(m, 6); }
 
-  PinvIteration(int64_t m, T* memory) : m_(m), width_(padded_columns<T>(m)), size_(padded_size<T>(m, m)) {
-    for (T** each : {&matrix_, &inverse_, &product_, &odd_, &even_}) *each = memory, memory += size_;
+  PinvIteration(int64_t m, T* memory) : Squares(m, memory) {
+    for (T** each : {&matrix_, &inverse_, &product_, &odd_, &even_}) *each = Squares::take(size_);
   }
 
   T* matrix() { return matrix_; }  // to be filled
   const T* inverse() const { return inverse_; }
+  void write(T* inverse) const {
+    for (int64_t i = 0; i < m_; ++i) write_row(inverse_ + i * width_, m_, inverse + i * m_);
+  }
 
   void run(int iterations) {
-    transpose_matrix<V>(matrix_, m_, m_, inverse_);
-    divide<V>(inverse_, size_, largest_column<V>(matrix_, m_), largest_column<V>(inverse_, m_));
+    transpose_matrix(matrix_, m_, m_, inverse_);
+    Squares::take_norms(matrix_, inverse_);
+    for (int64_t i = 0; i < size_; i += kVectorLanes<T>) store(inverse_ + i, over_norms(load<V>(inverse_ + i)));
     for (int i = 0; i < iterations; ++i) iterate();
   }
 
  private:
   void iterate() {
-    times(matrix_, inverse_, [this](int64_t row, int64_t column, V sum) {
-      store(product_ + row * width_ + column, sum);
-      store(odd_ + row * width_ + column, diagonal_minus(T(7), row, column, sum));
+    times(matrix_, inverse_, [this](int64_t at, V sum) {
+      store(product_ + at, sum);
+      store(odd_ + at, T(7) * identity(at) - sum);
     });
-    times(product_, odd_, [this](int64_t row, int64_t column, V sum) {
-      store(even_ + row * width_ + column, diagonal_minus(T(15), row, column, sum));
-    });
-    times(product_, even_, [this](int64_t row, int64_t column, V sum) {
-      store(odd_ + row * width_ + column, diagonal_minus(T(13), row, column, sum));
-    });
-    times(inverse_, odd_,
-          [this](int64_t row, int64_t column, V sum) { store(even_ + row * width_ + column, T(0.25) * sum); });
+    times(product_, odd_, [this](int64_t at, V sum) { store(even_ + at, T(15) * identity(at) - sum); });
+    times(product_, even_, [this](int64_t at, V sum) { store(odd_ + at, T(13) * identity(at) - sum); });
+    times(inverse_, odd_, [this](int64_t at, V sum) { store(even_ + at, T(0.25) * sum); });
     std::swap(inverse_, even_);
   }
 
-  template <class Finish>
-  CMAB_INLINE void times(const T* left, const T* right, const Finish& finish) const {
-    multiply<V>(Left<T>{left, width_, 1}, right, width_, padded_rows(m_), m_, width_, finish);
-  }
-
-  const int64_t m_, width_, size_;
   T *matrix_, *inverse_, *product_, *odd_, *even_;
 };
 
 template <class V>
 int64_t pinv_workspace(int64_t m) {
-  return PinvIteration<V>::elements(m);
+  return PinvIteration<ElementOf<V>>::elements(m);
 }
 
-// Both matrices are contiguous; the workspace, of pinv_workspace<V>(m) elements, is 64-byte aligned and uninitialised.
+// Both matrices are contiguous, and may be the same; the workspace, of pinv_workspace<V>(m) elements, is 64-byte
+// aligned and uninitialised.
 template <class V>
 void iterative_pinv(const ElementOf<V>* matrix, int64_t m, int iterations, ElementOf<V>* inverse,
                     ElementOf<V>* workspace) {
-  PinvIteration<V> iteration(m, workspace);
-  read_matrix<V>(matrix, m, 1, m, m, iteration.matrix());
+  PinvIteration<ElementOf<V>> iteration(m, workspace);
+  read_matrix(matrix, m, 1, nullptr, m, m, iteration.matrix());
   iteration.run(iterations);
-  write_matrix<V>(iteration.inverse(), m, m, inverse);
+  iteration.write(inverse);
 }
 
 }  // namespace

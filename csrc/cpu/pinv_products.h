@@ -33,9 +33,10 @@ struct Left {
   int64_t row, step;
 };
 
-template <class V, int R, int C, class T, class Finish>
+template <int R, int C, class T, class Finish>
 CMAB_INLINE void multiply_tile(const Left<T>& left, const T* right, int64_t right_row, int64_t steps, int64_t row,
                                int64_t column, const Finish& finish) {
+  using V = Vector<T>;
   V sum[R][C] = {};
   multiply_add<V, R, C>(sum, left.data + row * left.row, left.row, left.step, right + column, right_row, steps);
 #pragma GCC unroll 16
@@ -45,46 +46,51 @@ CMAB_INLINE void multiply_tile(const Left<T>& left, const T* right, int64_t righ
 }
 
 // Calls finish(row, column, sum) with every vector of the product. `rows` and `columns` are padded, `steps` are not.
-template <class V, class T, class Finish>
+template <class T, class Finish>
 void multiply(const Left<T>& left, const T* right, int64_t right_row, int64_t rows, int64_t steps, int64_t columns,
               const Finish& finish) {
+  constexpr int kLanes = kVectorLanes<T>;
   int64_t column = 0;
-  for (; column + 2 * lanes<V>() <= columns; column += 2 * lanes<V>())
+  for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
     for (int64_t row = 0; row < rows; row += kPairRows)
-      multiply_tile<V, kPairRows, 2>(left, right, right_row, steps, row, column, finish);
+      multiply_tile<kPairRows, 2>(left, right, right_row, steps, row, column, finish);
   if (column < columns)
     for (int64_t row = 0; row < rows; row += kTileRows)
-      multiply_tile<V, kTileRows, 1>(left, right, right_row, steps, row, column, finish);
+      multiply_tile<kTileRows, 1>(left, right, right_row, steps, row, column, finish);
 }
 
-// Rows of `columns` elements, `step` apart, into padded ones; zeros up to padded_rows.
-template <class V, class T>
-void read_matrix(const T* from, int64_t from_row, int64_t step, int64_t rows, int64_t columns, T* to) {
-  const int64_t width = padded_columns<T>(columns);
-  for (int64_t i = 0; i < padded_rows(rows); ++i, from += from_row, to += width) {
-    const int64_t count = i < rows ? columns : 0;
-    int64_t j = 0;
-    if (step == 1)
-      for (; j < count; j += lanes<V>()) store(to + j, load_first<V>(from + j, least(lanes<V>(), count - j)));
-    else
-      for (; j < count; ++j) to[j] = from[j * step];
-    for (; j < width; ++j) to[j] = 0;
-  }
+// A row of elements `step` apart, zero from `count` to `width`.
+template <class T>
+CMAB_INLINE void read_row(const T* from, int64_t step, int64_t count, int64_t width, T* to) {
+  using V = Vector<T>;
+  int64_t j = 0;
+  if (step == 1)
+    for (; j < count; j += lanes<V>()) store(to + j, load_first<V>(from + j, least(lanes<V>(), count - j)));
+  else
+    for (; j < count; ++j) to[j] = from[j * step];
+  for (; j < width; ++j) to[j] = 0;
 }
 
-// Padded rows to contiguous ones.
-template <class V, class T>
-void write_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
+template <class T>
+CMAB_INLINE void write_row(const T* from, int64_t count, T* to) {
+  using V = Vector<T>;
+  for (int64_t j = 0; j < count; j += lanes<V>()) store_first(to + j, load<V>(from + j), least(lanes<V>(), count - j));
+}
+
+// A matrix into padded rows, zeros up to padded_rows. `which` are the rows to read; null: the first ones.
+template <class T>
+void read_matrix(const T* from, int64_t from_row, int64_t step, const int64_t* which, int64_t rows, int64_t columns,
+                 T* to) {
   const int64_t width = padded_columns<T>(columns);
-  for (int64_t i = 0; i < rows; ++i, from += width, to += columns)
-    for (int64_t j = 0; j < columns; j += lanes<V>())
-      store_first(to + j, load<V>(from + j), least(lanes<V>(), columns - j));
+  for (int64_t i = 0; i < padded_rows(rows); ++i)
+    read_row(from + (which && i < rows ? which[i] : i) * from_row, step, i < rows ? columns : 0, width, to + i * width);
 }
 
 // The transpose of a padded matrix, a square of registers at a time.
-template <class V, class T>
+template <class T>
 void transpose_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
-  constexpr int kLanes = lanes<V>();
+  using V = Vector<T>;
+  constexpr int kLanes = kVectorLanes<T>;
   const int64_t width = padded_columns<T>(columns), to_rows = padded_rows(columns), to_width = padded_columns<T>(rows);
   for (int64_t i = 0; i < to_width; i += kLanes)
     for (int64_t j = 0; j < to_rows; j += kLanes) {
