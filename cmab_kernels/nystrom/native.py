@@ -32,16 +32,18 @@ def _empty(like: Tensor) -> Tensor:
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     """The pseudo-inverse of each (m, m) of a batch by so many iterations, contiguous."""
+    count, order, _ = matrix.shape
     inverse = _empty(matrix)
-    sizes = (NATIVE_DTYPES[matrix.dtype], *matrix.shape[:2], iterations, torch.get_num_threads())
+    sizes = (NATIVE_DTYPES[matrix.dtype], count, order, iterations, torch.get_num_threads())
     _C.iterative_pinv(sizes, matrix.data_ptr(), matrix.stride(), inverse.data_ptr())
     return inverse
 
 
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
     """The gradient of the matrices, contiguous."""
+    count, order, _ = matrix.shape
     dmatrix = _empty(matrix)
-    sizes = (NATIVE_DTYPES[matrix.dtype], *matrix.shape[:2], iterations, torch.get_num_threads())
+    sizes = (NATIVE_DTYPES[matrix.dtype], count, order, iterations, torch.get_num_threads())
     _C.iterative_pinv_backward(sizes, *_operand(dinverse), *_operand(matrix), dmatrix.data_ptr())
     return dmatrix
 

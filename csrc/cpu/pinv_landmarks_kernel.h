@@ -31,10 +31,12 @@ class Landmarks {
         which_[present_++] = i;
     read_rows(call_.query, call_.width, query_);
     read_rows(call_.key, call_.width, key_);
+    for (int64_t i = 0; i < present_ * width_; i += kVectorLanes<T>)
+      store(query_ + i, T(call_.scale) * load<V>(query_ + i));
   }
 
   int64_t present() const { return present_; }
-  const T* query() const { return query_; }
+  const T* scaled_query() const { return query_; }
   const T* key() const { return key_; }
 
   void read_rows(const Matrices& from, int64_t columns, T* to) const {
@@ -52,14 +54,12 @@ class Landmarks {
         for (int64_t j = 0; j < columns; ++j) to[j] = 0;
   }
 
-  // softmax(scale q k') by rows.
+  // softmax(scale q k') by rows. The scale is in the query, so that a small one keeps large products in range.
   void softmax(T* to) const {
     const int64_t columns = padded_columns<T>(present_);
     transpose_matrix(query_, present_, call_.width, turned_query_);
     multiply(Left<T>{key_, width_, 1}, turned_query_, columns, padded_rows(present_), call_.width, columns,
-             [&](int64_t row, int64_t column, V sum) {
-               store(turned_softmax_ + row * columns + column, finite(T(call_.scale) * sum));
-             });
+             [&](int64_t row, int64_t column, V sum) { store(turned_softmax_ + row * columns + column, finite(sum)); });
     for (int64_t column = 0; column < columns; column += kVectorLanes<T>) normalise(turned_softmax_ + column, column);
     transpose_matrix(turned_softmax_, present_, present_, to);
   }
@@ -183,17 +183,17 @@ class LandmarkGradients {
       V sum{};
       for (int64_t i = 0; i < present_ * columns; i += columns) sum += load<V>(softmax + i) * load<V>(slope + i);
       for (int64_t i = 0; i < present_ * columns; i += columns)
-        store(slope + i, T(call_.scale) * load<V>(softmax + i) * (load<V>(slope + i) - sum));
+        store(slope + i, load<V>(softmax + i) * (load<V>(slope + i) - sum));
     }
-    write_product({dlogits_, 1, columns}, landmarks_.key(), present_, call_.width, dquery_);
-    write_product({dlogits_, columns, 1}, landmarks_.query(), present_, call_.width, dkey_);
+    write_product({dlogits_, 1, columns}, landmarks_.key(), present_, call_.width, dquery_, T(call_.scale));
+    write_product({dlogits_, columns, 1}, landmarks_.scaled_query(), present_, call_.width, dkey_);
   }
 
   // A row for each present landmark.
-  void write_product(const Left<T>& left, const T* right, int64_t steps, int64_t columns, T* to) const {
+  void write_product(const Left<T>& left, const T* right, int64_t steps, int64_t columns, T* to, T factor = 1) const {
     const int64_t width = padded_columns<T>(columns);
     multiply(left, right, width, padded_rows(present_), steps, width,
-             [&](int64_t row, int64_t column, V sum) { store(to + row * width + column, sum); });
+             [&](int64_t row, int64_t column, V sum) { store(to + row * width + column, factor * sum); });
   }
 
   const LandmarkCall& call_;
