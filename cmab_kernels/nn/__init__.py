@@ -1,9 +1,13 @@
 """Modules built on the operators: few queries, any number of keys, and a state that survives between calls."""
 
 from .cmab import CMAB, CMABRemoval, CMABUpdate
+from .continual import ContinualAttention, ContinualNystromAttention
+from .continual_stream import ContinualStream, FillingWindow
 from .informer import InformerEncoderLayer
 from .multihead_attention import Attended, MultiheadAttention
 from .multihead_intention import MultiheadIntention, MultiheadSigmaIntention
+from .nystrom_attention import NystromAttention
+from .positional import CircularPositionalEncoding
 from .replace import replace_modules
 from .stream import AttentionStream, RidgeStream
 
@@ -13,10 +17,16 @@ __all__ = [
     "AttentionStream",
     "CMABRemoval",
     "CMABUpdate",
+    "CircularPositionalEncoding",
+    "ContinualAttention",
+    "ContinualNystromAttention",
+    "ContinualStream",
+    "FillingWindow",
     "InformerEncoderLayer",
     "MultiheadAttention",
     "MultiheadIntention",
     "MultiheadSigmaIntention",
+    "NystromAttention",
     "RidgeStream",
     "replace_modules",
 ]

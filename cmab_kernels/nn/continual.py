@@ -1,0 +1,384 @@
+"""Attention over the newest tokens of a stream, one step at a time, with the weights of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention import latent_attention
+from ..checks import as_they_are, wrong
+from ..nystrom import (
+    ContinualAttentionState,
+    ContinualNystromState,
+    StepResult,
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
+from ..nystrom.continual import OUTPUTS
+from .continual_stream import ContinualStream, FillingWindow, WindowState
+from .layers import split_heads
+from .multihead_attention import MultiheadAttention
+from .nystrom_attention import NystromAttention, refuse_extra_keys
+from .projections import MultiheadProjections
+
+
+class Continual(MultiheadProjections):
+    """What continual attentions have in common: a stream of tokens, and the methods that move it on.
+
+    Of the methods, which have the names of the package continual-inference: a token is what `forward` takes without the axis of tokens, so
+    (B, C), and several are what it takes, (B, T, C) or (T, B, C) as `batch_first` says, or (T, C) without a batch. Key and value are the
+    query where they are None. Before the window is full there is no output, and the result is None.
+
+    A step is right at its own time: nothing of it has to be recorded for later, and nothing is, so that a stream needs
+    `torch.no_grad()` (`RuntimeError` where a gradient would be lost). Errors leave the stream as it was.
+    """
+
+    sequence_len: int
+    output: str
+    stream: ContinualStream
+
+    def forward_step(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+    ) -> Tensor | None:
+        """What one more token (B, C) leads to: its own output (B, C) or, retroactive, those of the whole window in the layout of `forward`.
+
+        With `update_state=False` the stream stays where it is.
+        """
+        along = -2 if self.batch_first else 0
+        others = [None if token is None else token.unsqueeze(along) for token in (key, value)]
+        attended = self._advance(query.unsqueeze(along), *others, update_state=update_state)
+        return None if attended is None else self._joined(attended[:, :, 0], batched=query.dim() == 2)
+
+    def forward_steps(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+    ) -> Tensor | None:
+        """The results of `forward_step` for T tokens, stacked where `forward` has its tokens; from the one on that fills the window.
+
+        So of (B, T, C) they are (B, T', C), or retroactive (B, T', n, C); of (T, B, C), (T', B, C) or (T', n, B, C).
+        """
+        attended = self._advance(query, key, value, update_state=update_state)
+        return None if attended is None else self._joined(attended, batched=query.dim() == 3)
+
+    def clean_state(self) -> None:
+        """Forget all tokens."""
+        self.stream.state = None
+
+    def get_state(self) -> WindowState | None:
+        """Where the stream is, or None before the first token: tensors and ints, which later steps do not change.
+
+        A `FillingWindow` before the window is full, then the operators' `ContinualAttentionState` or `ContinualNystromState`. The next step
+        after this copies the window, O(n).
+        """
+        return self.stream.state
+
+    def set_state(self, state: WindowState | None) -> None:
+        """Go on from a state that `get_state` returned; None is `clean_state`. It is checked and copied."""
+        self.stream.state = state
+
+    @abstractmethod
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
+
+    @abstractmethod
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        """The state of a whole window."""
+
+    @abstractmethod
+    def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        """The operator's."""
+
+    @abstractmethod
+    def _start(self, like: Tensor) -> None:
+        """Make the stream, for the device and dtype of a weight."""
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        super().adopt(module)
+        self._start(module.out_proj.weight)
+
+    def _stream_over(self, sequence_len: int, output: str) -> None:
+        """Check and take what the constructors of all have in common."""
+        if not isinstance(sequence_len, int) or sequence_len < 1:
+            raise ValueError(wrong("sequence_len", f"is {sequence_len!r}", "an int >= 1, the tokens of the window, is needed"))
+        if output not in OUTPUTS:
+            raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
+        self.sequence_len, self.output = sequence_len, output
+        self._start(self.out_proj.weight)
+
+    def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:
+        """The outputs of tokens in the layout of `forward`: (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        if self.training and self.dropout > 0:
+            raise RuntimeError(
+                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
+            )
+        key = query if key is None else key
+        value = query if value is None else value
+        self._check(None, query=query, key=key, value=value)
+        heads, stream = self._heads(query, key, value), self.stream
+        tokens = heads[0].shape[2]
+        if tokens == 0:
+            return None
+        # One call of an operator is done or not done; a second one that fails would find the memory of the state held used again.
+        mine = update_state and (self.output == "single" or tokens == 1)
+        with as_they_are(query.device):
+            state, outs = self._walked(stream.held if mine else stream.shared(), heads)
+        if update_state:
+            stream.held = state
+        if self.output == "retroactive" and outs:
+            return torch.stack(outs, 2)
+        return torch.cat(outs, 2) if len(outs) > 1 else outs[0] if outs else None
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries, keys and values (B, H, T, D) in the module's dtype, by one product where they are of one input."""
+        if query is key is value and self.in_proj_weight is not None:
+            packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
+            heads = [split_heads(part, self.num_heads) for part in packed.chunk(3, -1)]
+        else:
+            heads = [self._project(part, features) for part, features in enumerate((query, key, value))]
+        self._check_heads(heads)
+        dtype = self.out_proj.weight.dtype
+        return heads if heads[0].dtype == dtype else [head.to(dtype) for head in heads]
+
+    def _check_heads(self, heads: list[Tensor]) -> None:
+        """What the stream does not take."""
+        held, like = self.stream.held, heads[0]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
+            allowed = "a stream holds no graph; use torch.no_grad(), or step a state of your own by the operator, which is differentiable"
+            raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))
+        for name, head in zip(("query", "key", "value"), heads, strict=True):
+            if head.shape != like.shape:
+                given, wanted = ((h.shape[0], h.shape[2]) for h in (head, like))
+                raise ValueError(wrong(name, f"has batch and tokens {given}", f"query has {wanted}"))
+            if held is not None and head.shape[0] != held.keys.shape[0]:
+                allowed = f"the stream has batch {held.keys.shape[0]}; clean_state() ends it"
+                raise ValueError(wrong(name, f"has batch {head.shape[0]}", allowed))
+            # Afterwards operators look; on a GPU nobody waits to see.
+            if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and not head.isfinite().all():
+                raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
+
+    def _walked(self, state: Any, heads: list[Tensor]) -> tuple[WindowState, list[Tensor]]:
+        """The state and the outputs, (B, H, *, E) each, after T >= 1 tokens."""
+        outs: list[Tensor] = []
+        if isinstance(state, FillingWindow | None):
+            before = 0 if state is None else state.queries.shape[2]
+            firsts = [head[:, :, : self.sequence_len - before] for head in heads]
+            state = FillingWindow(*(torch.cat(parts, 2) for parts in zip(*([state] if state else []), firsts, strict=True)))
+            if state.queries.shape[2] < self.sequence_len:
+                return state, outs
+            outs.append(self._whole(*state))
+            state = self._init(*state)
+            heads = [head[:, :, self.sequence_len - before :] for head in heads]
+        each = heads[0].shape[2] if self.output == "single" else 1
+        for block in zip(*(head.split(max(each, 1), 2) for head in heads), strict=True):
+            if block[0].shape[2]:
+                out, state = self._step(state, *block)
+                outs.append(out)
+        return state, outs
+
+    def _joined(self, attended: Tensor, batched: bool) -> Tensor:
+        """The projection of (B, H, [T',] [n,] E) in the layout of the module: B, [T',] [n,] or [T',] [n,] B."""
+        out = F.linear(attended.movedim(1, -2).flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        if not batched:
+            return out.squeeze(0)
+        return out if self.batch_first else out.movedim(0, -2)
+
+
+class ContinualAttention(Continual, MultiheadAttention):
+    """Exact attention over the n newest tokens of a stream: O(n) a token, where recomputing the window is O(n^2).
+
+    Args:
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as torch's. A stream has no dropout: in training, with
+            `dropout` > 0, a step is a `RuntimeError`.
+        add_bias_kv, add_zero_attn: False (`ValueError` otherwise).
+        sequence_len: n.
+        output: "single": a step gives the newest token's output, and `forward` that of the last query. "retroactive": a step gives those
+            of all n tokens of the window, older ones with the newest tokens in view, and `forward` those of all queries.
+
+    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training: it touches no stream.
+    Parameters are torch's, so its `state_dict` loads as it is. The stream is part of the `state_dict` while there is one (see
+    `ContinualStream`).
+
+    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`; results are the same
+    where theirs are finite (raw exponentials overflow at logits of 88, in float32). Differences: `batch_first` is False by default, as
+    torch has it; `forward_steps` of single outputs, not batch first, gives (T', B, C) where theirs gives (T', 1, B, C);
+    `update_state=False` works from the first token on; there is no `query_index` and no `embed_dim_second`; steps record no graph; states
+    are this package's.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
+
+    >>> attention = cmab_kernels.nn.ContinualAttention(16, 2, batch_first=True, sequence_len=64).eval()
+    >>> tokens = torch.randn(1, 100, 16)
+    >>> with torch.no_grad():
+    ...     attention.forward_steps(tokens[:, :63]) is None
+    ...     steps = attention.forward_steps(tokens[:, 63:])
+    ...     whole = attention(tokens[:, -64:], need_weights=False)[0]
+    True
+    >>> steps.shape, torch.allclose(steps[:, -1:], whole, atol=1e-5)
+    (torch.Size([1, 37, 16]), True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        sequence_len: int,
+        output: str = "single",
+    ) -> None:
+        refuse_extra_keys(add_bias_kv, add_zero_attn)
+        super().__init__(embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first, device, dtype)
+        self._stream_over(sequence_len, output)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights) as torch's, of the last query alone or, retroactive, of all; key and value are the query where they are None."""
+        key = query if key is None else key
+        value = query if value is None else value
+        if self.output == "single":
+            query = query[..., -1:, :] if self.batch_first else query[-1:]
+        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return latent_attention(query[:, :, -1:] if self.output == "single" else query, key, value)
+
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualAttentionState:
+        return continual_attention_init(query, key, value)
+
+    def _step(self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        return continual_attention_step(state, query, key, value, output=self.output)
+
+    def _start(self, like: Tensor) -> None:
+        n = self.sequence_len
+        self.stream = ContinualStream(
+            ContinualAttentionState, self.num_heads, self.head_dim, (0, n), {"window": n}, device=like.device, dtype=like.dtype
+        )
+
+
+class ContinualNystromAttention(Continual, NystromAttention):
+    """Attention over the n newest tokens of a stream through m landmarks: O(m) a token, whatever the window.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype, num_landmarks, pinv,
+            pinv_iterations: as in `NystromAttention`.
+        sequence_len: n >= m.
+        output: as in `ContinualAttention`.
+        landmarks: "continual": means of segments of the stream, the oldest of which is replaced when a segment is full, every n / m tokens;
+            in `forward` the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
+
+    `forward` is `NystromAttention`'s, over a whole window at once, for training, with key and value the query where they are None; it
+    touches no stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does whenever a multiple of n
+    tokens have come, or of n / m where m divides n; in between landmarks lag behind the window, by less than one segment.
+
+    A stream belongs to the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those of
+    continual-inference, with the differences that `ContinualAttention` lists.
+
+    Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
+
+    >>> attention = cmab_kernels.nn.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=64, num_landmarks=8).eval()
+    >>> tokens = torch.randn(1, 128, 16)
+    >>> with torch.no_grad():
+    ...     for token in tokens.unbind(1):
+    ...         out = attention.forward_step(token)
+    ...     whole = attention(tokens[:, -64:], need_weights=False)[0]
+    >>> out.shape, torch.allclose(out, whole[:, 0], atol=1e-5)
+    (torch.Size([1, 16]), True)
+    """
+
+    schemes = ("continual", "fixed")
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        sequence_len: int,
+        num_landmarks: int,
+        output: str = "single",
+        landmarks: str = "continual",
+        pinv: str = "iterative",
+        pinv_iterations: int = 6,
+    ) -> None:
+        options: dict[str, Any] = {"landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
+        super().__init__(
+            *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype),
+            num_landmarks=num_landmarks,
+            **options,
+        )
+        self._stream_over(sequence_len, output)
+        if num_landmarks > sequence_len:
+            raise ValueError(wrong("num_landmarks", f"is {num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights) as in `NystromAttention`, of the last query alone or, retroactive, of all."""
+        key = query if key is None else key
+        value = query if value is None else value
+        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+
+    def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
+        super().fit_landmarks(tokens, keys, seed=seed)
+        self.clean_state()
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        attended = super()._attend(query, key, value, mask)
+        return attended[:, :, -1:] if self.output == "single" else attended
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._attend(query, key, value, None)
+
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualNystromState:
+        return continual_nystrom_init(query, key, value, **self._options())
+
+    def _step(self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        return continual_nystrom_step(state, query, key, value, output=self.output)
+
+    def _start(self, like: Tensor) -> None:
+        counts = {
+            "window": self.sequence_len,
+            "pinv_iterations": self.pinv_iterations if self.pinv == "iterative" else 0,
+            "fixed": int(self.landmarks == "fixed"),
+        }
+        self.stream = ContinualStream(
+            ContinualNystromState, self.num_heads, self.head_dim, (self.num_landmarks,), counts, device=like.device, dtype=like.dtype
+        )

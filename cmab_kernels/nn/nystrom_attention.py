@@ -1,0 +1,231 @@
+"""Nyström attention with the constructor, the weights and the forward of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import wrong
+from ..nystrom import nystrom_attention
+from ..nystrom.api import check_pinv
+from .layers import bool_mask
+from .projections import MultiheadProjections
+
+LANDMARKS = ("landmark_queries", "landmark_keys")
+
+
+def refuse_extra_keys(add_bias_kv: bool, add_zero_attn: bool) -> None:
+    """Raise if torch's keys that are no tokens are asked for."""
+    if add_bias_kv or add_zero_attn:
+        name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+        raise ValueError(wrong(name, "is True", "a window consists of tokens, and extra keys are none; False is needed"))
+
+
+class NystromAttention(MultiheadProjections):
+    """Attention through m landmarks where `torch.nn.MultiheadAttention` compares all pairs: O(N m) time and memory.
+
+    In each head, with landmarks q~, k~ (m, D) and softmax by rows,
+
+        out = softmax(scale Q k~') pinv(softmax(scale q~ k~')) softmax(scale q~ K') V        scale = D ** -0.5
+
+    Args:
+        embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
+        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`: no attention weights are formed, and
+            landmarks stand for tokens.
+        num_landmarks: m.
+        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys, so that m <= N, and a token's result
+            depends on those that follow it as on those before. "fixed": they are parameters `landmark_queries` and `landmark_keys`
+            (H, m, D), None until `fit_landmarks` made them or a `state_dict` brought them.
+        pinv: "iterative" or "exact"; see `cmab_kernels.nystrom_attention`.
+        pinv_iterations: of the iterative one.
+
+    The other parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and leaves fixed landmarks
+    as they are. `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are
+    those of the linear map from values to results, of size L x N, which nothing else here is; they may be negative and, as the
+    pseudo-inverse is iterated, do not quite sum to 1. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the
+    argument.
+
+    Source: Nyströmformer (Xiong et al., AAAI 2021); fixed landmarks from Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et
+    al.).
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.NystromAttention(16, 2, batch_first=True, num_landmarks=8)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(1, 1000, 16)
+    >>> ours(tokens, tokens, tokens, need_weights=False)[0].shape
+    torch.Size([1, 1000, 16])
+    """
+
+    schemes: ClassVar[tuple[str, ...]] = ("segments", "fixed")
+    landmark_queries: torch.nn.Parameter | None
+    landmark_keys: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_landmarks: int,
+        landmarks: str = "segments",
+        pinv: str = "iterative",
+        pinv_iterations: int = 6,
+    ) -> None:
+        if dropout:
+            raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
+        refuse_extra_keys(add_bias_kv, add_zero_attn)
+        if not isinstance(num_landmarks, int) or num_landmarks < 1:
+            raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", "an int >= 1 is needed"))
+        if landmarks not in self.schemes:
+            raise ValueError(wrong("landmarks", f"is {landmarks!r}", f"it must be one of {', '.join(self.schemes)}"))
+        check_pinv(pinv, pinv_iterations)
+        super().__init__(embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype)
+        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
+        self._qkv_same_embed_dim = False
+        self.num_landmarks = num_landmarks
+        self.landmarks = landmarks
+        self.pinv = pinv
+        self.pinv_iterations = pinv_iterations
+        if landmarks == "fixed":
+            for name in LANDMARKS:
+                self.register_parameter(name, None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
+
+        Queries and keys may differ in number. With landmarks that are means of segments, `key_padding_mask` marks tokens, so that they may
+        not differ then: the queries in its places are read as 0 too, be they NaN, and their results mean nothing. It may also be one to be
+        added to logits, of 0 and -inf, as torch's transformer layers pass it on. `ValueError` for an `attn_mask` or `is_causal`: what a
+        query may see cannot depend on the query where landmarks have seen everything.
+        """
+        for name, given in (("attn_mask", attn_mask is not None), ("is_causal", is_causal)):
+            if given:
+                allowed = "landmarks see all tokens, whatever a query may see; mask tokens for all queries by key_padding_mask"
+                raise ValueError(wrong(name, "is given", allowed))
+        key_padding_mask = bool_mask(key_padding_mask)
+        self._check(key_padding_mask, query=query, key=key, value=value)
+        q, (k, v, mask) = self._project_query(query, key_padding_mask), self._project_pair(key, value, key_padding_mask)
+        out = self._output(self._attend(q, k, v, mask), query)
+        if not need_weights:
+            return out, None
+        one = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        weights = self._attend(q, k, one, mask)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return out, weights if query.dim() == 3 else weights.squeeze(0)
+
+    @torch.no_grad()
+    def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
+        """Make the fixed landmarks of each head by k-means (scikit-learn's `MiniBatchKMeans`) on training tokens.
+
+        `tokens` (B, N, embed_dim), or as `batch_first` says, or (N, embed_dim), are what queries are made of, at least m in all. For
+        self-attention they are keys as well: one clustering of them, whose centres every head projects to its q~ and its k~, so that the
+        two belong together. For cross-attention, with `keys` of width kdim, each head's queries and each head's keys are clustered. The
+        same tokens and seed give the same landmarks.
+
+        The landmarks are new parameters, to be fine-tuned: tell an optimizer of them. Layers are fitted from first to last, each on
+        tokens as the layers before it, fine-tuned, make them.
+
+        `ImportError` without scikit-learn; `ValueError` where tokens are too few, of another shape, or not finite.
+        """
+        if self.landmarks != "fixed":
+            raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
+        if keys is None and self.kdim != self.embed_dim:
+            raise ValueError(wrong("keys", "is None", f"kdim is {self.kdim} and embed_dim {self.embed_dim}: queries are no keys"))
+        self._check(None, query=tokens)
+        if keys is None:
+            centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
+            fitted = [self._project(part, centres)[0] for part in range(2)]
+        else:
+            self._check(None, key=keys)
+            fitted = [self._centres_of_heads("tokens", 0, tokens, seed), self._centres_of_heads("keys", 1, keys, seed)]
+        for name, landmarks in zip(LANDMARKS, fitted, strict=True):
+            setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))
+
+    def _centres_of_heads(self, name: str, part: int, tokens: Tensor, seed: int) -> Tensor:
+        heads = self._project(part, tokens).transpose(0, 1).flatten(1, 2)
+        return torch.stack([_centres(name, head, self.num_landmarks, seed) for head in heads])
+
+    def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Heads of the query, in which what is padding among tokens is nothing; see `hide_padding`."""
+        if key_padding_mask is not None and self.landmarks != "fixed":
+            ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
+            if ignore.shape == query.shape[:-1]:  # else the operator says what is wrong
+                query = query.masked_fill(ignore.unsqueeze(-1), 0.0)
+        return self._project(0, query)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, H, L, E) of query, key, value (B, H, *, *) and mask (B, N)."""
+        return nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """How an operator approximates."""
+        options: dict[str, Any] = {"pinv": self.pinv, "pinv_iterations": self.pinv_iterations}
+        if self.landmarks != "fixed":
+            return {"num_landmarks": self.num_landmarks, **options}
+        if self.landmark_queries is None or self.landmark_keys is None:
+            raise RuntimeError(
+                wrong("landmarks", "are fixed, and not made yet", "call fit_landmarks(tokens), or load a state_dict with them")
+            )
+        return {"landmarks": (self.landmark_queries, self.landmark_keys), **options}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Fixed landmarks are made where there are saved ones, and stay where there are none, as in weights of torch's module."""
+        names = LANDMARKS if self.landmarks == "fixed" else ()
+        saved = [name for name in names if prefix + name in state_dict]
+        made = [name for name in saved if getattr(self, name) is None]
+        like, errors = self.out_proj.weight, len(error_msgs)
+        for name in made:
+            setattr(self, name, torch.nn.Parameter(like.new_empty(self.num_heads, self.num_landmarks, self.head_dim)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not saved:
+            missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in names}]
+        elif len(saved) < len(names):
+            error_msgs.append(wrong(prefix + saved[0], "is alone", f"both of {', '.join(names)} are needed"))
+        if len(error_msgs) > errors:
+            for name in made:
+                setattr(self, name, None)
+
+
+def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
+    """(m, C): the centres of clusters of rows (T, C), in their dtype."""
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError as error:
+        raise ImportError("fit_landmarks clusters tokens with scikit-learn, which is not installed: pip install scikit-learn") from error
+    if rows.shape[0] < number:
+        raise ValueError(wrong(name, f"has {rows.shape[0]} tokens", f"at least {number}, one for each landmark, are needed"))
+    if not rows.isfinite().all():
+        raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+    clusters = MiniBatchKMeans(number, random_state=seed, n_init=3).fit(rows.double().cpu().numpy())
+    return torch.from_numpy(clusters.cluster_centers_).to(rows)

@@ -1,0 +1,152 @@
+"""Positions on a circle, for tokens whose window moves on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import wrong
+from .layers import check_features
+
+
+class CircularPositionalEncoding(nn.Module):
+    """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
+
+    A token keeps its encoding for as long as it is in the window, so that nothing of it is computed again. Two tokens of a window are at
+    most n - 1 apart, and on a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all told apart.
+
+    Args:
+        embed_dim: C, columns of the tokens.
+        sequence_len: n.
+        learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines that close on the circle,
+            of 1 to n - 1 turns in geometric steps; nothing to learn or save.
+        batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
+
+    `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C). In training the
+    window starts at a random place, drawn for every call, so that all are learned, and differences alone; in eval mode it starts where the
+    stream is, and leaves it there. `forward_step` takes one token (B, C) and `forward_steps` any number, and both move the stream on;
+    `clean_state` takes it back to place 0. The place is part of the `state_dict` while it is not 0.
+
+    In the package continual-inference it is `RecyclingPositionalEncoding`, which takes (B, C, T) and moves on at every `forward`.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
+
+    >>> encoding = cmab_kernels.nn.CircularPositionalEncoding(16, sequence_len=64, batch_first=True).eval()
+    >>> tokens = torch.randn(1, 64, 16)
+    >>> whole = encoding(tokens)
+    >>> steps = [encoding.forward_step(token) for token in tokens.unbind(1)]
+    >>> torch.equal(torch.stack(steps, 1), whole), encoding.get_state()
+    (True, 64)
+    """
+
+    encodings: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        sequence_len: int,
+        learned: bool = True,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, extent in (("embed_dim", embed_dim), ("sequence_len", sequence_len)):
+            if not isinstance(extent, int) or extent < 1:
+                raise ValueError(wrong(name, f"is {extent!r}", "an int >= 1 is needed"))
+        self.sequence_len, self.period, self.batch_first = sequence_len, 2 * sequence_len - 1, batch_first
+        self.position = 0
+        if learned:
+            self.encodings = nn.Parameter(0.02 * torch.randn(self.period, embed_dim, device=device, dtype=dtype))
+        else:
+            waves = _waves(self.period, embed_dim).to(device, dtype or torch.get_default_dtype())
+            self.register_buffer("encodings", waves, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """A window with its encodings."""
+        self._check("tokens", tokens, (2, 3))
+        length = tokens.shape[self._along(tokens)]
+        if length > self.sequence_len:
+            raise ValueError(wrong("tokens", f"has {length} tokens", f"at most the window's {self.sequence_len} are needed"))
+        start = torch.randint(self.period, (), device=tokens.device) if self.training else self.position
+        return self._added(tokens, start)
+
+    def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
+        """One token (B, C), or (C,), with its encoding; with `update_state=False` the stream stays where it is."""
+        self._check("token", token, (1, 2))
+        out = token + self.encodings[self.position]
+        self._move(int(update_state))
+        return out
+
+    def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
+        """Any number of tokens, in the shape of `forward`, with their encodings."""
+        self._check("tokens", tokens, (2, 3))
+        out = self._added(tokens, self.position)
+        self._move(tokens.shape[self._along(tokens)] if update_state else 0)
+        return out
+
+    def clean_state(self) -> None:
+        """Back to place 0."""
+        self.position = 0
+
+    def get_state(self) -> int:
+        """The place of the next token, from 0 to 2 n - 2."""
+        return self.position
+
+    def set_state(self, state: int | None) -> None:
+        """Go on from a place; None is `clean_state`."""
+        if state is not None and not (isinstance(state, int) and 0 <= state < self.period):
+            raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
+        self.position = state or 0
+
+    def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
+        layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
+        check_features(name, tokens, layout, dims, self.encodings.shape[1], self.encodings)
+
+    def _along(self, tokens: Tensor) -> int:
+        return 1 if self.batch_first and tokens.dim() == 3 else 0
+
+    def _added(self, tokens: Tensor, start: int | Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[self._along(tokens)], device=tokens.device)
+        encodings = self.encodings[(places + start) % self.period]
+        return tokens + (encodings if self.batch_first or tokens.dim() == 2 else encodings.unsqueeze(1))
+
+    def _move(self, places: int) -> None:
+        self.position = (self.position + places) % self.period
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.position:
+            destination[prefix + "position"] = torch.tensor(self.position)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        name = prefix + "position"
+        others = {key: entry for key, entry in state_dict.items() if key != name}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        entry = state_dict.get(name, torch.tensor(0))
+        if not (isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period):
+            error_msgs.append(wrong(name, f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed"))
+        else:
+            self.position = int(entry)
+
+
+def _waves(period: int, width: int) -> Tensor:
+    """(period, width) float64: columns of sine and cosine in turn, each a whole number of turns around the circle."""
+    pairs = (width + 1) // 2
+    fastest = max(period // 2, 1)
+    turns = [round(fastest ** (pair / max(pairs - 1, 1))) for pair in range(pairs)]
+    angles = torch.arange(period, dtype=torch.float64)[:, None] * torch.tensor(turns, dtype=torch.float64) * (2 * math.pi / period)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
