@@ -30,7 +30,7 @@ def nystrom_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Attention through m landmarks: O(N m) time, and memory that does not grow with N beyond the result.
+    """Attention through m landmarks: O(N m) time, and no memory that grows with N but the result and a number for each of its rows.
 
     Args:
         query: (B, H, L, D). float64, float32, bfloat16 or float16, any strides.
@@ -42,13 +42,15 @@ def nystrom_attention(
         pinv: "iterative", or "exact" (`torch.linalg.pinv`).
         pinv_iterations: of the iterative one; 6 are what Nyströmformer takes, and far from convergence on matrices without structure.
         key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` it marks tokens, queries as well as keys, so that L = N is
-            needed; a segment is the mean of its present tokens, and one without any is no landmark.
+            needed; a segment is the mean of its present tokens, and one without any is no landmark. The result's rows of padded
+            queries are those of a query of zeros.
         is_causal: refused, since a landmark is a mean over tokens of which most lie in some query's future.
         scale: of the logits; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (B, H, L, E) in the dtype of query; 0 where there is no key. Differentiable to any order in query, key, value and landmarks.
+        (B, H, L, E) in the dtype of query; 0 where there is no key. Half types take their last product in float32, and L (D + E) elements
+        of it beside the result. Differentiable to any order in query, key, value and landmarks.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -72,6 +74,8 @@ def nystrom_attention(
     query, key, value = as_autocast(query, key, value)
     with as_they_are(key.device):
         chosen_landmarks = _landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
+        if chosen_landmarks.absent is not None and key_padding_mask is not None:
+            query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)
         scale = key.shape[-1] ** -0.5 if scale is None else float(scale)
         return _attend(query, key, value, chosen_landmarks, key_padding_mask, scale, iterations, impl)
 
@@ -188,8 +192,8 @@ def _attend(
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     values = _landmark_values(landmarks, averaged, scale, iterations, impl)
-    far = landmarks.keys.to(query.dtype)
-    return latent_attention(query, far, values.to(query.dtype), key_padding_mask=landmarks.absent, scale=scale, impl=attend)
+    wide = query.to(values.dtype)  # W has large entries of both signs, which half precision would not resolve
+    return latent_attention(wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend).to(query.dtype)
 
 
 def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int, impl: str) -> Tensor:

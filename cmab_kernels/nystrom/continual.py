@@ -197,7 +197,8 @@ def _at_once(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _carries_gradient(state: Any, *tokens: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *state))
+    fields = state if isinstance(state, tuple) else ()
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
 
 
 def _checked_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:

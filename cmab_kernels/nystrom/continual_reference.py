@@ -55,11 +55,9 @@ def row_means(sums: Tensor) -> Tensor:
 
 def segment_ending(position: int, window: int, landmarks: int) -> int:
     """The length of the segment that ends with the token of this position; 0 if none does."""
-    ends = segment_ends(window, landmarks)
     phase = (position - 1) % window + 1
-    if phase not in ends:
-        return 0
-    return phase - max((end for end in ends if end < phase), default=0)
+    ends = [0, *segment_ends(window, landmarks)]
+    return phase - ends[ends.index(phase) - 1] if phase in ends else 0
 
 
 def nystrom_step_reference(

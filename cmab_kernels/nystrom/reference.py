@@ -22,7 +22,7 @@ from ..dtypes import state_dtype
 
 def segment_ends(length: int, segments: int) -> list[int]:
     """Where each of the segments of `length` tokens ends; the first `length % segments` have one token more."""
-    size, longer = divmod(length, segments)
+    size, longer = length // segments, length % segments  # not divmod, which a compiler cannot trace for symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 
 
@@ -44,13 +44,13 @@ def absent_segments(absent: Tensor, segments: int) -> Tensor:
 
 def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
     """(m, 1): how many tokens each segment has."""
-    size, longer = divmod(length, segments)
+    size, longer = length // segments, length % segments
     return torch.arange(segments, device=like.device).lt(longer).add(size).to(like.dtype).unsqueeze(-1)
 
 
 def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
     """Two blocks, of the longer and of the shorter segments."""
-    size, longer = divmod(tokens.shape[-2], segments)
+    size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
     first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
     parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
     return torch.cat([part.sum(-2) for part in parts], dim=-2)

@@ -1,0 +1,193 @@
+"""Bad input: which argument, what was given, what is allowed; before any work, the state unchanged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cmab_kernels as ck
+
+Q, K, V = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
+NEAR = torch.randn(3, 4, 8)
+MASK = torch.zeros(2, 9, dtype=torch.bool)
+Error = tuple[type[Exception], str, dict[str, Any]]
+
+BAD_WINDOWS: dict[str, Error] = {
+    "query that is a list": (TypeError, r"`query` is a list", {"query": Q.tolist()}),
+    "query of another width": (ValueError, r"`query` has shape \(2, 3, 9, 7\)", {"query": Q[..., :7]}),
+    "integer key": (TypeError, r"`key` is torch.int64", {"key": K.long()}),
+    "value elsewhere": (ValueError, r"`value` is on meta", {"value": V.to("meta")}),
+    "fewer values than keys": (ValueError, r"`value` has shape \(2, 3, 8, 5\)", {"value": V[:, :, 1:]}),
+    "no landmarks": (ValueError, r"`num_landmarks` is None.*one of the two", {"num_landmarks": None}),
+    "landmarks twice": (ValueError, r"`num_landmarks` and landmarks are both given", {"landmarks": (NEAR, NEAR)}),
+    "more landmarks than tokens": (ValueError, r"`num_landmarks` is 10.*between 1 and 9", {"num_landmarks": 10}),
+    "no landmark": (ValueError, r"`num_landmarks` is 0.*between 1 and 9", {"num_landmarks": 0}),
+    "half a landmark": (ValueError, r"`num_landmarks` is 2.5.*an int", {"num_landmarks": 2.5}),
+    "one landmark tensor": (TypeError, r"`landmarks` is a Tensor.*pair", {"num_landmarks": None, "landmarks": NEAR}),
+    "landmarks of another width": (
+        ValueError,
+        r"`landmarks\[1\]` has shape \(3, 4, 7\).*\(3, m, 8\)",
+        {"num_landmarks": None, "landmarks": (NEAR, NEAR[..., :7])},
+    ),
+    "landmarks of another number": (
+        ValueError,
+        r"`landmarks` are 4 for queries, 3 for keys",
+        {"num_landmarks": None, "landmarks": (NEAR, NEAR[:, :3])},
+    ),
+    "landmarks without a row": (
+        ValueError,
+        r"`landmarks\[0\]` has shape \(3, 0, 8\).*m >= 1",
+        {"num_landmarks": None, "landmarks": (NEAR[:, :0], NEAR[:, :0])},
+    ),
+    "landmarks elsewhere": (
+        ValueError,
+        r"`landmarks\[0\]` is on meta",
+        {"num_landmarks": None, "landmarks": (NEAR.to("meta"), NEAR)},
+    ),
+    "integer landmarks": (TypeError, r"`landmarks\[0\]` is torch.int64", {"num_landmarks": None, "landmarks": (NEAR.long(), NEAR)}),
+    "unknown pinv": (ValueError, r"`pinv` is 'svd'.*iterative, exact", {"pinv": "svd"}),
+    "no iteration": (ValueError, r"`pinv_iterations` is 0", {"pinv_iterations": 0}),
+}
+BAD_ATTENTION: dict[str, Error] = {
+    "a causal mask": (ValueError, r"`is_causal` is True.*means over past and future", {"is_causal": True}),
+    "a square mask": (ValueError, r"`key_padding_mask` has shape \(9, 9\).*\(B, N\)", {"key_padding_mask": torch.ones(9, 9).bool()}),
+    "a mask of other tokens": (
+        ValueError,
+        r"`key_padding_mask` is given for 8 queries.*9, are needed",
+        {"query": Q[:, :, 1:], "key_padding_mask": MASK, "num_landmarks": 4},
+    ),
+    "unknown impl": (ValueError, r"`impl` is 'fast'.*auto, native, triton, reference", {"impl": "fast"}),
+}
+BAD_INITS: dict[str, Error] = {
+    "a query too few": (ValueError, r"`query` has shape \(2, 3, 8, 8\): that of key, \(2, 3, 9, 8\)", {"query": Q[:, :, 1:]}),
+    "no token": (ValueError, r"`key` has no token", {"query": Q[:, :, :0], "key": K[:, :, :0], "value": V[:, :, :0]}),
+    "a NaN": (ValueError, r"`key` holds a NaN", {"key": K.masked_fill(K.max() == K, torch.nan)}),
+    "an infinity": (ValueError, r"`value` holds a NaN or an infinity", {"value": V / 0}),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD_WINDOWS, *BAD_ATTENTION])
+def test_nystrom_attention(name: str) -> None:
+    error, message, given = {**BAD_WINDOWS, **BAD_ATTENTION}[name]
+    with pytest.raises(error, match=message):
+        ck.nystrom_attention(**{"query": Q, "key": K, "value": V, "num_landmarks": 3, **given})
+
+
+@pytest.mark.parametrize("name", [*BAD_WINDOWS, *BAD_INITS])
+def test_init(name: str) -> None:
+    error, message, given = {**BAD_WINDOWS, **BAD_INITS}[name]
+    with pytest.raises(error, match=message):
+        ck.continual_nystrom_init(**{"query": Q, "key": K, "value": V, "num_landmarks": 3, **given})
+
+
+BAD_MATRICES: dict[str, tuple[type[Exception], str, Any, Any]] = {
+    "a list": (TypeError, r"`matrix` is a list", [[1.0]], 6),
+    "integers": (TypeError, r"`matrix` is torch.int64", torch.eye(3).long(), 6),
+    "a rectangle": (ValueError, r"`matrix` has shape \(2, 3\)", torch.ones(2, 3), 6),
+    "nothing": (ValueError, r"`matrix` has shape \(0, 0\)", torch.ones(0, 0), 6),
+    "no iteration": (ValueError, r"`iterations` is 0", torch.eye(3), 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MATRICES)
+def test_iterative_pinv(name: str) -> None:
+    error, message, matrix, iterations = BAD_MATRICES[name]
+    with pytest.raises(error, match=message):
+        ck.iterative_pinv(matrix, iterations)
+
+
+TOKEN = tuple(t[:, :, :1] for t in (Q, K, V))
+
+
+def _all(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return dict(zip(("query", "key", "value"), map(change, TOKEN), strict=True))
+
+
+BAD_TOKENS: dict[str, Error] = {
+    "query of another width": (ValueError, r"`query` has shape \(2, 3, 1, 7\).*\(2, 3, t, 8\)", {"query": TOKEN[0][..., :7]}),
+    "key of another width": (ValueError, r"`key` has shape \(2, 3, 1, 7\)", {"key": TOKEN[1][..., :7]}),
+    "value of another width": (ValueError, r"`value` has shape \(2, 3, 1, 4\).*\(2, 3, t, 5\)", {"value": TOKEN[2][..., :4]}),
+    "another batch": (ValueError, r"`query` has shape \(1, 3, 1, 8\)", {"query": TOKEN[0][:1]}),
+    "other heads": (ValueError, r"`key` has shape \(2, 2, 1, 8\)", {"key": TOKEN[1][:, :2]}),
+    "three dimensions": (ValueError, r"`query` has shape \(2, 3, 8\)", {"query": TOKEN[0][:, :, 0]}),
+    "two keys": (ValueError, r"`query` has shape \(2, 3, 1, 8\)", {"key": K[:, :, :2]}),
+    "no token": (
+        ValueError,
+        r"`query` has shape \(2, 3, 0, 8\).*t >= 1",
+        _all(lambda t: t[:, :, :0]),
+    ),
+    "another dtype": (
+        TypeError,
+        r"`query` is torch.float64.*window is torch.float32",
+        _all(lambda t: t.double()),
+    ),
+    "one of another dtype": (TypeError, r"`value` is torch.bfloat16", {"value": TOKEN[2].bfloat16()}),
+    "elsewhere": (
+        ValueError,
+        r"`query` is on meta.*state is on cpu",
+        _all(lambda t: t.to("meta")),
+    ),
+    "a list": (TypeError, r"`key` is a list", {"key": TOKEN[1].tolist()}),
+    "a NaN query": (ValueError, r"`query` holds a NaN", {"query": TOKEN[0] * torch.nan}),
+    "a NaN key": (ValueError, r"`key` holds a NaN", {"key": TOKEN[1] * torch.nan}),
+    "an infinite value": (ValueError, r"`value` holds a NaN or an infinity", {"value": TOKEN[2] * torch.inf}),
+    "another output": (ValueError, r"`output` is 'last'.*single, retroactive", {"output": "last"}),
+}
+STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "nystrom": (ck.continual_nystrom_step, ck.continual_nystrom_init(Q, K, V, 4)),
+    "exact": (ck.continual_attention_step, ck.continual_attention_init(Q, K, V)),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_tokens(step_impl: str, name: str, kind: str) -> None:
+    """And the state's bits stay."""
+    error, message, given = BAD_TOKENS[name]
+    step, state = STEPS[kind]
+    before = copy.deepcopy(state)
+    for impl in (step_impl, "auto"):
+        with pytest.raises(error, match=message):
+            step(state, **{"query": TOKEN[0], "key": TOKEN[1], "value": TOKEN[2], "impl": impl, **given})
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, state, strict=True))
+
+
+STATE = STEPS["nystrom"][1]
+BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
+    "nothing": (TypeError, r"`state` is a NoneType.*from continual_nystrom_init", None),
+    "a plain tuple": (TypeError, r"`state` is a tuple", tuple(STATE)),
+    "the other kind": (TypeError, r"`state` is a ContinualAttentionState", STEPS["exact"][1]),
+    "unfilled": (ValueError, r"`state` has had 8 tokens: its window of 9 must be full", STATE._replace(position=8)),
+    "a window of nothing": (ValueError, r"`state.window` is 0", STATE._replace(window=0)),
+    "a larger window": (
+        ValueError,
+        r"`state.keys` has a ring of 10 rows: more than the window's 10",
+        STATE._replace(window=10, position=10),
+    ),
+    "a position that is a tensor": (TypeError, r"`state.position` is a Tensor", STATE._replace(position=torch.tensor(9))),
+    "rings that differ": (ValueError, r"`state.queries` has shape \(2, 3, 9, 8\)", STATE._replace(queries=STATE.queries[:, :, 1:])),
+    "sums of another width": (ValueError, r"`state.sums` has shape \(2, 3, 4, 7\)", STATE._replace(sums=STATE.sums[..., 1:])),
+    "no spare memory": (TypeError, r"`state.spare` is a NoneType", STATE._replace(spare=None)),
+    "half landmarks": (TypeError, r"`state.landmark_keys` is torch.bfloat16", STATE._replace(landmark_keys=STATE.landmark_keys.bfloat16())),
+    "an inverse of more": (ValueError, r"`state.inverse` has shape \(2, 3, 5, 5\)", STATE._replace(inverse=torch.zeros(2, 3, 5, 5))),
+    "a scale of float32": (TypeError, r"`state.scale` is torch.float32", STATE._replace(scale=STATE.scale.float())),
+    "negative iterations": (ValueError, r"`state.pinv_iterations` is -1", STATE._replace(pinv_iterations=-1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_states(name: str) -> None:
+    error, message, state = BAD_STATES[name]
+    with pytest.raises(error, match=message):
+        ck.continual_nystrom_step(state, *TOKEN)
+
+
+def test_the_exact_pseudo_inverse_of_continual_landmarks_is_the_definitions_alone() -> None:
+    state = ck.continual_nystrom_init(Q, K, V, 4, pinv="exact")
+    assert ck.continual_nystrom_step(state, *TOKEN).out.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"`impl` is 'native'.*pinv=\"exact\""):
+        ck.continual_nystrom_step(state, *TOKEN, impl="native")

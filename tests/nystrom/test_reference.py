@@ -1,0 +1,99 @@
+"""The definition against the formulas written out, and against what must come out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import cmab_kernels as ck
+from cmab_kernels.nystrom.reference import segment_ends, segment_means
+
+from .accuracy import dense, dense_pinv, means, row_error
+
+
+def _tokens(length: int, width: int = 8, value_width: int = 5) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, 3, length, w, dtype=torch.float64) for w in (width, width, value_width))
+
+
+@pytest.mark.parametrize("length, segments", [(1, 1), (7, 1), (7, 3), (8, 4), (11, 4), (13, 13), (130, 64)])
+def test_segments(length: int, segments: int) -> None:
+    tokens, mask = torch.randn(2, 3, length, 4, dtype=torch.float64), torch.rand(2, length) < 0.6
+    mask[1] = True
+    assert segment_ends(length, segments)[-1] == length
+    torch.testing.assert_close(segment_means(tokens, segments), means(tokens, segments), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(segment_means(tokens, segments, mask), means(tokens, segments, mask), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("length, segments", [(1, 1), (20, 1), (20, 3), (21, 4), (33, 33), (200, 16)])
+def test_segment_means_as_landmarks(impl: str, length: int, segments: int) -> None:
+    q, k, v = _tokens(length)
+    ours = ck.nystrom_attention(q, k, v, segments, impl=impl)
+    wanted = dense(q, k, v, (means(q, segments), means(k, segments)))
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("iterations", [1, 6, 12, 0])
+def test_given_landmarks(impl: str, iterations: int, shared: bool) -> None:
+    """Of any number, for queries and keys of any number."""
+    _, k, v = _tokens(40)
+    q = torch.randn(2, 3, 17, 8, dtype=torch.float64)
+    landmarks = tuple(torch.randn(*((3,) if shared else (2, 3)), 9, 8, dtype=torch.float64) for _ in range(2))
+    pinv = {"pinv": "exact"} if iterations == 0 else {"pinv_iterations": iterations}
+    ours = ck.nystrom_attention(q, k, v, landmarks=landmarks, scale=0.7, impl=impl, **pinv)
+    wanted = dense(q, k, v, tuple(t.expand(2, 3, 9, 8) for t in landmarks), iterations, 0.7)
+    assert row_error(ours, wanted).max() < (1e-12 if iterations else 1e-9)
+
+
+def test_every_token_a_landmark_is_attention(impl: str) -> None:
+    """A pinv(A) A = A, with the exact pseudo-inverse."""
+    q, k, v = _tokens(12)
+    ours = ck.nystrom_attention(q, k, v, 12, pinv="exact", impl=impl)
+    torch.testing.assert_close(ours, scaled_dot_product_attention(q, k, v), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("hidden", [[0], [3, 4, 5], list(range(15, 20)), list(range(0, 20, 2)), list(range(20))])
+def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) -> None:
+    """As if the landmarks of present tokens were all there are, and the present keys all keys; NaN in padding included."""
+    q, k, v = _tokens(20)
+    mask = torch.zeros(2, 20, dtype=torch.bool)
+    mask[0, hidden] = True
+    near, far = means(q, 6, mask), means(k, 6, mask)
+    there = means((~mask).double()[:, None, :, None], 6)[0, 0, :, 0] > 0
+    one = [t[:1] for t in (q, k, v)]
+    present = ~mask[0]
+    wanted = dense(one[0], *(t[:, :, present] for t in one[1:]), (near[:1, :, there], far[:1, :, there])) if present.any() else None
+    for tokens in (q, k, v):
+        tokens[0, :, hidden] = torch.nan
+    ours = ck.nystrom_attention(q, k, v, 6, key_padding_mask=mask, impl=impl)
+    torch.testing.assert_close(ours[1:], dense(*(t[1:] for t in (q, k, v)), (near[1:], far[1:])), rtol=1e-12, atol=1e-12)
+    if wanted is None:
+        assert ours[0].eq(0).all()
+    else:
+        torch.testing.assert_close(ours[:1, :, present], wanted[:, :, present], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 16, 33])
+def test_pinv(impl: str, number: int) -> None:
+    matrix = torch.randn(2, 3, number, number, dtype=torch.float64).softmax(-1)
+    matrix[0, 1] = 0.0
+    for iterations in (1, 6):
+        ours = ck.iterative_pinv(matrix, iterations, impl=impl)
+        torch.testing.assert_close(ours, dense_pinv(matrix, iterations), rtol=1e-11, atol=1e-11)
+    assert ours[0, 1].eq(0).all()
+
+
+def test_pinv_converges_to_the_exact_one(impl: str) -> None:
+    matrix = torch.eye(8, dtype=torch.float64) + 0.3 * torch.rand(4, 8, 8, dtype=torch.float64)
+    matrix[:, :, 7] = matrix[:, :, 6]  # singular
+    ours = ck.iterative_pinv(matrix, 25, impl=impl)
+    torch.testing.assert_close(ours, torch.linalg.pinv(matrix), rtol=1e-7, atol=1e-7)
+
+
+def test_each_matrix_has_its_own_norms(impl: str) -> None:
+    """A neighbour in the batch, however large, changes no bit."""
+    matrix = torch.rand(3, 5, 5, dtype=torch.float64)
+    matrix[1] *= 1e6
+    whole = ck.iterative_pinv(matrix, impl=impl)
+    assert all(torch.equal(ck.iterative_pinv(matrix[i], impl=impl), whole[i]) for i in range(3))

@@ -1,0 +1,257 @@
+"""Promise P4: a stream equals its window, for any chunking, with gradients; and states are values."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import cmab_kernels as ck
+from cmab_kernels.nystrom import costs
+
+from .accuracy import STREAMS, dense, last, means, row_error, stepped, window_at
+
+WINDOWS = [(1, 1), (7, 7), (16, 1), (16, 4), (17, 5), (64, 16)]
+OUTPUTS = ["single", "retroactive"]
+
+
+def _stream(length: int, dtype: torch.dtype = torch.float64, width: int = 6, value_width: int = 5) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, 3, length, w).to(dtype) for w in (width, width, value_width))
+
+
+def _start(stream: tuple[Tensor, ...], window: int, number: int, fixed: bool, **options: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """The state after the first window, and the tokens that follow."""
+    first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
+    if not fixed:
+        return ck.continual_nystrom_init(*first, number, **options), rest
+    landmarks = tuple(torch.randn(3, number, t.shape[-1]).to(t.dtype) for t in first[:2])
+    return ck.continual_nystrom_init(*first, landmarks=landmarks, **options), rest
+
+
+def _landmarks(state: ck.ContinualNystromState) -> tuple[Tensor, Tensor]:
+    return state.landmark_queries, state.landmark_keys
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Every field but the spare memory, whose contents mean nothing."""
+    pairs = ((x, y) for name, x, y in zip(a._fields, a, b, strict=True) if name != "spare")
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+def _window_rows(state: Any) -> Iterator[Tensor]:
+    rows = torch.arange(state.position - state.window, state.position) % state.keys.shape[2]
+    return (ring[:, :, rows] for ring in state[:3])
+
+
+# ---- a stream equals its window
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("window, number", WINDOWS)
+def test_every_step_equals_its_window(step_impl: str, window: int, number: int, fixed: bool, output: str) -> None:
+    """With the landmarks as they are; which are the window's own segment means whenever a whole window has gone by."""
+    stream = _stream(3 * window + 5)
+    state, rest = _start(stream, window, number, fixed)
+    for taken, out, now in stepped(state, rest, output=output, impl=step_impl):
+        tokens = window_at(stream, window + taken, window)
+        wanted = dense(*tokens, _landmarks(now))
+        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-10, atol=1e-11)
+        assert all(torch.equal(ring, t) for ring, t in zip(_window_rows(now), tokens, strict=True))
+        if not fixed and taken % window == 0:
+            for ours, t in zip(_landmarks(now), tokens, strict=False):
+                torch.testing.assert_close(ours, means(t, number), rtol=1e-13, atol=1e-14)
+    assert now.position == stream[0].shape[2]
+
+
+@pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
+def test_a_landmark_is_replaced_when_its_segment_is_full(step_impl: str, window: int, number: int) -> None:
+    """The mean of the newest tokens, as many as the replaced one had, in place of the oldest."""
+    stream = _stream(2 * window)
+    state, rest = _start(stream, window, number, fixed=False)
+    size, longer = divmod(window, number)
+    ends = [j * size + min(j, longer) for j in range(1, number + 1)]
+    before = _landmarks(state)
+    for taken, _, stepped_state in stepped(state, rest, impl=step_impl):
+        after = _landmarks(stepped_state)
+        if taken not in ends:
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            continue
+        newest = taken - ([0, *ends])[ends.index(taken)]
+        for old, now, t in zip(before, after, stream, strict=False):
+            assert torch.equal(old[:, :, 1:], now[:, :, :-1])
+            torch.testing.assert_close(now[:, :, -1], t[:, :, window + taken - newest : window + taken].mean(2), rtol=1e-13, atol=1e-14)
+        before = after
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("window", [1, 7, 16])
+def test_exact_attention_equals_its_window(step_impl: str, window: int, output: str) -> None:
+    stream = _stream(3 * window + 5)
+    first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
+    for taken, out, _ in stepped(ck.continual_attention_init(*first, scale=0.3), rest, output=output, impl=step_impl):
+        wanted = scaled_dot_product_attention(*window_at(stream, window + taken, window), scale=0.3)
+        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
+
+
+def test_single_and_retroactive_steps_of_exact_attention_mix(step_impl: str) -> None:
+    stream = _stream(40)
+    first, rest = zip(*(t.split([9, 31], dim=2) for t in stream), strict=True)
+    state = ck.continual_attention_init(*first)
+    for i, parts in enumerate(zip(*(t.split(1, dim=2) for t in rest), strict=True)):
+        output = OUTPUTS[(i // 3) % 2]
+        out, state = ck.continual_attention_step(state, *parts, output=output, impl=step_impl)
+        wanted = scaled_dot_product_attention(*window_at(stream, 10 + i, 9))
+        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("chunk", [2, 3, 7, 40, 41])
+def test_any_chunking(step_impl: str, chunk: int, fixed: bool) -> None:
+    """More tokens than the window has included."""
+    stream = _stream(11 + 41)
+    state, rest = _start(stream, 11, 4, fixed)
+    one_by_one = [(out, new) for _, out, new in stepped(state, rest, impl=step_impl)]
+    outs, states = zip(*((out, new) for _, out, new in stepped(state, rest, chunk, impl=step_impl)), strict=True)
+    torch.testing.assert_close(torch.cat(outs, 2), torch.cat([out for out, _ in one_by_one], 2), rtol=1e-12, atol=1e-13)
+    last = one_by_one[-1][1]
+    assert states[-1].position == last.position
+    torch.testing.assert_close(_landmarks(states[-1]), _landmarks(last), rtol=1e-13, atol=1e-14)
+    retroactive = [out for _, out, _ in stepped(state, rest, chunk, impl=step_impl, output="retroactive")][-1]
+    torch.testing.assert_close(retroactive[:, :, -1:], outs[-1][:, :, -1:], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("law", STREAMS)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_steps_survive_large_logits(step_impl: str, fixed: bool, law: str) -> None:
+    """Where raw exponentials overflow and plain subtraction leaves noise."""
+    length, window = 400, 32
+    q, k, v = _stream(length, torch.float32)
+    q, k = torch.nn.functional.normalize(q, dim=-1) * 6**0.5, k * STREAMS[law](length)[:, None]
+    state, rest = _start((q, k, v), window, 5, fixed)
+    for taken, out, now in stepped(state, rest, impl=step_impl):
+        tokens = [t.double() for t in window_at((q, k, v), window + taken, window)]
+        sums = now.sums.double()
+        average = sums[..., :-3] / sums[..., -3:-2]
+        scores = 6**-0.5 * now.landmark_queries.double() @ tokens[1].mT
+        error = row_error(average, scores.softmax(-1) @ tokens[2])
+        assert out.isfinite().all() and error.max() < 32 * 1.2e-7 + 4 * 1.2e-7 * scores.abs().max()
+
+
+def test_gradients_through_a_stream() -> None:
+    """To every token that the window had, whatever the chunks, and to fixed landmarks: those of the whole window at once."""
+    stream = tuple(t.requires_grad_() for t in _stream(20))
+    landmarks = tuple(torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    inputs = (*stream, *landmarks)
+    wanted = torch.autograd.grad(dense(*window_at(stream, 20, 9), landmarks).pow(2).sum(), inputs)
+    for chunk in (1, 4, 11):
+        state = ck.continual_nystrom_init(*(t[:, :, :9] for t in stream), landmarks=landmarks)
+        out, _ = last(state, tuple(t[:, :, 9:] for t in stream), chunk, output="retroactive")
+        for ours, right in zip(torch.autograd.grad(out.pow(2).sum(), inputs), wanted, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_through_continual_landmarks() -> None:
+    stream = tuple(t.requires_grad_() for t in _stream(27))
+    tokens = window_at(stream, 27, 9)
+    wanted = torch.autograd.grad(dense(*tokens, (means(tokens[0], 4), means(tokens[1], 4))).pow(2).sum(), stream)
+    state = ck.continual_nystrom_init(*(t[:, :, :9] for t in stream), 4)
+    out, _ = last(state, tuple(t[:, :, 9:] for t in stream), output="retroactive")  # 18 tokens: two whole windows
+    for ours, right in zip(torch.autograd.grad(out.pow(2).sum(), stream), wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
+
+
+def test_a_graph_survives_later_steps_without_one(step_impl: str) -> None:
+    """What a backward needs is not written over by steps that record nothing."""
+    stream = _stream(30)
+    state, rest = _start(stream, 9, 3, fixed=False)
+    token = [t[:, :, :1].clone().requires_grad_() for t in rest]
+    out, state = ck.continual_nystrom_step(state, *token)
+    first = torch.autograd.grad(out.sum(), token, retain_graph=True)
+    with torch.no_grad():
+        last(state, tuple(t[:, :, 1:] for t in rest), impl=step_impl)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), token), strict=True))
+
+
+# ---- states are values
+
+
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "exact retroactive"])
+def test_an_older_state_is_as_good_as_it_was(step_impl: str, kind: str) -> None:
+    """Stepped twice, kept while the stream goes on, kept by a reference to one of its tensors."""
+    stream = _stream(60)
+    state, rest = _start(stream, 10, 3, kind == "fixed")
+    output = "retroactive" if kind == "exact retroactive" else "single"
+    if kind.startswith("exact"):
+        state = ck.continual_attention_init(*(t[:, :, :10] for t in stream))
+    _, state = last(state, tuple(t[:, :, :3] for t in rest), output=output, impl=step_impl)
+    frozen = copy.deepcopy(state)
+    rest = tuple(t[:, :, 3:] for t in rest)
+    outs = []
+    for _ in range(2):
+        outs.append([out for _, out, _ in stepped(state, rest, output=output, impl=step_impl)])
+        assert _same(state, frozen)
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    kept, sums = state.keys, state.sums
+    _, state = last(state, rest, output=output, impl=step_impl)
+    assert torch.equal(kept, frozen.keys) and torch.equal(sums, frozen.sums)
+
+
+def test_a_state_that_nobody_shares_is_not_copied() -> None:
+    """Constant time: the very same ring serves the whole stream, and two sums take turns."""
+    if not ck.explain("continual_nystrom_step", *_stream(1))[0].usable:
+        pytest.skip("native code is not built here")
+    stream = _stream(80)
+    state, rest = _start(stream, 10, 3, fixed=False)
+    addresses = set()
+    for parts in zip(*(t.split(1, dim=2) for t in rest), strict=True):
+        out, state = ck.continual_nystrom_step(state, *parts)
+        addresses.add((*(ring.data_ptr() for ring in state[:3]), frozenset((state.sums.data_ptr(), state.spare.data_ptr()))))
+    assert out.isfinite().all() and len(addresses) <= 2  # the one that init's caller had, and its own
+
+
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
+@pytest.mark.parametrize("moment", [0, 1, 5, 13])
+def test_saved_and_restored(step_impl: str, kind: str, moment: int) -> None:
+    """At any step, to the same bits afterwards."""
+    stream = _stream(50, torch.float32)
+    state, rest = _start(stream, 9, 4, kind == "fixed")
+    if kind == "exact":
+        state = ck.continual_attention_init(*(t[:, :, :9] for t in stream))
+    if moment:
+        _, state = last(state, tuple(t[:, :, :moment] for t in rest), impl=step_impl)
+    file = io.BytesIO()
+    torch.save(dict(state._asdict()), file)
+    file.seek(0)
+    restored = type(state)(**torch.load(file, weights_only=True))
+    after = tuple(t[:, :, moment:] for t in rest)
+    for (_, out, new), (_, again, renewed) in zip(
+        stepped(state, after, impl=step_impl), stepped(restored, after, impl=step_impl), strict=True
+    ):
+        assert torch.equal(out, again) and _same(new, renewed)
+
+
+def test_size_is_the_formula_of_the_documentation() -> None:
+    window, number, width, value_width = 13, 4, 6, 5
+    state, rest = _start(_stream(40), window, number, fixed=False)
+    _, state = last(state, rest)
+    elements = sum(t.numel() for t in state[:8]) // 6
+    assert elements == (window + 1) * (2 * width + value_width) + 2 * number * (value_width + 3) + 2 * number * width + number**2
+    assert elements == costs.state_elements(window, number, width, value_width)
+    exact = ck.continual_attention_init(*_stream(window))
+    for output, retroactive in (("single", False), ("retroactive", True)):
+        _, after = ck.continual_attention_step(exact, *_stream(1), output=output)
+        assert sum(t.numel() for t in after[:5]) // 6 == costs.attention_state_elements(window, width, value_width, retroactive)
+
+
+def test_move_state() -> None:
+    state, _ = _start(_stream(12), 9, 4, fixed=False)
+    assert _same(ck.move_state(state, "cpu"), state)
+    there = ck.move_state(state, "meta")
+    assert there.position.shape == (2, 3) and there.keys.is_meta and not there.scale.is_meta
