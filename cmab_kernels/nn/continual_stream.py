@@ -163,7 +163,7 @@ class ContinualStream(nn.Module):
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
         """What each entry must be, by the batch, the tokens and the rows that are there."""
         batch, tokens, rows = _extent(entries, "queries", 0), _extent(entries, "queries", 2), _extent(entries, "sums", 2)
-        full = entries.keys() != set(FillingWindow._fields)
+        full = bool(entries.keys() - {*FillingWindow._fields})
         tokens, rows = self.window if full else tokens, rows if rows in self.rows else self.rows[-1]
         dtype, sums = self.weight_like.dtype, state_dtype(self.weight_like.dtype)
         parts = dict.fromkeys(FillingWindow._fields, Part((batch, self.heads, tokens, self.width), dtype))

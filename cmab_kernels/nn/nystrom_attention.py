@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import wrong
 from ..nystrom import nystrom_attention
 from ..nystrom.api import check_pinv
-from .layers import bool_mask
+from .layers import bool_mask, check_features
 from .projections import MultiheadProjections
 
 LANDMARKS = ("landmark_queries", "landmark_keys")
@@ -153,12 +153,13 @@ class NystromAttention(MultiheadProjections):
             raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
         if keys is None and self.kdim != self.embed_dim:
             raise ValueError(wrong("keys", "is None", f"kdim is {self.kdim} and embed_dim {self.embed_dim}: queries are no keys"))
-        self._check(None, query=tokens)
+        for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
+            if each is not None:
+                check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self.out_proj.weight)
         if keys is None:
             centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
             fitted = [self._project(part, centres)[0] for part in range(2)]
         else:
-            self._check(None, key=keys)
             fitted = [self._centres_of_heads("tokens", 0, tokens, seed), self._centres_of_heads("keys", 1, keys, seed)]
         for name, landmarks in zip(LANDMARKS, fitted, strict=True):
             setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))

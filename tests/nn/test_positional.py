@@ -1,0 +1,164 @@
+"""Encodings on a circle: a stream and a window agree, tokens of a window are told apart, and a stream goes on where it was saved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import continual as peer
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cmab_kernels.nn import CircularPositionalEncoding, ContinualAttention
+
+DIM, WINDOW, BATCH = 6, 5, 2
+PERIOD = 2 * WINDOW - 1
+
+
+def made(**config: Any) -> CircularPositionalEncoding:
+    return CircularPositionalEncoding(DIM, WINDOW, **{"batch_first": True, "dtype": torch.float64, **config}).eval()
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randn(BATCH, length, DIM, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_steps_blocks_and_windows_agree(learned: bool) -> None:
+    """Around the circle more than twice."""
+    module, x = made(learned=learned), tokens(25)
+    expected = x + module.encodings[torch.arange(25) % PERIOD]
+    for at, token in enumerate(x.unbind(1)):
+        window = x[:, at : at + WINDOW]
+        assert torch.equal(module(window), expected[:, at : at + WINDOW])
+        assert torch.equal(module.forward_step(token, update_state=False), expected[:, at])
+        assert module.get_state() == at % PERIOD
+        assert torch.equal(module.forward_step(token), expected[:, at])
+    module.clean_state()
+    for first, last in ((0, 3), (3, 3), (3, 20), (20, 25)):
+        assert torch.equal(module.forward_steps(x[:, first:last], update_state=False), expected[:, first:last])
+        assert torch.equal(module.forward_steps(x[:, first:last]), expected[:, first:last])
+
+
+def test_layouts() -> None:
+    module, x = made(), tokens(4)
+    other = made(batch_first=False)
+    other.load_state_dict(module.state_dict())
+    module.set_state(7), other.set_state(7)
+    expected = module(x)
+    assert torch.equal(other(x.transpose(0, 1)), expected.transpose(0, 1))
+    assert torch.equal(other(x[0]), expected[0])
+    assert torch.equal(module(x[0]), expected[0])
+    assert torch.equal(other.forward_step(x[0, 0]), expected[0, 0])
+    other.set_state(7)
+    assert torch.equal(other.forward_steps(x.transpose(0, 1)), expected.transpose(0, 1))
+    assert other.get_state() == (7 + 4) % PERIOD
+
+
+def test_what_continual_inference_gives() -> None:
+    """With its `forward` told not to move on, and its channels second."""
+    theirs = peer.RecyclingPositionalEncoding(DIM, PERIOD, forward_update_index_steps=0).double()
+    ours, x = made(), tokens(30)
+    ours.encodings = nn.Parameter(theirs.pe.weight.detach().clone())
+    flip = x.transpose(1, 2)
+    for first, last in ((0, 4), (4, 12), (12, 13)):
+        assert torch.equal(ours(x[:, first : first + 5]), theirs(flip[..., first : first + 5]).transpose(1, 2))
+        assert torch.equal(ours.forward_steps(x[:, first:last]), theirs.forward_steps(flip[..., first:last]).transpose(1, 2))
+    assert torch.equal(ours.forward_step(x[:, 13]), theirs.forward_step(flip[..., 13]))
+
+
+def test_waves_close_and_tell_all_places_of_a_window_apart() -> None:
+    for window, dim in ((1, 3), (2, 1), (5, 6), (64, 16), (120, 7)):
+        module = CircularPositionalEncoding(dim, window, learned=False, dtype=torch.float64)
+        rows = module.encodings
+        assert rows.shape == (2 * window - 1, dim)
+        assert not list(module.parameters()) and not module.state_dict()
+        assert rows.abs().max() <= 1
+        if window > 2:
+            distances = torch.cdist(rows, rows) + torch.eye(len(rows))
+            assert distances.min() > 0.5 / window
+            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # the step over the seam is like any other
+            assert around.max() < 1.001 * around.min() or dim % 2
+            products = rows @ rows.T  # of two places depends on how far apart they are alone
+            shifted = products.roll((1, 1), (0, 1))
+            assert torch.allclose(products, shifted) or dim % 2
+
+
+def test_training_starts_anywhere_and_moves_no_stream() -> None:
+    module = made().train()
+    module.set_state(3)
+    x = torch.zeros(1, WINDOW, DIM, dtype=torch.float64)
+    starts = set()
+    for _ in range(200):
+        out = module(x)
+        start = int((module.encodings == out[0, 0]).all(-1).nonzero())
+        assert torch.equal(out[0], module.encodings[(start + torch.arange(WINDOW)) % PERIOD])
+        starts.add(start)
+    assert starts == set(range(PERIOD))
+    assert module.get_state() == 3
+    module(x).sum().backward()
+    assert module.encodings.grad.any()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert compiled(x).shape == x.shape
+
+
+def test_saved_at_any_place() -> None:
+    for places in (0, 1, 8, 9, 23):
+        module, x = made(), tokens(4)
+        module.forward_steps(tokens(places))
+        other = made()
+        other.forward_step(x[:, 0])
+        other.load_state_dict(module.state_dict())
+        assert other.get_state() == places % PERIOD == copy.deepcopy(module).get_state()
+        assert ("position" in module.state_dict()) == (places % PERIOD > 0)
+        assert torch.equal(module.forward_steps(x), other.forward_steps(x))
+    before = other.get_state()
+    for entry in (torch.tensor(PERIOD), torch.tensor(-1), torch.tensor(1.0), torch.tensor([1]), 1):
+        with pytest.raises(RuntimeError, match="`position`"):
+            other.load_state_dict({**module.state_dict(), "position": entry})
+        assert other.get_state() == before
+    with pytest.raises(RuntimeError, match=r"Missing.*encodings"):
+        other.load_state_dict({})
+
+
+def test_a_window_of_encoded_tokens_through_attention() -> None:
+    """The two together: a stream is `forward` of its windows, at any place of the circle."""
+    attention = ContinualAttention(DIM, 2, batch_first=True, sequence_len=WINDOW, dtype=torch.float64).eval()
+    moving, x = made(learned=False), tokens(24)
+    with torch.no_grad():
+        for at, token in enumerate(x.unbind(1)):
+            out = attention.forward_step(moving.forward_step(token))
+            if out is not None:
+                window = made(learned=False)
+                window.set_state((at - WINDOW + 1) % PERIOD)
+                torch.testing.assert_close(out, attention(window(x[:, at - WINDOW + 1 : at + 1]))[0][:, 0], rtol=1e-10, atol=1e-12)
+
+
+def test_refusals() -> None:
+    module = made()
+    wrongs: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "tokens", lambda: module(tokens(WINDOW + 1))),
+        (ValueError, "tokens", lambda: module(tokens(3)[..., :4])),
+        (TypeError, "tokens", lambda: module.forward_steps(tokens(3).float())),
+        (ValueError, "token", lambda: module.forward_step(tokens(3))),
+        (ValueError, "state", lambda: module.set_state(PERIOD)),
+        (ValueError, "state", lambda: module.set_state(1.5)),  # type: ignore[arg-type]
+        (ValueError, "sequence_len", lambda: CircularPositionalEncoding(DIM, 0)),
+        (ValueError, "embed_dim", lambda: CircularPositionalEncoding(0, 3)),
+    ]
+    for error, name, call in wrongs:
+        with pytest.raises(error, match=f"`{name}`"):
+            call()
+    assert module.get_state() == 0
+    module.set_state(4)
+    module.set_state(None)
+    assert module.get_state() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    for learned in (False, True):
+        for module in (made(learned=learned, dtype=dtype), made(learned=learned).to(dtype)):
+            x = tokens(3).to(dtype)
+            assert module(x).dtype == module.forward_step(x[:, 0]).dtype == dtype
