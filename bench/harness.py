@@ -107,7 +107,13 @@ def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> 
         return Row(problem=f"wrong: relative RMS error {error:.1e}, allowed {ERROR_BOUND[case.dtype]:.0e}", wrong=True)
     moved = sum(tensor.nbytes for tensor in (*inputs, *results))
     memory = {"extra_memory": peak.extra, "result_memory": peak.results}
-    return Row(info=memory | {"flops": flops, "bytes": moved, "error": error, "threads": torch.get_num_threads()})
+    counts = {"flops": flops // steps_of(case, name), "bytes": moved // steps_of(case, name)}
+    return Row(info=memory | counts | {"error": error, "threads": torch.get_num_threads()})
+
+
+def steps_of(case: Case, name: str) -> int:
+    """Of one call: time and FLOPs are of a single step where a case has a mapping `steps` that says how many an implementation does."""
+    return getattr(case, "steps", {}).get(name, 1)
 
 
 def prepare(case: Case, name: str) -> Task:
@@ -166,8 +172,8 @@ def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: fl
     repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
     rounds = max(5, min(50, int(budget / sum(repeats[name] * once[name] for name in calls))))
     for name, samples in interleave(calls, rounds, repeats=repeats).items():
-        rows[name].samples = samples
-        rows[name].info |= {"repeats": repeats[name], "gflops": rows[name].info["flops"] / statistics.median(samples) / 1e9}
+        rows[name].samples = [sample / steps_of(case, name) for sample in samples]
+        rows[name].info |= {"repeats": repeats[name], "gflops": rows[name].info["flops"] / statistics.median(rows[name].samples) / 1e9}
     baseline = min(rows.keys() & set(case.baselines), key=lambda name: statistics.median(rows[name].samples), default=None)
     if baseline:
         for row in rows.values():

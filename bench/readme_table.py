@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cmab_kernels.measure import readable
+from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -48,6 +49,45 @@ INTENTION = (
 )
 
 
+def _beside_full(window: int, landmarks: str) -> str:
+    """A step of 16 heads of 12 with 4 landmarks, and how many times as many operations full attention takes."""
+    full, step = "full", f"{landmarks} single"
+    paper = paper_operations(full, window, 4, 192) / paper_operations(step, window, 4, 192)
+    executed = executed_on_average(full, window, 4, 12) / executed_on_average(step, window, 4, 12)
+    return (
+        f"one token, {landmarks} landmarks, 16 heads of 12, m = 4, n = {window:,}, beside full attention: "
+        f"1 / {paper:,.0f} of its operations by the paper's count, 1 / {executed:,.0f} of those executed"
+    )
+
+
+NYSTROM = (
+    {
+        "nystrom-step-fixed-float32-1x64-n64-m16": "one token, fixed landmarks",
+        "nystrom-step-continual-float32-1x64-n64-m16": "one token, continual landmarks, in the mean",
+        "nystrom-step-fixed-float32-1x64-n64-m16-blocks-of-64": "a token in blocks of 64, fixed landmarks",
+        "nystrom-step-continual-float32-1x64-n64-m16-blocks-of-64": "a token in blocks of 64, continual landmarks",
+        "nystrom-step-fixed-float32-1024x64-n64-m16": "one token for 1,024 heads, fixed landmarks",
+        "nystrom-step-continual-float32-1024x64-n64-m16": "one token for 1,024 heads, continual landmarks, in the mean",
+        "iterative-pinv-float32-m16-B1": "`iterative_pinv`, one matrix",
+    }
+    | {
+        f"nystrom-step-{landmarks}-float32-16x12-n{window}-m4-beside-full": _beside_full(window, landmarks)
+        for window in (120, 1024, 4096)
+        for landmarks in ("fixed", "continual")
+    }
+    | {
+        "exact-step-single-float32-16x12-n120": "`continual_attention_step`, 16 heads of 12, n = 120",
+        "exact-step-retroactive-float32-16x12-n120": "the same, retroactive",
+        "exact-step-single-float32-16x12-n1024": "the same, single, n = 1,024",
+    }
+    | {
+        f"nystrom-{direction}-float32-4x64-N{length}-m64": f"`nystrom_attention`, N = {length:,}, 4 heads of 64, m = 64, {told}"
+        for length in (1024, 4096, 16_384)
+        for direction, told in (("forward", "forward"), ("forward+backward", "forward and backward"))
+    }
+)
+
+
 class Table(NamedTuple):
     """One of the README's: what a reader calls each group, and what torch is."""
 
@@ -79,6 +119,14 @@ TABLES = (
         INTENTION,
         "its Cholesky factorisation and triangular solves, for a million keys the fastest form that was found (a few thousand keys at a "
         "time, gradients by hand), beside attention `scaled_dot_product_attention`, for one more key the update formula in eager torch",
+    ),
+    Table(
+        "nystrom table",
+        "float32, n = 64 tokens, m = 16 landmarks, 1 head of 64, where not said otherwise",
+        NYSTROM,
+        "for steps the papers' equations in eager torch, written for speed (in blocks, the faster of two ways); beside full attention "
+        "the faster of `scaled_dot_product_attention` and softmax(QK')V of the whole window, for exact steps the faster of torch's "
+        "attention over a ring and continual-inference 1.2.4, for whole windows nystrom-attention 0.0.14",
     ),
 )
 
@@ -112,7 +160,9 @@ def table(path: Path, shown: Table) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    """Two digits of what is small, two places of the rest."""
+    """Two digits of what is small, two places of the rest; of what is tiny, how many times it is less."""
+    if ratio < 0.001:
+        return f"1 / {float(f'{1 / ratio:.2g}'):,.0f}"
     return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import attention, harness, intention, readme_table
+from bench import attention, harness, intention, nystrom, readme_table
 from bench.conftest import CLOCK
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
@@ -216,7 +216,7 @@ def test_float64_sums_stay_exact_where_float32_sums_do_not():
 
 
 def test_cases_have_names_of_their_own():
-    names = [str(case) for case in (*attention.CASES, *intention.CASES)]
+    names = [str(case) for case in (*attention.CASES, *intention.CASES, *nystrom.CASES)]
     assert len(set(names)) == len(names)
     assert {label for table in readme_table.TABLES for label in table.labels} <= set(names)
 
@@ -233,7 +233,7 @@ def test_readme_shows_the_newest_committed_run(shown):
     assert readme_table.insert(text, readme_table.table(path, shown), shown) == text, "stale: python bench/readme_table.py"
 
 
-ATTENTION, INTENTION = readme_table.TABLES
+ATTENTION, INTENTION, NYSTROM = readme_table.TABLES
 
 
 def run_of(date: str, median: float, shown: readme_table.Table = ATTENTION, **more: object) -> dict:
@@ -275,6 +275,9 @@ def test_tables_say_what_they_show(runs: Path):
     table = readme_table.table(runs / "other.json", INTENTION)
     assert "| solve, 1,024 systems, 16 x 16 | 4 ms, +1.0 MiB | 1 ms, +1.0 MiB | **0.25** (0.20 to 0.30) |" in table
     assert "1 thread," in table and "Cholesky" in table
+    (runs / "steps.json").write_text(json.dumps(run_of("2026-01-04", 2e-6, NYSTROM, ratio=1 / 4321, ratio_quartiles=[0.0009, 0.001])))
+    table = readme_table.table(runs / "steps.json", NYSTROM)
+    assert "| one token, fixed landmarks | 8 us, +1.0 MiB | 2 us, +1.0 MiB | **1 / 4,300** (1 / 1,100 to 0.001) |" in table
 
 
 def test_drift_of_a_table_is_seen_and_the_other_is_left_alone():

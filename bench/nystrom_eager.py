@@ -1,0 +1,151 @@
+"""Steps of continual attention as fast as eager torch has them: what the kernels of family B are compared with.
+
+The papers' equations with their errors corrected, on logits mild enough for plain exponentials. Few operations on views made beforehand,
+which at small shapes is all that matters; matrices (M, rows, columns) lose their first dimension where M is 1, since torch is faster then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.nystrom.reference import segment_ends, segment_means
+
+
+def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
+    """The iterated pseudo-inverse of (m, m) or (M, m, m) in five operations an iteration."""
+    size = matrix.abs()
+    norms = size.sum(-2, keepdim=True).amax(-1, keepdim=True) * size.sum(-1, keepdim=True).amax(-2, keepdim=True)
+    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    seven, thirteen, fifteen = (number * torch.eye(matrix.shape[-1], dtype=matrix.dtype) for number in (7, 13, 15))
+    z = matrix.mT / norms
+    for _ in range(iterations):
+        product = matrix @ z
+        inner = add_product(fifteen, product, seven - product, alpha=-1)
+        z = add_product(z, z, add_product(thirteen, product, inner, alpha=-1), beta=0, alpha=0.25)
+    return z
+
+
+class Ring:
+    """The newest n + 1 tokens, each in row p % (n + 1), and the first again after the last: so a new token lies before the evicted one."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        """From a first window (M, n, D), (M, n, E); each value has a 1 after it, whose sum is phi."""
+        self.rows = key.shape[1] + 1
+        self.keys = _one(key.new_zeros(len(key), self.rows + 1, key.shape[2]))
+        self.values = _one(value.new_ones(len(value), self.rows + 1, value.shape[2] + 1))
+        self.keys[..., : self.rows - 1, :], self.values[..., : self.rows - 1, :-1] = _one(key), _one(value)
+        self.keys[..., -1, :], self.values[..., -1, :] = self.keys[..., 0, :], self.values[..., 0, :]
+        self.position = self.rows - 1
+        places = range(self.rows + 1)
+        self._places = [(self.keys[..., i : i + 1, :], self.values[..., i : i + 1, :-1]) for i in places]
+        self._pairs = [(self.keys[..., i : i + 2, :].mT, self.values[..., i : i + 2, :]) for i in places]
+
+    def push(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The new key and the evicted one, (D, 2), and their values, (2, E + 1)."""
+        place = self.position % self.rows
+        self.position += 1
+        for i in (0, self.rows) if place == 0 else (place,):
+            keys, values = self._places[i]
+            keys.copy_(key)
+            values.copy_(value)
+        return self._pairs[place]
+
+    def window(self) -> tuple[Tensor, Tensor, int]:
+        """Keys and values in any order, with one row too many, and which."""
+        return self.keys[..., : self.rows, :], self.values[..., : self.rows, :], self.position % self.rows
+
+
+class EagerNystrom:
+    """A stream of continual Nyström attention, single outputs."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, number: int, fixed: tuple[Tensor, Tensor] | None, iterations: int
+    ) -> None:
+        """From a first window (M, n, D); fixed landmarks are (M, m, D)."""
+        self.ring = Ring(key, value)
+        self.window, self.number, self.scale, self.iterations = key.shape[1], number, scale, iterations
+        near, far = fixed or (segment_means(part[None], number)[0] for part in (query, key))
+        self.queries, self.keys = scale * _one(near), _one(far).clone()
+        keys, values, evicted = self.ring.window()
+        weights = (self.queries @ keys.mT).exp_()
+        weights[..., evicted] = 0
+        self.sums = weights @ values
+        self.signs = torch.tensor([1.0, -1.0], dtype=key.dtype)
+        self._mean, self._phi = self.sums[..., :-1], self.sums[..., -1:]
+        self._ends = {end % self.window for end in segment_ends(self.window, number)} if fixed is None else set()
+        self._segment: list[tuple[Tensor, Tensor]] = []
+        self._invert()
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(1, E) or (M, 1, E) of a token (1, D) or (M, 1, D)."""
+        keys, values = self.ring.push(key, value)
+        if self._ends:
+            self._segment.append((query, key))
+            if self.ring.position % self.window in self._ends:
+                self._replace()
+        weights = (self.queries @ keys).exp_().mul_(self.signs)
+        (self.sums.addmm_ if self.sums.dim() == 2 else self.sums.baddbmm_)(weights, values)
+        if not self._segment and self._ends:
+            self._recompute_last()
+        return (query @ self.far).softmax(-1) @ self.inverse @ (self._mean / self._phi)
+
+    def _invert(self) -> None:
+        self.far = (self.scale * self.keys).mT
+        self.inverse = eager_pinv((self.queries @ self.keys.mT).softmax(-1), self.iterations)
+
+    def _replace(self) -> None:
+        """The segment's mean in place of the oldest landmark; the last row of the sums is computed once the others are moved up."""
+        near, far = (torch.cat(part, dim=-2).mean(-2, keepdim=True) for part in zip(*self._segment, strict=True))
+        self._segment.clear()
+        self.queries = torch.cat([self.queries[..., 1:, :], self.scale * near], dim=-2)
+        self.keys = torch.cat([self.keys[..., 1:, :], far], dim=-2)
+        self.sums[..., :-1, :] = self.sums[..., 1:, :].clone()
+        self._invert()
+
+    def _recompute_last(self) -> None:
+        keys, values, evicted = self.ring.window()
+        weights = (self.queries[..., -1:, :] @ keys.mT).exp_()
+        weights[..., evicted] = 0
+        self.sums[..., -1:, :] = weights @ values
+
+
+class EagerBlocks:
+    """The same with fixed landmarks for blocks of tokens: a band of each token's window, by matrix products alone."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, fixed: tuple[Tensor, Tensor], iterations: int, block: int
+    ) -> None:
+        self.key, self.value, self.window = _one(key), _one(value), key.shape[1]
+        self.queries, far = scale * _one(fixed[0]), _one(fixed[1])
+        self.far = (scale * far).mT
+        self.inverse = eager_pinv((self.queries @ far.mT).softmax(-1), iterations)
+        age = torch.arange(block)[:, None] + self.window - torch.arange(self.window + block)
+        self.band = ((age >= 0) & (age < self.window)).to(key.dtype)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = torch.cat([self.key, key], dim=-2), torch.cat([self.value, value], dim=-2)
+        self.key, self.value = keys[..., -self.window :, :], values[..., -self.window :, :]
+        weights = (self.queries @ keys.mT).exp_()
+        near = (query @ self.far).softmax(-1) @ self.inverse
+        return ((near / (self.band @ weights.mT)) @ weights).mul_(self.band) @ values
+
+
+class EagerExact:
+    """A stream of exact attention: a ring, whose order does not matter to a softmax, and torch's own attention over it."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        """From a first window (1, H, n, D)."""
+        self.keys, self.values, self.position = key.clone(), value.clone(), 0
+        self._places = list(zip(self.keys.split(1, dim=2), self.values.split(1, dim=2), strict=True))
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self._places[self.position % len(self._places)]
+        self.position += 1
+        keys.copy_(key)
+        values.copy_(value)
+        return torch.nn.functional.scaled_dot_product_attention(query, self.keys, self.values)
+
+
+def _one(matrices: Tensor) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else matrices
