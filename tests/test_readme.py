@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_programs() -> None:
     """One after the other, as a reader types them."""
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(programs) == 2
+    assert len(programs) == 3
     torch.use_deterministic_algorithms(False)
     namespace: dict[str, object] = {}
     for program in programs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
 
@@ -179,8 +180,8 @@ _EXACT = _Kind("continual_attention_step", ContinualAttentionState, attention_st
 
 def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
     """The short road where nothing is out of the ordinary, which native code tells; else the long one, which explains."""
-    if impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not is_watched():
-        result = None if _carries_gradient(state, query, key, value) else _at_once(kind, state, query, key, value, output == "retroactive")
+    if impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not _is_watched(state, query, key, value):
+        result = _native(kind.name)(state, query, key, value, output == "retroactive")
         if result is not None:
             return tuple.__new__(StepResult, result)
     _check_step(kind, state, query, key, value, output)
@@ -190,15 +191,19 @@ def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, ou
         return StepResult(*_checked_step(kind, state, query, key, value, output == "retroactive", impl))
 
 
-def _at_once(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
-    """The native step of ordinary arguments; None where it is not there, or they are not."""
+@functools.cache
+def _native(name: str) -> Callable[..., Any]:
+    """The native step, which answers None to anything but ordinary arguments; as does what stands in for it where it is not built."""
     native = imported("continual", "native")
-    return None if native is None else getattr(native, kind.name)(state, query, key, value, retroactive)
+    return getattr(native, name) if native else lambda *_: None
 
 
-def _carries_gradient(state: Any, *tokens: Any) -> bool:
+def _is_watched(state: Any, *tokens: Any) -> bool:
+    """By a compiler or the like, or by autograd."""
+    if not torch.is_grad_enabled():
+        return is_watched()
     fields = state if isinstance(state, tuple) else ()
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
+    return is_watched() or any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
 
 
 def _checked_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
