@@ -1,0 +1,169 @@
+"""Matrices and landmarks to try kernels on, and what their results and gradients may be off by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
+
+from ..attention.accuracy import bound
+
+GRADIENTS = 4.0
+"""Times what a result may be off by."""
+
+
+def _permutations(count: int, m: int) -> Tensor:
+    return torch.eye(m, dtype=torch.float64)[torch.stack([torch.randperm(m) for _ in range(count)])]
+
+
+MATRICES: dict[str, Callable[[int, int], Tensor]] = {
+    "normal": lambda count, m: torch.randn(count, m, m, dtype=torch.float64),
+    "softmax": lambda count, m: (3 * torch.randn(count, m, m, dtype=torch.float64)).softmax(-1) * (1 + torch.rand(count, m, 1)),
+    "all equal": lambda count, m: torch.full((count, m, m), -0.25, dtype=torch.float64),
+    "zero": lambda count, m: torch.zeros(count, m, m, dtype=torch.float64),
+    "permutations": _permutations,
+    "half zero": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * torch.arange(m).lt((m + 1) // 2),
+    "tiny": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**-25,
+    "large": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**25,
+}
+"""(count, m, m) of float64. Norms are reached by several columns and rows in "all equal" and "permutations".
+
+The rows of a softmax add up to 1 but for rounding, and the gradient through their norm goes to one by chance, until that of the softmax
+takes it out: so here they are weighted.
+"""
+
+
+def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
+    """What errors go by: a row, or a twentieth of the terms that it adds up. What underflows beside the rest of its matrix is no error."""
+    size = torch.maximum(right.norm(dim=-1), 0.05 * terms.norm(dim=-1))
+    return size.clamp(min=max(1e-30 * float(terms.norm()), 1e-300))
+
+
+def shares(ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0) -> Tensor:
+    """How far each row is from `right`, as a share of what it may be by promise P2; infinite for NaN.
+
+    `same_precision` is torch's result: its error is that of the row, or of the median row of the matrix, as a row may be right by luck.
+    """
+    assert ours.shape == right.shape and ours.is_contiguous() and ours.dtype == same_precision.dtype
+    size = _row_sizes(right, terms)
+    theirs = (same_precision.double() - right).norm(dim=-1) / size
+    theirs = torch.maximum(theirs, theirs.median(dim=-1, keepdim=True).values) if theirs.numel() else theirs
+    error = (ours.double() - right).norm(dim=-1) / size
+    return (error / bound(ours.dtype, score, theirs, factor)).nan_to_num(nan=torch.inf)
+
+
+def check(name: str, ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0) -> None:
+    found = shares(ours, right, terms, same_precision, score, factor)
+    assert (found <= 1).all(), f"{name}: {float(found.max()):.2f} of what it may be off by"
+
+
+def _moved(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """What a change dA of the matrix makes of its inverse, |Z| |dA| |Z|, for one of four times the size of A."""
+    size = inverse.detach().abs()
+    return 4 * size @ matrix.detach().abs() @ size
+
+
+def _like_its_matrix(gradient: Tensor) -> Tensor:
+    """The terms of a gradient's rows, nothing else being known of them: twenty times the median row of their matrix."""
+    return (
+        20 * gradient.norm(dim=-1, keepdim=True).median(dim=-2, keepdim=True).values.expand_as(gradient) / max(gradient.shape[-1], 1) ** 0.5
+    )
+
+
+class PinvModule(NamedTuple):
+    """The functions of an implementation."""
+
+    pinv: Callable[..., Tensor]
+    pinv_backward: Callable[..., Tensor]
+    values: Callable[..., Tensor]
+    values_backward: Callable[..., tuple[Tensor, ...]]
+
+
+def functions(module: object) -> PinvModule:
+    names = ("iterative_pinv", "iterative_pinv_backward", "landmark_values", "landmark_values_backward")
+    return PinvModule(*(getattr(module, name) for name in names))
+
+
+def check_pinv(module: object, matrix: Tensor, iterations: int, dinverse: Tensor | None = None) -> None:
+    """The inverse and the gradient of a (M, m, m) batch against float64."""
+    call = functions(module)
+    dinverse = torch.randn(matrix.shape).to(matrix.dtype) if dinverse is None else dinverse
+    wide, same = (matrix.detach().to(dtype).requires_grad_() for dtype in (torch.float64, matrix.dtype))
+    right, theirs = iterative_pinv_reference(wide, iterations), iterative_pinv_reference(same, iterations)
+    check("inverse", call.pinv(matrix, iterations), right.detach(), _moved(wide, right), theirs.detach(), 0.0)
+    (gradient,) = torch.autograd.grad(right, wide, dinverse.double())
+    (their_gradient,) = torch.autograd.grad(theirs, same, dinverse)
+    ours = call.pinv_backward(dinverse, matrix, iterations)
+    check("dmatrix", ours, gradient, _like_its_matrix(gradient), their_gradient, 0.0, GRADIENTS)
+
+
+class Landmarks(NamedTuple):
+    """The arguments of landmark_values."""
+
+    query: Tensor
+    key: Tensor
+    values: Tensor
+    absent: Tensor | None
+    scale: float
+    iterations: int
+
+    def to(self, dtype: torch.dtype) -> Landmarks:
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), values=self.values.to(dtype))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.values
+
+    def hidden(self) -> Landmarks:
+        """With zeros for the absent landmarks, whose rows may be NaN."""
+        if self.absent is None:
+            return self
+        q, k, v = (t.masked_fill(self.absent[..., None], 0.0) for t in self.tensors)
+        return self._replace(query=q, key=k, values=v)
+
+
+def landmarks(
+    count: int,
+    m: int,
+    width: int = 8,
+    value_width: int = 5,
+    dtype: torch.dtype = torch.float64,
+    absent: Tensor | None = None,
+    iterations: int = 6,
+    law: Callable[..., Tensor] = torch.randn,
+) -> Landmarks:
+    """Absent landmarks are NaN."""
+    tensors = [law(count, m, w).to(dtype) for w in (width, width, value_width)]
+    if absent is not None:
+        tensors = [t.masked_fill(absent[..., None], torch.nan) for t in tensors]
+    return Landmarks(*tensors, absent, width**-0.5, iterations)
+
+
+def check_landmarks(module: object, given: Landmarks, dout: Tensor | None = None) -> None:
+    """The values and the three gradients against float64."""
+    call = functions(module)
+    dout = torch.randn(given.values.shape).to(given.query.dtype) if dout is None else dout
+    wide, same = (given.hidden().to(dtype) for dtype in (torch.float64, given.query.dtype))
+    leaves, their_leaves = ([t.detach().clone().requires_grad_() for t in one.tensors] for one in (wide, same))
+    kernel = landmark_kernel(*leaves[:2], *given[3:5])
+    inverse = iterative_pinv_reference(kernel, given.iterations)
+    right = inverse @ leaves[2]
+    theirs = landmark_values_reference(*their_leaves, *given[3:])
+    logits = given.scale * wide.query @ wide.key.mT
+    score = float(logits.abs().max()) if logits.numel() else 0.0
+    check("values", call.values(*given), right.detach(), _moved(kernel, inverse) @ wide.values.abs(), theirs.detach(), score)
+
+    seen = dout if given.absent is None else dout.masked_fill(given.absent[..., None], 0.0)
+    *gradients, dkernel = torch.autograd.grad(right, (*leaves, kernel), seen.double())
+    their_gradients = torch.autograd.grad(theirs, their_leaves, seen)
+    kernel = kernel.detach()
+    slope = given.scale * kernel * (dkernel.abs() + (kernel * dkernel.abs()).sum(-1, keepdim=True))
+    terms = slope @ wide.key.abs(), slope.mT @ wide.query.abs(), inverse.detach().abs().mT @ seen.double().abs()
+    ours = call.values_backward(dout, *given)
+    for name, mine, wanted, term, other in zip(("dquery", "dkey", "dvalues"), ours, gradients, terms, their_gradients, strict=True):
+        check(name, mine, wanted, term, other, score, GRADIENTS)
+        assert given.absent is None or not mine[given.absent].any(), name
