@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ..nystrom import (
 )
 from ..nystrom.continual import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
-from .layers import split_heads
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import NystromAttention, refuse_extra_keys
 from .projections import MultiheadProjections
@@ -31,12 +31,10 @@ from .projections import MultiheadProjections
 class Continual(MultiheadProjections):
     """What continual attentions have in common: a stream of tokens, and the methods that move it on.
 
-    Of the methods, which have the names of the package continual-inference: a token is what `forward` takes without the axis of tokens, so
-    (B, C), and several are what it takes, (B, T, C) or (T, B, C) as `batch_first` says, or (T, C) without a batch. Key and value are the
-    query where they are None. Before the window is full there is no output, and the result is None.
-
-    A step is right at its own time: nothing of it has to be recorded for later, and nothing is, so that a stream needs
-    `torch.no_grad()` (`RuntimeError` where a gradient would be lost). Errors leave the stream as it was.
+    The methods have the names of the package continual-inference. A token is what `forward` takes without the axis of tokens, so (B, C),
+    and several are what it takes, (B, T, C) or (T, B, C) as `batch_first` says, or (T, C) without a batch. Key and value are the query
+    where they are None. Before the window is full there is no output, and the result is None. A stream holds no graph: where a gradient
+    would be lost a step is a `RuntimeError`; use `torch.no_grad()`. Errors leave the stream as it was.
     """
 
     sequence_len: int
@@ -116,10 +114,8 @@ class Continual(MultiheadProjections):
             raise RuntimeError(
                 wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
             )
-        key = query if key is None else key
-        value = query if value is None else value
-        self._check(None, query=query, key=key, value=value)
-        heads, stream = self._heads(query, key, value), self.stream
+        heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
+        self._check_heads(heads)
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
@@ -129,22 +125,23 @@ class Continual(MultiheadProjections):
             state, outs = self._walked(stream.held if mine else stream.shared(), heads)
         if update_state:
             stream.held = state
-        if self.output == "retroactive" and outs:
-            return torch.stack(outs, 2)
-        return torch.cat(outs, 2) if len(outs) > 1 else outs[0] if outs else None
+        if len(outs) > 1:
+            return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
+        return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
 
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, H, T, D) in the module's dtype, by one product where they are of one input."""
         if query is key is value and self.in_proj_weight is not None:
+            self._check(None, query=query)
             packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
-            heads = [split_heads(part, self.num_heads) for part in packed.chunk(3, -1)]
+            heads = packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         else:
-            heads = [self._project(part, features) for part, features in enumerate((query, key, value))]
-        self._check_heads(heads)
+            self._check(None, query=query, key=key, value=value)
+            heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
         dtype = self.out_proj.weight.dtype
-        return heads if heads[0].dtype == dtype else [head.to(dtype) for head in heads]
+        return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
-    def _check_heads(self, heads: list[Tensor]) -> None:
+    def _check_heads(self, heads: tuple[Tensor, ...]) -> None:
         """What the stream does not take."""
         held, like = self.stream.held, heads[0]
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
@@ -161,7 +158,7 @@ class Continual(MultiheadProjections):
             if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
-    def _walked(self, state: Any, heads: list[Tensor]) -> tuple[WindowState, list[Tensor]]:
+    def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
         """The state and the outputs, (B, H, *, E) each, after T >= 1 tokens."""
         outs: list[Tensor] = []
         if isinstance(state, FillingWindow | None):
@@ -172,13 +169,18 @@ class Continual(MultiheadProjections):
                 return state, outs
             outs.append(self._whole(*state))
             state = self._init(*state)
-            heads = [head[:, :, self.sequence_len - before :] for head in heads]
-        each = heads[0].shape[2] if self.output == "single" else 1
-        for block in zip(*(head.split(max(each, 1), 2) for head in heads), strict=True):
-            if block[0].shape[2]:
-                out, state = self._step(state, *block)
-                outs.append(out)
+            heads = tuple(head[:, :, self.sequence_len - before :] for head in heads)
+        for block in self._blocks(heads):
+            out, state = self._step(state, *block)
+            outs.append(out)
         return state, outs
+
+    def _blocks(self, heads: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
+        """Tokens for a call of the operator each: all, or one after another where each has a whole window of outputs."""
+        tokens = heads[0].shape[2]
+        if self.output == "single" or tokens <= 1:
+            return [heads] if tokens else []
+        return zip(*(head.split(1, 2) for head in heads), strict=True)
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
         """The projection of (B, H, [T',] [n,] E) in the layout of the module: B, [T',] [n,] or [T',] [n,] B."""
@@ -203,8 +205,9 @@ class ContinualAttention(Continual, MultiheadAttention):
     Parameters are torch's, so its `state_dict` loads as it is. The stream is part of the `state_dict` while there is one (see
     `ContinualStream`).
 
-    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`; results are the same
-    where theirs are finite (raw exponentials overflow at logits of 88, in float32). Differences: `batch_first` is False by default, as
+    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`. Results are the
+    same while logits are small: the latter adds and subtracts raw exponentials, which loses digits at logits of 15 and overflows at 88, in
+    float32. Differences: `batch_first` is False by default, as
     torch has it; `forward_steps` of single outputs, not batch first, gives (T', B, C) where theirs gives (T', 1, B, C);
     `update_state=False` works from the first token on; there is no `query_index` and no `embed_dim_second`; steps record no graph; states
     are this package's.
