@@ -25,6 +25,8 @@ def build(folder: Path, *flags: str) -> Path:
 class EmulatedCuda:
     """The functions of `cmab_kernels._cuda` that a launcher calls. `seed` chooses the order of blocks and threads."""
 
+    MAX_LANDMARKS, MAX_VALUE_WIDTH = 64, 512
+
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self.seed = 0
@@ -39,3 +41,9 @@ class EmulatedCuda:
 
     def regularised_solve(self, numbers: Sequence[int]) -> None:
         self._library.emulate_regularised_solve((ctypes.c_int64 * 17)(*numbers), self.seed)
+
+    def nystrom_step(self, numbers: Sequence[int]) -> None:
+        self._library.emulate_nystrom_step((ctypes.c_int64 * 49)(*numbers), self.seed)
+
+    def attention_step(self, numbers: Sequence[int]) -> None:
+        self._library.emulate_attention_step((ctypes.c_int64 * 40)(*numbers), self.seed)

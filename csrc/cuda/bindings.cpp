@@ -9,7 +9,9 @@ using namespace cmab::cuda;
 
 PYBIND11_MODULE(_cuda, module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
-  module.attr("SHARED_BYTES") = most_shared_bytes();
+  module.attr("MAX_LANDMARKS") = kMaxLandmarks;
+  module.attr("MAX_VALUE_WIDTH") = kMaxValueWidth;
+  module.attr("SHARED_BYTES") = most(most_shared_bytes(), step_shared_bytes<double>(kMaxValueWidth, kMaxLandmarks));
   module.def("shared_memory", shared_memory);
   module.def("ridge_needs", [](int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most) {
     const Needs needed = needs(matrices, keys, key_width, value_width, most);
@@ -24,5 +26,15 @@ PYBIND11_MODULE(_cuda, module) {
     Numbers in(numbers.data());
     const Stream on = read_stream(in);
     regularised_solve(read_solve_call(in), on);
+  });
+  module.def("nystrom_step", [](const std::array<int64_t, kNystromStepNumbers>& numbers) {
+    Numbers in(numbers.data());
+    const Stream on = read_stream(in);
+    nystrom_step(read_nystrom_step_call(in), on);
+  });
+  module.def("attention_step", [](const std::array<int64_t, kAttentionStepNumbers>& numbers) {
+    Numbers in(numbers.data());
+    const Stream on = read_stream(in);
+    attention_step(read_step_call(in), on);
   });
 }

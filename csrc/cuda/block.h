@@ -92,4 +92,12 @@ struct Block {
 
 #endif
 
+// A phase that calls `work` for 0, ..., count - 1, neighbours by neighbouring threads.
+template <class Work>
+CMAB_DEVICE void each_index(const Block& block, int count, Work work) {
+  block.each_thread([&](int thread) {
+    for (int i = thread; i < count; i += block.threads) work(i);
+  });
+}
+
 }  // namespace cmab::cuda

@@ -2,12 +2,14 @@
 // addresses and strides (in elements) in the order in which they are read here.
 #pragma once
 
+#include "continual_attention.h"
+#include "continual_nystrom.h"
 #include "regularised_solve.h"
 #include "ridge_solve.h"
 
 namespace cmab::cuda {
 
-constexpr int kRidgeNumbers = 32, kSolveNumbers = 17;
+constexpr int kRidgeNumbers = 32, kSolveNumbers = 17, kAttentionStepNumbers = 40, kNystromStepNumbers = 49;
 
 // Where a call is to run: a device, and one of its streams (a cudaStream_t).
 struct Stream {
@@ -18,6 +20,8 @@ struct Stream {
 // Asynchronous, and without an allocation.
 void ridge_solve(const RidgeCall& call, Stream on);
 void regularised_solve(const SolveCall& call, Stream on);
+void nystrom_step(const NystromStepCall& call, Stream on);
+void attention_step(const StepCall& call, Stream on);
 
 // What a block may have on this GPU, in bytes.
 int shared_memory(int device);
@@ -89,6 +93,51 @@ inline SolveCall read_solve_call(Numbers& in) {
   call.alpha = in.address<const void>();
   call.weight = in.address<void>();
   call.info = in.address<int32_t>();
+  return call;
+}
+
+inline Renewal read_renewal(Numbers& in) {
+  Renewal renewal;
+  renewal.from = in.address<const void>();
+  renewal.to = in.address<void>();
+  return renewal;
+}
+
+inline StepCall read_step_call(Numbers& in) {
+  StepCall call;
+  call.dtype = DType(in.number());
+  call.batch = in.number();
+  call.heads = in.number();
+  call.tokens = int(in.number());
+  call.window = int(in.number());
+  call.key_width = int(in.number());
+  call.value_width = int(in.number());
+  call.retroactive = in.number();
+  call.scale = *in.address<const double>();  // on the CPU
+  call.query = read_operand(in);
+  call.key = read_operand(in);
+  call.value = read_operand(in);
+  call.capacity_from = int(in.number());
+  call.capacity_to = int(in.number());
+  call.queries = read_renewal(in);
+  call.keys = read_renewal(in);
+  call.values = read_renewal(in);
+  call.sums = read_renewal(in);
+  call.position = read_renewal(in);
+  call.out = in.address<void>();
+  call.sums_known = in.number();
+  return call;
+}
+
+inline NystromStepCall read_nystrom_step_call(Numbers& in) {
+  NystromStepCall call;
+  static_cast<StepCall&>(call) = read_step_call(in);
+  call.landmarks = int(in.number());
+  call.iterations = int(in.number());
+  call.fixed = in.number();
+  call.landmark_queries = read_renewal(in);
+  call.landmark_keys = read_renewal(in);
+  call.inverse = read_renewal(in);
   return call;
 }
 

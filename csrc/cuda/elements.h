@@ -6,6 +6,23 @@
 
 namespace cmab::cuda {
 
+enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+// Calls `work` with an element of this type.
+template <class Work>
+void with_type(DType dtype, Work work) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return work(double());
+    case DType::kFloat32:
+      return work(float());
+    case DType::kBFloat16:
+      return work(BFloat16());
+    case DType::kFloat16:
+      return work(Float16());
+  }
+}
+
 template <class T>
 struct SumType {
   using type = float;
@@ -60,6 +77,18 @@ struct Matrix {
     for (int j = 0; j < 4; ++j)
       if (column + j < width) quad.x[j] = from[j * column_stride];
     return quad;
+  }
+};
+
+// (B, H, N, width) in the caller's memory; strides in elements.
+struct Operand {
+  const void* data;
+  int64_t stride[4];
+
+  template <class T>
+  CMAB_DEVICE Matrix<T> rows(int64_t b, int64_t h, int64_t first, int width) const {
+    return {static_cast<const T*>(data) + b * stride[0] + h * stride[1] + first * stride[2], stride[2], stride[3],
+            width};
   }
 };
 

@@ -48,6 +48,17 @@ void play_solve(const SolveCall& call, std::mt19937& random) {
   });
 }
 
+template <class Call>
+void play_step(const Call& call, int landmarks, int seed) {
+  std::mt19937 random(seed);
+  with_type(call.dtype, [&](auto token) {
+    using T = decltype(token);
+    const int bytes = step_shared_bytes<T>(call.value_width, landmarks);
+    play_launch(call.batch * call.heads, kThreads, bytes, random,
+                [&](const Block& block, int64_t head) { step_head<T>(block, call, head); });
+  });
+}
+
 }  // namespace
 }  // namespace cmab::cuda
 
@@ -67,16 +78,7 @@ void emulate_ridge_solve(const int64_t* numbers, int seed) {
   read_stream(in);
   const RidgeCall call = read_ridge_call(in);
   std::mt19937 random(seed);
-  switch (call.dtype) {
-    case DType::kFloat64:
-      return play_ridge<double>(call, random);
-    case DType::kFloat32:
-      return play_ridge<float>(call, random);
-    case DType::kBFloat16:
-      return play_ridge<cmab::BFloat16>(call, random);
-    case DType::kFloat16:
-      return play_ridge<cmab::Float16>(call, random);
-  }
+  with_type(call.dtype, [&](auto element) { play_ridge<decltype(element)>(call, random); });
 }
 
 void emulate_regularised_solve(const int64_t* numbers, int seed) {
@@ -85,6 +87,19 @@ void emulate_regularised_solve(const int64_t* numbers, int seed) {
   const SolveCall call = read_solve_call(in);
   std::mt19937 random(seed);
   return call.wide ? play_solve<double>(call, random) : play_solve<float>(call, random);
+}
+
+void emulate_nystrom_step(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const NystromStepCall call = read_nystrom_step_call(in);
+  play_step(call, call.landmarks, seed);
+}
+
+void emulate_attention_step(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  play_step(read_step_call(in), 0, seed);
 }
 
 }  // extern "C"

@@ -26,16 +26,7 @@ void run(const RidgeCall& call, Stream on) {
 }  // namespace
 
 void ridge_solve(const RidgeCall& call, Stream on) {
-  switch (call.dtype) {
-    case DType::kFloat64:
-      return run<double>(call, on);
-    case DType::kFloat32:
-      return run<float>(call, on);
-    case DType::kBFloat16:
-      return run<BFloat16>(call, on);
-    case DType::kFloat16:
-      return run<Float16>(call, on);
-  }
+  with_type(call.dtype, [&](auto element) { run<decltype(element)>(call, on); });
 }
 
 }  // namespace cmab::cuda

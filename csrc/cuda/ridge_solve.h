@@ -6,20 +6,6 @@
 
 namespace cmab::cuda {
 
-enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
-
-// (B, H, N, width) in the caller's memory; strides in elements.
-struct Operand {
-  const void* data;
-  int64_t stride[4];
-
-  template <class T>
-  CMAB_DEVICE Matrix<T> rows(int64_t b, int64_t h, int64_t first, int width) const {
-    return {static_cast<const T*>(data) + b * stride[0] + h * stride[1] + first * stride[2], stride[2], stride[3],
-            width};
-  }
-};
-
 struct RidgeCall {
   DType dtype;
   int64_t batch, heads, keys;

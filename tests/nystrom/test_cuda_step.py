@@ -1,0 +1,459 @@
+"""The CUDA C++ kernels of the continual steps, played by the CPU (tests/emulated_cuda.py), against the definition.
+
+What this does not see is a GPU: its clocks, its graphs (a capture is played by telling the launcher that there is one), its streams.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.nystrom.continual_reference import attention_step_reference, nystrom_step_reference, window_of
+from cmab_kernels.nystrom.state import ContinualNystromState, tokens_seen
+
+from .. import emulated_cuda
+from .accuracy import STREAMS, bound, row_error
+
+if emulated_cuda.COMPILER is None:
+    pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
+cuda_step = pytest.importorskip("cmab_kernels.nystrom.cuda_step", exc_type=ImportError)
+
+Emulated = emulated_cuda.EmulatedCuda
+Tokens = tuple[Tensor, Tensor, Tensor]
+BUILT = cuda_step.CUDA
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emulated_cuda.build(tmp_path_factory.mktemp("emulated"), *os.environ.get("CMAB_EMULATED_FLAGS", "").split())
+
+
+class Player:
+    """Where launchers arrive: the emulated kernels; and whether they are told that a graph captures."""
+
+    def __init__(self, library: Path) -> None:
+        self.kernels = Emulated(library)
+        self.captures = False
+
+
+@pytest.fixture(autouse=True)
+def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
+    """What launchers allocate starts as NaNs."""
+    player = Player(library)
+    monkeypatch.setattr(cuda_step, "CUDA", player.kernels)
+    monkeypatch.setattr(cuda_step, "stream_of", lambda tensor: (0, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: player.captures)
+    yield player
+
+
+# ---- streams and what is right
+
+
+def _tokens(
+    batch: int, heads: int, length: int, width: int, value_width: int, dtype: torch.dtype = torch.float32, size: float = 1.0
+) -> Tokens:
+    query, key, value = (torch.randn(batch, heads, length, n) for n in (width, width, value_width))
+    return (size * query).to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _part(tokens: Tokens, first: int, end: int) -> Tokens:
+    query, key, value = (t[:, :, first:end] for t in tokens)
+    return query, key, value
+
+
+def _wide(tokens: Tokens) -> Tokens:
+    query, key, value = (t.double() for t in tokens)
+    return query, key, value
+
+
+def _start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
+    """Of a window: with m landmarks, or exact where they are None. The position is a tensor, as on a GPU."""
+    if landmarks is None:
+        state: Any = ck.continual_attention_init(*tokens, **options)
+    elif fixed:
+        given = tuple(t[:, :, :landmarks].to(state_dtype(t.dtype)) for t in tokens[:2])
+        state = ck.continual_nystrom_init(*tokens, landmarks=given, **options)
+    else:
+        state = ck.continual_nystrom_init(*tokens, landmarks, **options)
+    return state._replace(position=torch.full(tokens[1].shape[:2], tokens[1].shape[2]))
+
+
+def _step(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
+    name = "continual_nystrom_step" if isinstance(state, ContinualNystromState) else "continual_attention_step"
+    return getattr(cuda_step, name)(state, *tokens, retroactive)
+
+
+def _defined(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
+    step = nystrom_step_reference if isinstance(state, ContinualNystromState) else attention_step_reference
+    return step(state, *tokens, retroactive)
+
+
+def _logits(tokens: Tokens) -> float:
+    if tokens[0].numel() == 0:
+        return 0.0
+    return float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * tokens[0].shape[-1] ** -0.5
+
+
+def _errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
+    """Of each row, as a share of its size, or of a 20th of the largest row's: what cancels in one row is what adds up in another."""
+    size = wanted.norm(dim=-1)
+    size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
+    return ((result.double() - wanted).norm(dim=-1) / size for result in results)
+
+
+def _compare(stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False) -> None:
+    """A stream in chunks, each chunk's rows within P2 of the definition in float64.
+
+    Rows of a head share one pseudo-inverse, whose error all of them show: torch's own error is the largest of a head's rows.
+    """
+    dtype = stream[1].dtype
+    ours, own = (_start(_part(stream, 0, window), landmarks, fixed) for _ in range(2))
+    right = _start(_wide(_part(stream, 0, window)), landmarks, fixed)
+    at, score = window, _logits(stream)
+    for chunk in chunks:
+        tokens = _part(stream, at, at + chunk)
+        out, ours = _step(ours, tokens, retroactive)
+        wanted, right = _defined(right, _wide(tokens), retroactive)
+        same_precision, own = _defined(own, tokens, retroactive)
+        error, torchs = _errors(wanted, out, same_precision)
+        assert out.dtype == dtype and out.is_contiguous()
+        assert (error <= bound(dtype, score, torchs.amax(-1, keepdim=True))).all(), (at, error)
+        at += chunk
+    assert (ours.position == at).all()
+    for ring, given in zip(ours[:3], stream, strict=True):
+        assert torch.equal(window_of(ring, at, window), given[:, :, at - window : at])
+
+
+SHAPES = {  # batch, heads, window, landmarks, D, E
+    "ragged": (1, 2, 14, 4, 8, 8),
+    "odd": (2, 1, 13, 5, 7, 3),
+    "one of everything": (1, 1, 1, 1, 1, 1),
+    "one landmark": (1, 2, 9, 1, 5, 2),
+    "as many as tokens": (1, 1, 6, 6, 17, 33),
+    "two rows a thread": (1, 1, 40, 17, 16, 65),
+    "most landmarks": (1, 1, 70, 64, 16, 8),
+    "tiles of the window": (1, 1, 600, 8, 3, 300),
+}
+CHUNKS = [1, 1, 3, 1, 7, 2]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_nystrom(shape: str, dtype: torch.dtype, retroactive: bool) -> None:
+    batch, heads, window, landmarks, width, value_width = SHAPES[shape]
+    stream = _tokens(batch, heads, window + sum(CHUNKS), width, value_width, dtype)
+    _compare(stream, window, landmarks, CHUNKS, retroactive)
+    _compare(stream, window, landmarks, CHUNKS[2:3], retroactive, fixed=True)
+
+
+@pytest.mark.parametrize("shape", ["ragged", "odd", "one of everything", "tiles of the window"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_exact(shape: str, dtype: torch.dtype, retroactive: bool) -> None:
+    batch, heads, window, _, width, value_width = SHAPES[shape]
+    stream = _tokens(batch, heads, window + sum(CHUNKS[:4]), width, value_width, dtype)
+    _compare(stream, window, None, CHUNKS[:4], retroactive)
+
+
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_exact_rows_in_tiles(retroactive: bool) -> None:
+    _compare(_tokens(1, 1, 308, 2, 2), 300, None, [1, 7], retroactive)
+
+
+@pytest.mark.parametrize("law", STREAMS)
+@pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) -> None:
+    """Every output of 700 steps; plain subtraction is wrong, or NaN, after a few dozen."""
+    window, length = 23, 700
+    query, key, value = _tokens(1, 2, window + length, 4, 3, dtype, size=2.0)
+    query = 2.0 * torch.nn.functional.normalize(query.double(), dim=-1).to(dtype)
+    key = key * STREAMS[law](window + length)[:, None].to(dtype)
+    _compare((query, key, value), window, landmarks, [length], False, fixed)
+
+
+# ---- bits
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same bits of outputs, or of states but for their spare memory and the rows of their rings that hold no token."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    assert (a.position == b.position).all()
+    rings = all(torch.equal(*(window_of(s[i], tokens_seen(s), s.window) for s in (a, b))) for i in range(3))
+    names = [name for name in a._fields if name not in ("queries", "keys", "values", "spare")]
+    return rings and all(torch.equal(torch.as_tensor(getattr(a, n)), torch.as_tensor(getattr(b, n))) for n in names)
+
+
+KINDS = [(5, False), (5, True), (None, False), (None, True)]
+kinds = pytest.mark.parametrize("landmarks, retroactive", KINDS)
+
+
+@kinds
+def test_chunks_do_not_matter(landmarks: int | None, retroactive: bool) -> None:
+    window, length = 17, 45
+    stream = _tokens(2, 2, window + length, 6, 9, size=5.0)
+    results = []
+    for chunks in ([1] * 45, [45], [2, 1, 30, 12], [44, 1]):
+        state, at, outs = _start(_part(stream, 0, window), landmarks), window, []
+        for chunk in chunks:
+            out, state = _step(state, _part(stream, at, at + chunk), retroactive)
+            at += chunk
+            outs.append(out)
+        results.append((outs[-1] if retroactive else torch.cat(outs, dim=2), state))
+    assert all(_same(out, results[0][0]) and _same(state, results[0][1]) for out, state in results)
+
+
+@kinds
+def test_any_order_and_alone(landmarks: int | None, retroactive: bool, played: Player) -> None:
+    stream = _tokens(2, 3, 60, 6, 9, size=5.0)
+    whole = _step(_start(_part(stream, 0, 33), landmarks), _part(stream, 33, 60), retroactive)
+    for played.kernels.seed in range(1, 5):
+        again = _step(_start(_part(stream, 0, 33), landmarks), _part(stream, 33, 60), retroactive)
+        assert all(map(_same, again, whole))
+    batch = _start(_part(stream, 0, 33), landmarks)
+    for b, h in ((0, 2), (1, 0)):
+
+        def one(t: Any, b: int = b, h: int = h) -> Any:
+            return t[b : b + 1, h : h + 1].contiguous() if isinstance(t, Tensor) and t.dim() else t
+
+        out, _ = _step(type(batch)(*map(one, batch)), tuple(map(one, _part(stream, 33, 60))), retroactive)  # type: ignore[arg-type]
+        assert torch.equal(out, one(whole[0]))
+
+
+@kinds
+@pytest.mark.parametrize("chunk", [1, 4, 40])
+def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool, chunk: int, played: Player) -> None:
+    """A captured step advances the very tensors that it is given, whatever the chunk; a shared state goes to new memory; else the spare."""
+    window = 17
+    stream = _tokens(2, 1, window + 1 + 6 * chunk, 6, 9, size=5.0)
+
+    def run(step: Callable[[Any, Tokens], tuple[Tensor, Any]]) -> list[Any]:
+        _, state = _step(_start(_part(stream, 0, window), landmarks), _part(stream, window, window + 1), retroactive)
+        outs = []
+        for at in range(window + 1, stream[0].shape[2], chunk):
+            out, state = step(state, _part(stream, at, at + chunk))
+            outs.append(out)
+        return [*outs, state]
+
+    def captured(state: Any, tokens: Tokens) -> tuple[Tensor, Any]:
+        played.captures = True
+        addresses = [t.data_ptr() for t in state if isinstance(t, Tensor)]
+        out, after = _step(state, tokens, retroactive)
+        played.captures = False
+        assert after is state and addresses == [t.data_ptr() for t in state if isinstance(t, Tensor)]
+        return out, after
+
+    def shared(state: Any, tokens: Tokens) -> tuple[Tensor, Any]:
+        held = list(state)
+        before = [t.clone() if isinstance(t, Tensor) else t for t in state]
+        out, after = _step(state, tokens, retroactive)
+        shared_with = {t.data_ptr() for t in held if isinstance(t, Tensor) and t.numel()} - {state.scale.data_ptr()}
+        assert not shared_with & {t.data_ptr() for t in after if isinstance(t, Tensor)}
+        assert all(
+            a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(held, before, strict=True) if isinstance(a, Tensor) and a.dim()
+        )
+        return out, after
+
+    ordinary = run(lambda state, tokens: _step(state, tokens, retroactive))
+    assert all(map(_same, run(captured), ordinary)) and all(map(_same, run(shared), ordinary))
+
+
+def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
+    """And a state from which others were made stays as good as it was."""
+    stream = _tokens(1, 1, 40, 4, 4)
+    state = _start(_part(stream, 0, 12), 4)
+    ring, sums, spare = state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()
+    _, state = _step(state, _part(stream, 12, 13))
+    assert (state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()) == (ring, spare, sums)
+    first, one = _step(state, _part(stream, 13, 14))
+    second, _ = _step(one, _part(stream, 14, 20))
+    again, other = _step(state, _part(stream, 13, 14))
+    assert torch.equal(again, first) and other.keys.data_ptr() != one.keys.data_ptr()
+    assert torch.equal(_step(other, _part(stream, 14, 20))[0], second)
+
+
+def test_a_captured_stream_goes_on_eagerly(played: Player) -> None:
+    stream = _tokens(1, 2, 60, 4, 4)
+    state, eager = (_start(_part(stream, 0, 20), 6) for _ in range(2))
+    for at in range(20, 60):
+        played.captures = at % 20 < 10
+        out, state = _step(state, _part(stream, at, at + 1))
+        played.captures = False
+        wanted, eager = _step(eager, _part(stream, at, at + 1))
+        assert torch.equal(out, wanted)
+
+
+def test_a_capture_cannot_change_the_kind_of_output(played: Player) -> None:
+    stream = _tokens(1, 1, 12, 4, 4)
+    state = _start(_part(stream, 0, 10), None)
+    played.captures = True
+    with pytest.raises(RuntimeError, match="`output` is 'retroactive'"):
+        _step(state, _part(stream, 10, 11), True)
+    played.captures = False
+    _, state = _step(state, _part(stream, 10, 11), True)
+    played.captures = True
+    with pytest.raises(RuntimeError, match="`output` is 'single'"):
+        _step(state, _part(stream, 11, 12), False)
+
+
+def test_single_outputs_keep_no_rows() -> None:
+    stream = _tokens(1, 1, 16, 4, 4)
+    state = _start(_part(stream, 0, 10), None)
+    for at, retroactive in enumerate((False, True, True, False, True), start=10):
+        out, state = _step(state, _part(stream, at, at + 1), retroactive)
+        assert state.sums.shape == state.spare.shape == (1, 1, 10 * retroactive, 7)
+        window = _wide(_part(stream, at - 9, at + 1))
+        wanted = torch.nn.functional.scaled_dot_product_attention(*window)
+        assert torch.allclose(out.double(), wanted if retroactive else wanted[:, :, -1:], atol=1e-5)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "step 2": lambda t: t.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., ::2, ::2],
+    "expanded": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@kinds
+def test_layouts(layout: str, landmarks: int | None, retroactive: bool) -> None:
+    stream = _tokens(2, 2, 16, 5, 3)
+    query, key, value = map(LAYOUTS[layout], _part(stream, 11, 16))
+    strange = _step(_start(_part(stream, 0, 11), landmarks), (query, key, value), retroactive)
+    plain = _step(_start(_part(stream, 0, 11), landmarks), tuple(t.contiguous() for t in (query, key, value)), retroactive)  # type: ignore[arg-type]
+    assert all(map(_same, strange, plain))
+
+
+def test_tokens_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^31 elements apart, in memory that is never touched."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    stream = _tokens(1, 1, 13, 4, 4, torch.float16)
+    far = torch.empty(2**32 + 8, dtype=torch.float16).as_strided((1, 1, 3, 4), (1, 1, 2**31, 1))
+    far.copy_(stream[1][:, :, 10:])
+    window = _part(stream, 0, 10)
+    wanted, _ = _step(_start(window, 3), (stream[0][:, :, 10:], stream[1][:, :, 10:], stream[2][:, :, 10:]))
+    assert torch.equal(_step(_start(window, 3), (stream[0][:, :, 10:], far, stream[2][:, :, 10:]))[0], wanted)
+
+
+@pytest.mark.parametrize("batch, heads", [(0, 2), (2, 0), (300, 2)])
+def test_batches(batch: int, heads: int) -> None:
+    _compare(_tokens(batch, heads, 16, 3, 4, torch.float64), 8, 2, [8], False)
+
+
+# ---- numbers that are hard
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@kinds
+def test_recovery(part: int, poison: float, landmarks: int | None, retroactive: bool) -> None:
+    """Rows may be NaN while such a token is in the window, or in a landmark. Then they are what the definition says again."""
+    window = 15
+    stream = _tokens(1, 2, 4 * window, 4, 4, torch.float64)
+    dirty = tuple(t.clone() for t in stream)
+    dirty[part][0, 1, window + 7, 2] = poison
+    ours, right = _start(_part(stream, 0, window), landmarks), _start(_part(stream, 0, window), landmarks)
+    seen = False
+    for at in range(window, 4 * window):
+        out, ours = _step(ours, _part(dirty, at, at + 1), retroactive)  # type: ignore[arg-type]
+        wanted, right = _defined(right, _part(stream, at, at + 1), retroactive)
+        clean = at <= window + 6 or at > window + 7 + 2 * window
+        assert (row_error(out, wanted)[:, :1] < 1e-12).all(), "the other head"
+        assert not clean or (row_error(out, wanted) < 1e-12).all()
+        seen |= bool((out[0, 1] - wanted[0, 1]).abs().max().nan_to_num(nan=math.inf) > 1e-3)
+    assert seen, "a poisoned token does something"
+
+
+@pytest.mark.parametrize("size", [1e4, 1e18, 1e38])
+def test_logits_of_any_size(size: float) -> None:
+    """+-size, with all weight on one key or shared by equals; means of tokens whose sum float32 cannot hold; logits beyond float32."""
+    window = 8
+    key = torch.where(torch.rand(1, 1, 200, 1) < 0.5, -size, size)
+    query, value = torch.ones(1, 1, 200, 1), torch.randn(1, 1, 200, 3)
+    for stream in ((query, key, value), (key, key, value)):
+        for landmarks, retroactive in KINDS:
+            ours = _start(_part(stream, 0, window), landmarks and 3, scale=1.0)
+            right = _start(_part(stream, 0, window), landmarks and 3, scale=1.0)
+            for at in range(window, 200):
+                out, ours = _step(ours, _part(stream, at, at + 1), retroactive)
+                wanted, right = _defined(right, _part(stream, at, at + 1), retroactive)
+                assert out.isfinite().all() and (row_error(out, wanted) < 1e-4).all()
+
+
+def test_falling_logits_make_every_row_anew() -> None:
+    """The guard's worst case: each token that goes took all the weight."""
+    window, length = 9, 60
+    query, key, value = torch.ones(1, 1, length, 1), -3.0 * torch.arange(length).view(1, 1, -1, 1), torch.randn(1, 1, length, 4)
+    for landmarks in (3, None):
+        _compare((query, key, value), window, landmarks, [1] * (length - window), True)
+
+
+@pytest.mark.parametrize("landmarks, window", [(3, 6), (None, 1100)])
+def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> None:
+    """An error in sums that no guard can see is gone after 1,024 steps, and not before."""
+    stream = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
+    _, start = _step(_start(_part(stream, 0, window), landmarks, fixed=True), _part(stream, window, window + 1), True)
+    wrong = start._replace(sums=start.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0]))
+
+    def difference(steps: int) -> float:
+        tokens = _part(stream, window + 1, window + 1 + steps)
+        return float((_step(wrong, tokens, True)[1].sums - _step(start, tokens, True)[1].sums).abs().max())
+
+    assert difference(4) > 1e-4 and difference(1030) < 1e-12
+
+
+# ---- what is refused, and what was built
+
+
+def test_reasons() -> None:
+    value = torch.zeros(1, 1, 1, 8)
+    assert "needs a GPU" in str(cuda_step.unsupported(value, value, value))
+    meta = torch.zeros(1, 1, 1, 513, device="meta")
+    assert "needs a GPU" in str(cuda_step.unsupported(meta, meta, meta))
+    many = torch.randn(1, 1, 65, 2)
+    with pytest.raises(RuntimeError, match="`state` has 65 landmarks"):
+        _step(_start((many, many, many), 65), (many[:, :, :1],) * 3)
+
+
+def test_the_extension_takes_these_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No head, no launch: the arguments are read, and nothing runs."""
+    if not hasattr(BUILT, "nystrom_step"):
+        pytest.skip("the CUDA kernels that were built are older than these sources")
+    monkeypatch.setattr(cuda_step, "CUDA", BUILT)
+    assert (BUILT.MAX_LANDMARKS, BUILT.MAX_VALUE_WIDTH) == (Emulated.MAX_LANDMARKS, Emulated.MAX_VALUE_WIDTH)
+    none = _tokens(0, 1, 5, 2, 2)
+    for landmarks, retroactive in KINDS:
+        assert _step(_start(none, landmarks and 2), none, retroactive)[0].shape == (0, 1, 5, 2)
+
+
+@pytest.mark.nightly
+def test_under_sanitizers(tmp_path: Path) -> None:
+    """Tests of this file once more, with the emulated kernels watched: what is out of bounds or undefined ends the process."""
+    preload = [
+        subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preload),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "CMAB_EMULATED_FLAGS": "-g -fsanitize=address,undefined -fno-sanitize-recover=all",
+    }
+    chosen = "(test_nystrom and dtype1) or (test_exact and dtype1) or place or recovery or layouts or batches"
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    run = subprocess.run(command, cwd=emulated_cuda.ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
