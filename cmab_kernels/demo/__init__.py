@@ -1,4 +1,4 @@
-"""`python -m cmab_kernels demo [cmab | intention]`: what each of them does, measured and drawn."""
+"""`python -m cmab_kernels demo [cmab | intention | stream]`: what each of them does, measured and drawn."""
 
 from __future__ import annotations
 

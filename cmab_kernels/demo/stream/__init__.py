@@ -1,0 +1,222 @@
+"""Attention slides over a noisy photograph and takes the noise out: continual Nyström beside exact and recomputed attention."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...backends import Explanation, explain, use_impl
+from ...measure import readable, seconds
+from ...nystrom import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from ...nystrom.costs import cost_table, executed_on_average, paper_operations
+from .. import checked_output, require, where
+from . import tokens as t
+
+WINDOW, LANDMARKS = 640, 16
+ROWS_WITHOUT_KERNEL = 4
+"""Of patches after the first window, where steps take a hundred times as long."""
+
+WRONG = 1e-5
+"""Relative error of exact attention that no rounding explains."""
+
+CONTINUAL, FIXED, EXACT, FULL = "continual landmarks", "fixed landmarks", "exact, continual", "full, recomputed"
+SCHEMES = {CONTINUAL: "continual single", FIXED: "fixed single", EXACT: "single", FULL: "full"}
+"""What `nystrom.costs` calls them."""
+
+Step = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+@dataclass
+class Stream:
+    """One of the methods, on its way through the tokens."""
+
+    state: Any
+    step: Step
+    outs: list[Tensor] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """Of a step, the mean of each row of patches."""
+    errors: list[float] = field(default_factory=list)
+    """Relative to full attention in float64, of each row of patches."""
+
+    def take(self, row: list[tuple[Tensor, ...]]) -> None:
+        """Step through the tokens of a row, and keep what they get and the time."""
+
+        def steps() -> None:
+            for token in row:
+                out, self.state = self.step(self.state, *token)
+                self.outs.append(out)
+
+        self.times.append(seconds(steps) / len(row))
+
+    def compare(self, expected: Tensor) -> None:
+        """The last tokens' results with those expected (rows, width)."""
+        newest = torch.cat(self.outs[-len(expected) :], dim=2)[0, 0]
+        self.errors.append(float((newest - expected).norm() / expected.norm()))
+
+    def patches(self) -> Tensor:
+        return torch.cat(self.outs, dim=2)[0, 0]
+
+
+class Run(NamedTuple):
+    """What was measured."""
+
+    window: int
+    landmarks: int
+    first: int
+    """The first row of patches that was streamed."""
+    streams: dict[str, Stream]
+    full: list[float]
+    """Seconds that full attention over the window takes, after each row of patches."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.full)
+
+    def decibels(self, patches: Tensor) -> float:
+        """Of patches of the streamed rows, or of all."""
+        part = slice(self.first * t.columns(), (self.first + self.rows) * t.columns())
+        truth = t.to_patches(t.photograph())[part]
+        return t.decibels(patches if len(patches) == len(truth) else patches[part], truth)
+
+    def step_time(self, name: str) -> float:
+        return statistics.median(self.full if name == FULL else self.streams[name].times)
+
+    def error(self, name: str) -> float:
+        return statistics.median(self.streams[name].errors)
+
+
+def run(output: str, window: int | None = None, landmarks: int | None = None) -> None:
+    """Stream, print what it took, and draw it to `output`; `SystemExit` with one line for what is missing or cannot be."""
+    require("sklearn", "skimage", "matplotlib", "tqdm")
+    target = checked_output(output)
+    window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
+    with torch.no_grad():
+        impl = _introduce(window)
+        with use_impl(impl):
+            measured = _measure(window, landmarks, impl)
+    for line in _lines(measured):
+        print(line)
+    from .plot import draw
+
+    existed = target.exists()
+    draw(measured, target, where("cpu", impl))
+    print(f"{target} {'replaced' if existed else 'written'}")
+
+
+def _checked(window: int, landmarks: int) -> tuple[int, int]:
+    most = t.stream().key.shape[2] // 2
+    if not 1 <= window <= most:
+        raise SystemExit(f"--window is {window}: a number from 1 to {most}, half of the patches that there are, is needed")
+    if not 1 <= landmarks <= window:
+        raise SystemExit(f"--landmarks is {landmarks}: a number from 1 to {window}, the patches of the window, is needed")
+    return window, landmarks
+
+
+def _introduce(window: int) -> str:
+    """Says what is about to run, and on what; gives the implementation that `auto` takes."""
+    rows: list[Explanation] = explain("continual_nystrom_step", *(part[:, :, :1] for part in t.stream()))
+    impl = next(row.impl for row in rows if row.usable)
+    count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
+    print(f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to those of the newest {window:,}")
+    print("that look like it, and becomes their mean, in which the noise is less (non-local means).")
+    print(f"On {where('cpu', impl)}.")
+    if impl == "reference":
+        reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
+        print(f"No compiled kernel runs here, so this is plain PyTorch, which is slow, and fewer patches. ({reasons})")
+    print()
+    return impl
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------------------------
+
+
+def _measure(window: int, landmarks: int, impl: str) -> Run:
+    """Row by row of patches, the methods taking turns."""
+    from tqdm import tqdm
+
+    columns = t.columns()
+    first = -(-window // columns)
+    last = t.stream().key.shape[2] // columns
+    if impl == "reference":
+        last = min(last, first + ROWS_WITHOUT_KERNEL)
+    measured = Run(window, landmarks, first, _streams(first * columns, window, landmarks), [])
+    with tqdm(range(first, last), leave=False, bar_format="{desc:<92}{percentage:3.0f}% |{bar:30}| {elapsed}") as bar:
+        for row in bar:
+            _row(measured, row * columns, (row + 1) * columns)
+            bar.set_description(_live(measured, row))
+    return measured
+
+
+def _streams(start: int, window: int, landmarks: int) -> dict[str, Stream]:
+    """Each with the window of tokens before `start`."""
+    seen = t.before(start, window)
+    continual = continual_nystrom_init(*seen, landmarks, scale=1.0)
+    fixed = continual_nystrom_init(*seen, landmarks=t.learnt_landmarks(landmarks), scale=1.0)
+    exact = continual_attention_init(*seen, scale=1.0)
+    return {
+        CONTINUAL: Stream(continual, continual_nystrom_step),
+        FIXED: Stream(fixed, continual_nystrom_step),
+        EXACT: Stream(exact, continual_attention_step),
+    }
+
+
+def _row(measured: Run, first: int, last: int) -> None:
+    """All methods over the tokens of one row of patches."""
+    row = list(zip(*(part[:, :, first:last].split(1, dim=2) for part in t.stream()), strict=True))
+    expected = t.exact(first, last, measured.window)
+    for stream in measured.streams.values():
+        stream.take(row)
+        stream.compare(expected)
+    seen = t.before(last, measured.window)
+    recomputed: list[Tensor] = []
+    measured.full.append(seconds(lambda: recomputed.append(F.scaled_dot_product_attention(*seen, scale=1.0))))
+    newest = recomputed[0][0, 0, -1]
+    exact_error, full_error = measured.streams[EXACT].errors[-1], float((newest - expected[-1]).norm() / expected[-1].norm())
+    if not max(exact_error, full_error) < WRONG:
+        raise RuntimeError(f"exact attention is off by {exact_error:.1e}, torch's by {full_error:.1e}: a wrong result has no speed")
+
+
+def _live(measured: Run, row: int) -> str:
+    """The last row's figures."""
+    times = {name: stream.times[-1] for name, stream in measured.streams.items()} | {FULL: measured.full[-1]}
+    steps = ", ".join(f"{_first_word(name)} {readable(time)}" for name, time in times.items())
+    errors = " and ".join(f"{measured.streams[name].errors[-1]:.0%}" for name in (CONTINUAL, FIXED))
+    return f"row {row}: steps {steps}; errors {errors}"
+
+
+def _first_word(name: str) -> str:
+    return name.replace(",", "").split(" ")[0]
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _lines(measured: Run) -> Iterator[str]:
+    n, m, tokens = measured.window, measured.landmarks, measured.rows * t.columns()
+    yield f"{tokens:,} steps over a window of n = {n:,} patches, m = {m} landmarks, one head {t.WIDTH} wide. Medians over rows of patches:"
+    yield f"{'':<22}{'step':>10}{'of full':>14}{'operations: paper':>20}{'executed':>14}{'error':>12}{'photograph':>14}"
+    for name in SCHEMES:
+        yield _line(measured, name)
+    yield f"{'as it arrives':<22}{measured.decibels(t.to_patches(t.noisy())):>81.1f} dB"
+    yield f"Full is torch's scaled_dot_product_attention of all {n:,} queries; errors are relative to its result in float64."
+    yield f"Fixed landmarks were learnt from {len(t.TRAINING)} other photographs, by k-means."
+    yield ""
+    yield "Of a head and a step, in the mean:"
+    yield from cost_table(n, m, t.WIDTH)
+    yield ""
+
+
+def _line(measured: Run, name: str) -> str:
+    n, m = measured.window, measured.landmarks
+    step, paper = measured.step_time(name), paper_operations(SCHEMES[name], n, m, t.WIDTH)
+    figures = f"{name:<22}{readable(step):>10}{f'1 / {measured.step_time(FULL) / step:,.0f}':>14}"
+    figures += f"{paper:>20,.0f}{executed_on_average(SCHEMES[name], n, m, t.WIDTH):>14,.0f}"
+    if name == FULL:
+        return figures
+    return f"{figures}{measured.error(name):>12.1e}{measured.decibels(measured.streams[name].patches()):>11.1f} dB"

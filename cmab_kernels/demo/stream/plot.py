@@ -1,0 +1,168 @@
+"""The picture: a window slides down the photograph; what each method makes of it, and what a step of each costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...measure import readable
+from ...nystrom.costs import executed_on_average, paper_operations
+from .. import STYLE
+from . import CONTINUAL, EXACT, FIXED, FULL, SCHEMES
+from . import tokens as t
+
+if TYPE_CHECKING:
+    from . import Run
+
+COLOURS = {CONTINUAL: "#0072B2", FIXED: "#009E73", EXACT: "#D55E00", FULL: "#555555"}  # told apart by the colour-blind too
+NAMES = {EXACT: "Exact attention", CONTINUAL: "Nyström attention, continual landmarks", FIXED: "Nyström attention, fixed landmarks"}
+PHOTOGRAPHS, FIGURES = (("arrives", EXACT), (CONTINUAL, FIXED)), [name for name in ("errors", "times", "operations") for _ in range(2)]
+"""Two columns of two, and one of three."""
+
+WINDOW = "#CC0066"
+
+PALE = 0.25
+"""Of what has not arrived yet."""
+
+GAP = 0.21
+"""Of the height of the axes, that names keep apart."""
+
+
+def draw(measured: Run, target: Path, where: str) -> None:
+    """Write the picture to `target`; `where` says on what it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure: Any = plt.figure(figsize=(15, 7.6))
+        figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.06)
+        size = f"{t.PATCH} x {t.PATCH}"
+        told = f"Each patch of {size} pixels attends to those of the newest {measured.window:,} that look like it, and becomes their mean"
+        figure.suptitle(f"{told}: the noise goes", x=0.005, ha="left", fontsize=12, weight="bold")
+        rows = [[*photographs, figures] for photographs, figures in zip(3 * [PHOTOGRAPHS[0]] + 3 * [PHOTOGRAPHS[1]], FIGURES, strict=True)]
+        axes = figure.subplot_mosaic(rows, width_ratios=(1.3, 1.3, 1))
+        _arriving(axes["arrives"], measured)
+        for name in (EXACT, CONTINUAL, FIXED):
+            _result(axes[name], measured, name)
+        _errors(axes["errors"], measured)
+        _times(axes["times"], measured)
+        _operations(axes["operations"], measured)
+        figure.supxlabel(where, fontsize=7, color="0.45", x=0.99, ha="right")
+        figure.savefig(target, dpi=150)
+        plt.close(figure)
+
+
+# ---- photographs -----------------------------------------------------------------------------------------------------------------------
+
+
+def _arriving(axes: Any, measured: Run) -> None:
+    """Half of it has come; the window is what attention sees."""
+    row = measured.first + measured.rows // 2
+    edge, height = row * t.PATCH, t.PATCH * measured.window / t.columns()
+    _show(axes, _paled(t.noisy(), edge), f"A noisy photograph arrives: {measured.decibels(_noisy_patches()):.1f} dB")
+    axes.axhspan(edge - height, edge, facecolor="none", edgecolor=WINDOW, linewidth=1.6)
+    axes.text(
+        t.columns() * t.PATCH / 2, edge + 8, f"the window, {measured.window:,} patches", color=WINDOW, weight="bold", ha="center", va="top"
+    )
+
+
+def _result(axes: Any, measured: Run, name: str) -> None:
+    """Between what came before the first step and what was not streamed, which stay noisy."""
+    patches = _noisy_patches().clone()
+    streamed = measured.streams[name].patches()
+    start = measured.first * t.columns()
+    patches[start : start + len(streamed)] = streamed
+    pixels = _paled(t.to_pixels(patches), (measured.first + measured.rows) * t.PATCH)
+    _show(axes, pixels, f"{NAMES[name]}: {measured.decibels(streamed):.1f} dB", COLOURS[name])
+
+
+def _show(axes: Any, pixels: Tensor, title: str, colour: str = "black") -> None:
+    axes.imshow(pixels.clamp(0, 1).numpy())
+    axes.set_title(title, color=colour)
+    axes.axis("off")
+
+
+def _noisy_patches() -> Tensor:
+    return t.to_patches(t.noisy())
+
+
+def _paled(pixels: Tensor, edge: int) -> Tensor:
+    """With rows from `edge` on near to white."""
+    rows = torch.arange(len(pixels))[:, None, None]
+    return torch.where(rows < edge, pixels.clamp(0, 1), 1 - PALE * (1 - pixels.clamp(0, 1)))
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _errors(axes: Any, measured: Run) -> None:
+    exact = max(measured.streams[EXACT].errors)
+    axes.set_title(f"Error, relative to full attention ({EXACT}: {exact:.0e} at most)")
+    curves = {name: measured.streams[name].errors for name in (CONTINUAL, FIXED)}
+    _curves(axes, measured, curves)
+    axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter(lambda error, _: f"{error:.0%}")
+    _names(axes, curves, lambda error: f"{error:.0%}")
+
+
+def _times(axes: Any, measured: Run) -> None:
+    axes.set(title="Time of a step", xlabel="row of patches", yscale="log")
+    curves = {name: measured.full if name == FULL else measured.streams[name].times for name in SCHEMES}
+    _curves(axes, measured, curves)
+    axes.yaxis.set_major_formatter(lambda time, _: readable(time))
+    axes.minorticks_off()
+    full = measured.step_time(FULL)
+    _names(axes, curves, lambda time: readable(time) + ("" if time == full else f", 1 / {full / time:.3g}"))
+
+
+def _curves(axes: Any, measured: Run, curves: dict[str, list[float]]) -> None:
+    """Over the rows of patches."""
+    rows = range(measured.first, measured.first + measured.rows)
+    for name, figures in curves.items():
+        axes.plot(rows, figures, color=COLOURS[name], linewidth=1.4)
+    axes.grid(True, axis="y", color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _names(axes: Any, curves: dict[str, list[float]], told: Callable[[float], str]) -> None:
+    """Of curves, beside their medians, below one another where they would overlap."""
+    axes.autoscale_view()
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    height = 1 + GAP
+    for name, figures in sorted(curves.items(), key=lambda item: -statistics.median(item[1])):
+        median = statistics.median(figures)
+        height = min(float(to_axes((0, median))[1]), height - GAP)
+        style = {"color": COLOURS[name], "fontsize": 8, "weight": "bold", "va": "center", "linespacing": 1.1}
+        axes.text(1.02, height, f"{name}\n{told(median)}", transform=axes.transAxes, **style)
+
+
+def _operations(axes: Any, measured: Run) -> None:
+    """Bars on a logarithmic axis: pale what the paper counts, below what is executed."""
+    n, m = measured.window, measured.landmarks
+    for place, (name, scheme) in enumerate(reversed(SCHEMES.items())):
+        for offset, count, alpha, by in (
+            (-0.2, paper_operations(scheme, n, m, t.WIDTH), 0.4, "by the paper"),
+            (0.2, executed_on_average(scheme, n, m, t.WIDTH), 1.0, "executed"),
+        ):
+            axes.barh(place + offset, count, height=0.38, color=COLOURS[name], alpha=alpha)
+            axes.text(count * 1.15, place + offset, f"{_short(count)} {by}", va="center", fontsize=7.5)
+    most = paper_operations(SCHEMES[FULL], n, m, t.WIDTH)
+    axes.set(title="Operations of a step, in the mean", xscale="log", xlim=(1e3, 50 * most))
+    axes.set_yticks(range(len(SCHEMES)), list(reversed(SCHEMES)))
+    axes.invert_yaxis()
+    axes.minorticks_off()
+
+
+def _short(count: float) -> str:
+    """79 M, 12 k and the like."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:.0f}"
