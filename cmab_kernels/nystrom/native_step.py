@@ -1,0 +1,33 @@
+"""The steps of continual attention on the CPU: csrc/cpu/continual*, called without anything between.
+
+Each takes (state, query, key, value, retroactive) and gives (out, new state). It answers None, and has written nothing, where anything is
+out of the ordinary: a shape, dtype, device or layout, a token that is not finite, a tensor that is no plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..dtypes import NATIVE_DTYPES
+from ..extension import load
+from .state import ContinualAttentionState, ContinualNystromState
+
+_C = load()
+
+continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], tuple[Tensor, ContinualNystromState] | None] = (
+    _C.continual_nystrom_step
+)
+continual_attention_step: Callable[
+    [ContinualAttentionState, Tensor, Tensor, Tensor, bool], tuple[Tensor, ContinualAttentionState] | None
+] = _C.continual_attention_step
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why this implementation cannot run these inputs, or None."""
+    if key.device.type != "cpu":
+        return f"native code runs on the CPU, key is on {key.device}"
+    if key.dtype not in NATIVE_DTYPES:
+        return f"no native kernel for {key.dtype}"
+    return None

@@ -1,0 +1,220 @@
+#include "borrowed.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace py = pybind11;
+
+namespace cmab {
+namespace {
+
+using cpu::DType;
+
+// ---- the binary interface of DLPack 1 (https://dmlc.github.io/dlpack/latest)
+
+namespace dlpack {
+
+struct Version {
+  uint32_t major, minor;
+};
+
+struct Tensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t dims;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *stride;
+  uint64_t byte_offset;
+};
+
+struct Managed {
+  Version version;
+  void* context;
+  void (*release)(Managed*);
+  uint64_t flags;
+  Tensor tensor;
+};
+
+struct Table {
+  Version version;
+  Table* older;
+  int (*allocate)(Tensor*, Managed**, void*, void (*)(void*, const char*, const char*));
+  int (*share)(void* object, Managed**);
+  int (*adopt)(Managed*, void** object);
+  int (*look)(void* object, Tensor*);  // what it points to is the object's
+  int (*current_stream)(int32_t, int32_t, void**);
+};
+
+constexpr int32_t kCpu = 1;
+constexpr uint8_t kFloat = 2, kBFloat = 4;
+
+}  // namespace dlpack
+
+// Looked up once, and kept for good.
+struct Torch {
+  PyObject* module = checked(PyImport_ImportModule("torch"));
+  PyObject* tensor_type = attribute("Tensor");
+  PyObject* empty = attribute("empty");
+  PyObject* get_num_threads = attribute("get_num_threads");
+  PyObject* dtypes[4] = {attribute("float64"), attribute("float32"), attribute("bfloat16"), attribute("float16")};
+  PyObject* is_neg = checked(PyObject_GetAttrString(tensor_type, "is_neg"));
+  PyObject* requires_grad = checked(PyUnicode_InternFromString("requires_grad"));
+  const dlpack::Table* table = find_table();
+
+ private:
+  static PyObject* checked(PyObject* object) {
+    if (!object) throw py::error_already_set();
+    return object;
+  }
+  PyObject* attribute(const char* name) const { return checked(PyObject_GetAttrString(module, name)); }
+
+  const dlpack::Table* find_table() const {
+    const auto capsule =
+        py::reinterpret_steal<py::object>(PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__"));
+    const auto* found = static_cast<const dlpack::Table*>(
+        capsule ? PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api") : nullptr);
+    PyErr_Clear();
+    for (; found && found->version.major != 1;) found = found->older;
+    return found && found->look ? found : nullptr;
+  }
+};
+
+const Torch& torch() {
+  static const Torch* const kept = new Torch;
+  return *kept;
+}
+
+// ---- through the table
+
+bool dtype_of(const dlpack::Tensor& seen, DType& dtype) {
+  if (seen.lanes != 1) return false;
+  if (seen.code == dlpack::kBFloat && seen.bits == 16) return dtype = DType::kBFloat16, true;
+  if (seen.code != dlpack::kFloat) return false;
+  switch (seen.bits) {
+    case 64:
+      return dtype = DType::kFloat64, true;
+    case 32:
+      return dtype = DType::kFloat32, true;
+    case 16:
+      return dtype = DType::kFloat16, true;
+    default:
+      return false;
+  }
+}
+
+bool look(const dlpack::Table& table, PyObject* object, Borrowed& tensor) {
+  dlpack::Tensor seen;
+  if (table.look(object, &seen) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (seen.device_type != dlpack::kCpu || seen.dims > kMaxDims || !dtype_of(seen, tensor.dtype)) return false;
+  tensor.data = static_cast<char*>(seen.data) + seen.byte_offset;
+  tensor.dims = seen.dims;
+  std::copy_n(seen.shape, seen.dims, tensor.shape);
+  std::copy_n(seen.stride, seen.dims, tensor.stride);
+  return true;
+}
+
+// Memory that a tensor of torch takes over.
+struct Lent {
+  dlpack::Managed managed;
+  int64_t sizes[2 * kMaxDims];
+
+  Lent(DType dtype, std::initializer_list<int64_t> shape) {
+    const int dims = int(shape.size());
+    int64_t *const strides = sizes + kMaxDims, elements = 1;
+    std::copy(shape.begin(), shape.end(), sizes);
+    for (int i = dims - 1; i >= 0; --i) strides[i] = elements, elements *= sizes[i];
+    const int64_t element = cpu::element_bytes(dtype);
+    const uint8_t code = dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
+    void* data = std::aligned_alloc(64, std::max<int64_t>((elements * element + 63) / 64, 1) * 64);
+    if (!data) throw std::bad_alloc();
+    managed = {
+        {1, 0}, this, release, 0, {data, dlpack::kCpu, 0, dims, code, uint8_t(8 * element), 1, sizes, strides, 0}};
+  }
+
+ private:
+  static void release(dlpack::Managed* managed) {
+    std::free(managed->tensor.data);
+    delete static_cast<Lent*>(managed->context);
+  }
+};
+
+py::object adopt(const dlpack::Table& table, DType dtype, std::initializer_list<int64_t> shape) {
+  void* object;
+  if (table.adopt(&(new Lent(dtype, shape))->managed, &object) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+// ---- through Python
+
+bool look_slowly(PyObject* object, Borrowed& tensor) {
+  try {
+    const py::handle seen(object);
+    if (!py::cast<bool>(seen.attr("is_cpu")) || py::cast<bool>(seen.attr("is_sparse"))) return false;
+    const auto shape = py::cast<py::tuple>(seen.attr("shape")), stride = py::cast<py::tuple>(seen.attr("stride")());
+    tensor.dims = int(shape.size());
+    if (tensor.dims > kMaxDims) return false;
+    for (int i = 0; i < tensor.dims; ++i)
+      tensor.shape[i] = py::cast<int64_t>(shape[i]), tensor.stride[i] = py::cast<int64_t>(stride[i]);
+    tensor.data = reinterpret_cast<void*>(py::cast<uintptr_t>(seen.attr("data_ptr")()));
+    const py::object dtype = seen.attr("dtype");
+    const auto* known = std::find(std::begin(torch().dtypes), std::end(torch().dtypes), dtype.ptr());
+    tensor.dtype = DType(known - std::begin(torch().dtypes));
+    return known != std::end(torch().dtypes);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+py::object allocate_slowly(DType dtype, std::initializer_list<int64_t> shape) {
+  py::list sizes;
+  for (int64_t size : shape) sizes.append(size);
+  return py::handle(torch().empty)(sizes, py::arg("dtype") = py::handle(torch().dtypes[int(dtype)]));
+}
+
+}  // namespace
+
+bool Borrowed::is(DType type, std::initializer_list<int64_t> sizes) const {
+  return dtype == type && dims == int(sizes.size()) && std::equal(sizes.begin(), sizes.end(), shape);
+}
+
+bool Borrowed::contiguous() const {
+  int64_t step = 1;
+  for (int i = dims - 1; i >= 0; --i) {
+    if (shape[i] == 0) return true;
+    if (shape[i] != 1 && stride[i] != step) return false;
+    step *= shape[i];
+  }
+  return true;
+}
+
+bool borrow(PyObject* object, Borrowed& tensor) {
+  const Torch& known = torch();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor_type) return false;
+  return known.table ? look(*known.table, object, tensor) : look_slowly(object, tensor);
+}
+
+bool is_negated(PyObject* tensor) {
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr));
+  if (!answer) throw py::error_already_set();
+  return answer.ptr() == Py_True;
+}
+
+bool requires_grad(PyObject* tensor) {
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, torch().requires_grad));
+  if (!answer) throw py::error_already_set();
+  return answer.ptr() == Py_True;
+}
+
+py::object new_tensor(DType dtype, std::initializer_list<int64_t> shape) {
+  const dlpack::Table* table = torch().table;
+  return table ? adopt(*table, dtype, shape) : allocate_slowly(dtype, shape);
+}
+
+int torch_threads() { return py::cast<int>(py::handle(torch().get_num_threads)()); }
+
+}  // namespace cmab
