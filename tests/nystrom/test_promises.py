@@ -67,8 +67,8 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, length: i
     """Rows of a head share one pseudo-inverse, whose error all of them show: torch's own error is the largest of a head's rows.
 
     With given landmarks, since whoever takes a mean in half precision has other landmarks. In float64, where torch is the oracle, its own
-    error is what it has in float32, scaled by eps. Where softmax saturates, or all is equal, its gradients are differences that vanish, which
-    the tests of latent attention bound: only those of the values are looked at.
+    error is what it has in float32, scaled by eps. Where softmax saturates, or all is equal, its gradients are differences that vanish:
+    the tests of latent attention bound those, and only gradients of the values are looked at.
     """
     q, k, v, near, far = (
         LAWS[law](2, heads, n, w).to(dtype).requires_grad_()
