@@ -134,7 +134,7 @@ class Continual(MultiheadProjections):
         if query is key is value and self.in_proj_weight is not None:
             self._check(None, query=query)
             packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
-            heads = packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+            heads = packed.view(*packed.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         else:
             self._check(None, query=query, key=key, value=value)
             heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
@@ -184,7 +184,8 @@ class Continual(MultiheadProjections):
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
         """The projection of (B, H, [T',] [n,] E) in the layout of the module: B, [T',] [n,] or [T',] [n,] B."""
-        out = F.linear(attended.movedim(1, -2).flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        project = self.out_proj
+        out = F.linear(attended.movedim(1, -2).flatten(-2), project.weight, project.bias)
         if not batched:
             return out.squeeze(0)
         return out if self.batch_first else out.movedim(0, -2)
