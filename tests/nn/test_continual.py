@@ -346,7 +346,7 @@ def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
     tokens = stream(filled + 20, module)
     module.forward_steps(tokens[:filled])
     untouched = copy.deepcopy(module)
-    before = module.get_state()
+    before = copy.deepcopy(module.get_state())  # nobody else holds the state, so that its memory could be used again
     some = tokens[filled : filled + 20]
     last, middle = some.clone(), some.clone()
     last[-1, 0, 0], middle[3, 1, 2] = torch.nan, -torch.inf
