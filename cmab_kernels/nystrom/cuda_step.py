@@ -43,7 +43,7 @@ def continual_nystrom_step(
         raise RuntimeError(wrong("state", f"has {landmarks} landmarks", allowed))
     after = state
     if not torch.cuda.is_current_stream_capturing():
-        small = {name: torch.empty_like(getattr(state, name)) for name in ("landmark_queries", "landmark_keys", "inverse")}
+        small: dict[str, Any] = {name: torch.empty_like(getattr(state, name)) for name in ("landmark_queries", "landmark_keys", "inverse")}
         after = _next(state, key.shape[2], landmarks)._replace(**small)
     out = _out(query, state, retroactive)
     CUDA.nystrom_step(
@@ -102,10 +102,9 @@ def _numbers(
     state: State, after: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, out: Tensor, known: bool
 ) -> list[int]:
     """What both steps are told: csrc/cuda/calls.h reads it in this order."""
-    batch, heads, tokens, width = query.shape
     return [
         *stream_of(key),
-        *(NATIVE_DTYPES[key.dtype], batch, heads, tokens, state.window, width, value.shape[-1]),
+        *(NATIVE_DTYPES[key.dtype], *query.shape[:3], state.window, query.shape[3], value.shape[3]),
         *(retroactive, state.scale.data_ptr()),
         *operand(query, 4),
         *operand(key, 4),

@@ -60,27 +60,40 @@ class NystromStepBlock {
 
   // To where they are wanted; if a segment has ended, its means in place of the oldest.
   CMAB_DEVICE void renew_landmarks(int segment) {
-    const int shift = segment > 0 ? 1 : 0, width = call_.key_width;
+    const int shift = segment > 0 ? 1 : 0;
     if (shift == 0 && landmark_keys_.in_place()) return;
-    each_index(block_, width,
-               [&](int d) {  // a column is one thread's, which reads a row before the row above is written
-                 for (int r = 0; r < landmarks_ - shift; ++r) {
-                   landmark_queries_.to[r * width + d] = landmark_queries_.from[(r + shift) * width + d];
-                   landmark_keys_.to[r * width + d] = landmark_keys_.from[(r + shift) * width + d];
-                 }
-                 if (shift == 0) return;
-                 const S share = S(1) / segment;  // a sum of finite tokens may be too large
-                 S query = 0, key = 0;
-                 for (int i = call_.window - segment; i < call_.window; ++i) {
-                   query = std::fma(share, S(as_sum(window_.query(i)[d])), query);
-                   key = std::fma(share, S(as_sum(window_.key(i)[d])), key);
-                 }
-                 landmark_queries_.to[(landmarks_ - 1) * width + d] = query;
-                 landmark_keys_.to[(landmarks_ - 1) * width + d] = key;
-               });
-    if (shift == 0) each_index(block_, landmarks_ * landmarks_, [&](int i) { inverse_.to[i] = inverse_.from[i]; });
+    move_up(landmark_queries_, shift);
+    move_up(landmark_keys_, shift);
+    if (shift > 0)
+      put_means(segment);
+    else
+      move_elements<S>(
+          block_, landmarks_ * landmarks_, [&](int i) { return inverse_.from + i; },
+          [&](int i) { return inverse_.to + i; });
     landmark_queries_.from = landmark_queries_.to;
     landmark_keys_.from = landmark_keys_.to;
+  }
+
+  CMAB_DEVICE void move_up(const Renewed<S>& landmarks, int shift) const {
+    const int width = call_.key_width;
+    move_elements<S>(
+        block_, (landmarks_ - shift) * width, [&](int i) { return landmarks.from + shift * width + i; },
+        [&](int i) { return landmarks.to + i; });
+  }
+
+  // Of the newest tokens: the last landmark.
+  CMAB_DEVICE void put_means(int segment) const {
+    each_index(block_, call_.key_width, [&](int d) {
+      const S share = S(1) / segment;  // a sum of finite tokens may be too large
+      S query = 0, key = 0;
+      for (int i = call_.window - segment; i < call_.window; ++i) {
+        query = std::fma(share, S(as_sum(window_.query(i)[d])), query);
+        key = std::fma(share, S(as_sum(window_.key(i)[d])), key);
+      }
+      const int last = (landmarks_ - 1) * call_.key_width + d;
+      landmark_queries_.to[last] = query;
+      landmark_keys_.to[last] = key;
+    });
   }
 
   // exp(S - max S) of `count` queries and all landmarks, for the phase that follows; count * m <= kTilePairs.

@@ -9,7 +9,6 @@
 
 namespace cmab::cuda {
 
-constexpr int kHeld = 8;          // sums that a thread slides at once
 constexpr int kDuePeriod = 1024;  // steps after which a row is made from the window again
 
 template <class T>
@@ -90,8 +89,8 @@ class SlidingRows {
         }
         CMAB_UNROLL
         for (int h = 0; h < kHeld; ++h) {
-          const int item = begin + h * block_.threads + thread, i = item / width_, e = item % width_;
-          if (item >= count * width_) continue;
+          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end, the last
+          const int i = item / width_, e = item % width_;
           const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
           held_[thread][h] = slid(changes_ + 3 * i, old_row(first + shift + i)[e], comes, goes);
         }

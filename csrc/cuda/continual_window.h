@@ -5,6 +5,28 @@
 
 namespace cmab::cuda {
 
+constexpr int kHeld = 4;  // elements that a thread has on their way at once
+
+// *to(i) = *from(i) for i < count, where neither is a `to` of smaller i.
+template <class T, class From, class To>
+CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) {
+  PerThread<T[kHeld]> held;
+  for (int begin = 0; begin < count; begin += kHeld * block.threads) {
+    block.each_thread([&](int thread) {
+      CMAB_UNROLL
+      for (int h = 0; h < kHeld; ++h)  // past the end, the last one stands in
+        held[thread][h] = *from(least(begin + h * block.threads + thread, count - 1));
+    });
+    block.each_thread([&](int thread) {
+      CMAB_UNROLL
+      for (int h = 0; h < kHeld; ++h) {
+        const int i = begin + h * block.threads + thread;
+        if (i < count) *to(i) = held[thread][h];
+      }
+    });
+  }
+}
+
 // The n newest tokens of a head. Of the rings it is known where the oldest token is; token i of the window is i rows
 // on.
 template <class T>
@@ -79,17 +101,14 @@ class Window {
             static_cast<T*>(of_all.to) + head_ * call_.capacity_to * width};
   }
 
-  // A warp to a row.
   CMAB_DEVICE void move(const Renewal& of_all, int width) const {
     if (of_all.from == of_all.to) return;
     const Renewed<T> own = ring(of_all, width);
     const int first = int((position_ - call_.window) % call_.capacity_from);
-    block_.each_thread([&](int thread) {
-      for (int i = thread / kWarp; i < call_.window; i += block_.threads / kWarp) {
-        const int64_t from = wrapped(first + i, call_.capacity_from);
-        for (int d = thread % kWarp; d < width; d += kWarp) own.to[row(i) * width + d] = own.from[from * width + d];
-      }
-    });
+    move_elements<T>(
+        block_, call_.window * width,
+        [&](int i) { return own.from + int64_t(wrapped(first + i / width, call_.capacity_from)) * width + i % width; },
+        [&](int i) { return own.to + row(i / width) * width + i % width; });
   }
 
   const Block& block_;

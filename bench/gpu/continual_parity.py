@@ -1,0 +1,256 @@
+"""The continual steps against the definition in float64, row by row; captured, on side streams, in one launch each; and their times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cmab_kernels as ck
+from bench.nystrom_eager import EagerNystrom
+from tests.attention.accuracy import bound
+from tests.nystrom.accuracy import STREAMS
+
+from .parity import DTYPES
+from .timings import measured_rates, memory_of, seconds_of
+
+Tokens = tuple[Tensor, ...]
+CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
+LAUNCH = 2e-6
+"""Seconds that an empty kernel of a graph takes on the GPUs that we know."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    dtype: str
+    kind: str = "continual"
+    """Of landmarks: "continual" or "fixed"; "exact": no landmarks."""
+    retroactive: bool = False
+    law: str = "normal"
+    window: int = 64
+    landmarks: int = 16
+    width: int = 64
+    value_width: int = 64
+    impl: str = "cuda"
+
+
+def problems() -> Iterator[Problem]:
+    """Every dtype with every kind of landmarks and of output; the four laws of logits; shapes that are ragged, least, most."""
+    for dtype, kind, retroactive in itertools.product(DTYPES, ("continual", "fixed", "exact"), (False, True)):
+        yield Problem(dtype, kind, retroactive)
+    for dtype, kind, law in itertools.product(("float64", "float32"), ("continual", "fixed", "exact"), list(STREAMS)[1:]):
+        yield Problem(dtype, kind, law=law, width=4, window=50, landmarks=7)
+    for dtype, shape in itertools.product(("float64", "float32"), ((1, 1, 1, 1), (13, 5, 7, 3), (40, 1, 3, 17), (64, 64, 65, 256))):
+        yield Problem(dtype, "continual", True, "normal", *shape)
+    for retroactive in (False, True):
+        yield Problem("float32", "exact", retroactive, window=600, width=17, value_width=300)
+
+
+def stream(problem: Problem, length: int, device: str) -> Tokens:
+    """Queries of norm 2, so that the size of keys is that of logits; keys of the law."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, length, n) for n in (problem.width, problem.width, problem.value_width))
+    if problem.law != "normal":
+        query, key = 2 * torch.nn.functional.normalize(query, dim=-1), 2 * key * STREAMS[problem.law](length)[:, None]
+    return tuple(t.to(DTYPES[problem.dtype]).to(device) for t in (query, key, value))
+
+
+def start(problem: Problem, tokens: Tokens) -> Any:
+    """The state after the first window of the stream."""
+    window = tuple(t[:, :, : problem.window] for t in tokens)
+    if problem.kind == "exact":
+        return ck.continual_attention_init(*window)
+    if problem.kind == "continual":
+        return ck.continual_nystrom_init(*window, problem.landmarks)
+    given = tuple(t[:, :, : problem.landmarks].to(torch.promote_types(t.dtype, torch.float32)) for t in window[:2])
+    return ck.continual_nystrom_init(*window, landmarks=(given[0], given[1]))
+
+
+def step(problem: Problem, state: Any, tokens: Tokens, impl: str) -> Any:
+    name = "continual_attention_step" if problem.kind == "exact" else "continual_nystrom_step"
+    return getattr(ck, name)(state, *tokens, output="retroactive" if problem.retroactive else "single", impl=impl)
+
+
+def check(problem: Problem, device: str) -> dict[str, Any]:
+    """The worst row of all chunks as a share of what it may be off by; above 1 it is wrong.
+
+    Rows of a head share one pseudo-inverse, whose error all of them show: the definition's own error in the same precision is the largest
+    of a head's rows.
+    """
+    tokens = stream(problem, problem.window + sum(CHUNKS), device)
+    score = float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * problem.width**-0.5
+    ours, own = (start(problem, tokens) for _ in range(2))
+    right = start(problem, tuple(t.double() for t in tokens))
+    worst, at = 0.0, problem.window
+    for chunk in CHUNKS:
+        part = tuple(t[:, :, at : at + chunk] for t in tokens)
+        out, ours = step(problem, ours, part, problem.impl)
+        theirs, own = step(problem, own, part, "reference")
+        wanted, right = step(problem, right, tuple(t.double() for t in part), "reference")
+        size = wanted.norm(dim=-1)
+        size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
+        error, others = ((t.double() - wanted).norm(dim=-1) / size for t in (out, theirs))
+        share = error / bound(out.dtype, score, others.amax(-1, keepdim=True)).to(error.device)
+        worst = max(worst, float(share.nan_to_num(nan=math.inf).max()))
+        at += chunk
+    return {**asdict(problem), "share": worst, "ok": worst <= 1}
+
+
+# ---- graphs, streams, launches
+
+BEHAVED = [Problem("float32", kind, retroactive) for kind, retroactive in itertools.product(("continual", "exact"), (False, True))]
+
+
+def captured(problem: Problem, device: str, replays: int = 1000, after: int = 100) -> bool:
+    """A captured step streams on at each replay, and goes on eagerly after: the bits of a stream that was never captured."""
+    first = problem.window + 1
+    tokens = stream(problem, first + replays + after, device)
+    token = tuple(t[:, :, first - 1 : first].clone() for t in tokens)
+    _, state = step(problem, start(problem, tokens), token, "cuda")
+    _, eager = step(problem, start(problem, tokens), token, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, same = step(problem, state, token, "cuda")
+    alike = [same is state]
+    for at in range(first, first + replays + after):
+        now = tuple(t[:, :, at : at + 1] for t in tokens)
+        wanted, eager = step(problem, eager, now, "cuda")
+        if at < first + replays:
+            for held, new in zip(token, now, strict=True):
+                held.copy_(new)
+            graph.replay()
+        else:
+            out, state = step(problem, state, now, "cuda")
+        alike.append((out == wanted).all())
+    return all(map(bool, alike))
+
+
+def side_stream(problem: Problem, device: str) -> bool:
+    tokens = stream(problem, problem.window + 50, device)
+    state, other = (start(problem, tokens) for _ in range(2))
+    part = tuple(t[:, :, problem.window :] for t in tokens)
+    wanted, _ = step(problem, state, part, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        out, _ = step(problem, other, part, "cuda")
+    side.synchronize()
+    return torch.equal(out, wanted)
+
+
+def launches(problem: Problem, device: str, chunk: int = 1, shared: bool = False) -> int:
+    """Of whatever runs on the GPU, the most that one step of twelve has, among them some that replace a landmark."""
+    tokens = stream(problem, problem.window + 13 * chunk, device)
+    parts = [tuple(t[:, :, at : at + chunk] for t in tokens) for at in range(problem.window, problem.window + 13 * chunk, chunk)]
+    _, state = step(problem, start(problem, tokens), parts[0], "cuda")
+    seen, held = [], []
+    for part in parts[1:]:
+        held = [state] if shared else []
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            _, state = step(problem, state, part, "cuda")
+            torch.cuda.synchronize()
+        seen.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+    return max(seen) if min(seen) > 0 and len(held) == shared else 0
+
+
+def waits_for_nothing(problem: Problem, device: str) -> bool:
+    tokens = stream(problem, problem.window + 2, device)
+    first, second = (tuple(t[:, :, at : at + 1] for t in tokens) for at in (problem.window, problem.window + 1))
+    _, state = step(problem, start(problem, tokens), first, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(problem, state, second, "cuda")
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def many_heads(device: str) -> bool:
+    """66,000 blocks, the bits of the last as it is alone."""
+    tokens = tuple(torch.randn(66_000, 1, 9, 4, device=device) for _ in range(3))
+    window, new = (tuple(t[:, :, part] for t in tokens) for part in (slice(0, 8), slice(8, 9)))
+    state = ck.continual_attention_init(*window)
+    alone = ck.continual_attention_init(*(t[-1:] for t in window))
+    out, _ = ck.continual_attention_step(state, *new, impl="cuda")
+    return torch.equal(out[-1:], ck.continual_attention_step(alone, *(t[-1:] for t in new), impl="cuda")[0])
+
+
+def checks(device: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+    for problem in BEHAVED:
+        name = f"{problem.kind}, {'retroactive' if problem.retroactive else 'single'}"
+        yield f"1,000 replays and on eagerly, {name}", lambda problem=problem: captured(problem, device)
+        yield f"side stream, {name}", lambda problem=problem: side_stream(problem, device)
+        yield f"one launch a step, {name}", lambda problem=problem: launches(problem, device) == 1
+        yield f"one launch a step of 80 tokens, {name}", lambda problem=problem: launches(problem, device, 80) == 1
+        yield f"one launch a step that copies the window, {name}", lambda problem=problem: launches(problem, device, 1, True) == 1
+        yield f"nothing is waited for, {name}", lambda problem=problem: waits_for_nothing(problem, device)
+    yield "66,000 heads", lambda: many_heads(device)
+
+
+def run(device: str) -> Iterator[dict[str, Any]]:
+    for problem in problems():
+        yield check(problem, device)
+    for name, passes in checks(device):
+        yield {"check": name, "ok": passes()}
+
+
+# ---- times
+
+
+def stream_seconds(advance: Callable[[], Any], steps: int = 200, rounds: int = 5) -> float:
+    """A step of a stream that is fed eagerly: the median of rounds."""
+    samples = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            advance()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - begin) / steps)
+    return statistics.median(samples[1:])
+
+
+def timings(device: str) -> Iterator[dict[str, Any]]:
+    """m = 16, n = d = 64, one head and 1,024, single outputs: a captured step, an eager one, and eager torch's."""
+    rate = measured_rates(device).copy
+    for heads in (1, 1024):
+        problem = Problem("float32")
+        tokens = tuple(torch.randn(1, heads, n, 64, device=device) for n in (64, 64, 64))
+        token = tuple(torch.randn(1, heads, 1, 64, device=device) for _ in range(3))
+        # Read: landmarks, inverse, sums and a token of each ring; written: sums, and a token.
+        moved = heads * 4 * (2 * 16 * 64 + 16 * 16 + 2 * 16 * 67 + 8 * 64)
+        floor = max(LAUNCH, moved / rate)
+        bound_by = "launch" if floor == LAUNCH else "memory"
+        for name, seconds, memory in _measured(problem, tokens, token, device):
+            row = {"shape": f"{heads} heads, m 16, n 64, d 64", "pass": "step", "impl": name, "floor": floor, "bound": bound_by}
+            yield row | {"seconds": seconds, "memory": memory, "share of floor": floor / seconds}
+
+
+def _measured(problem: Problem, tokens: Tokens, token: Tokens, device: str) -> Iterator[tuple[str, float, int]]:
+    streamed = [start(problem, tokens)]
+
+    def ours() -> None:
+        streamed[0] = step(problem, streamed[0], token, "cuda").state
+
+    state = start(problem, tokens)
+    yield (
+        "cuda, captured",
+        seconds_of([lambda: step(problem, state, token, "cuda")]),
+        memory_of(lambda: step(problem, state, token, "cuda")),
+    )
+    yield "cuda, eager", stream_seconds(ours), memory_of(ours)
+    with torch.device(device):
+        flat = tuple(t[0] for t in tokens)
+        eager = EagerNystrom(*flat, 64**-0.5, 16, None, 6)
+        new = tuple(t[0] if t.shape[1] > 1 else t[0, 0] for t in token)
+        yield "torch, eager", stream_seconds(lambda: eager.step(*new)), memory_of(lambda: eager.step(*new))
