@@ -1,0 +1,197 @@
+# mypy: disable-error-code="no-untyped-def"
+"""W = pinv(softmax(scale q k')) v over the landmarks that are present, and its gradients."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...triton_common import alignment, load_tile, mask_bytes, on_device, product, tile_at
+from .launch import BACKWARD_WARPS, FORWARD_WARPS, options, scratch_squares, strides
+from .pinv import store_rows
+from .squares import A, Z, differentiate, get, iterate, iterate_in_scratch
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+WIDEST_TILE = 32
+
+
+@triton.jit
+def _present(absent, strides, number, M: tl.constexpr, SIZE: tl.constexpr):
+    """Which rows take part."""
+    row = tl.arange(0, SIZE)
+    present = row < M
+    if absent is not None:
+        at = absent + (number.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1])
+        present = tl.load(at, mask=present, other=1) == 0
+    return present
+
+
+@triton.jit
+def _rows(base, strides, number, present, column, WIDTH: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
+    """A tile of columns of the rows that are present, zeros for the others."""
+    return load_tile(tile_at(base, strides, number, 0, 0, present.shape[0], TILE, ALIGN, column), present, WIDTH, column)
+
+
+@triton.jit
+def _softmax(
+    query,
+    key,
+    strides,
+    number,
+    present,
+    scale,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """By rows, zero in the rows and columns of the absent. Logits beyond the range of numbers are at its end."""
+    logits = tl.zeros([present.shape[0], present.shape[0]], OPERAND)
+    factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
+    for column in range(0, D, TILE):
+        q = _rows(query, strides[0], number, present, column, D, TILE, ALIGN[0])
+        k = _rows(key, strides[1], number, present, column, D, TILE, ALIGN[1])
+        logits += product(q * factor, tl.trans(k), OPERAND, PRECISION)
+    largest = tl.full([1, 1], LARGEST, OPERAND)
+    logits = tl.where(logits > largest, largest, tl.where(logits < -largest, -largest, logits))
+    both = present[:, None] & present[None, :]
+    peak = tl.max(tl.where(both, logits, -largest), 1)
+    weights = tl.where(both, tl.exp2((logits - peak[:, None]) * LOG2_E), 0.0)
+    return weights / tl.where(present, tl.sum(weights, 1), 1.0)[:, None]
+
+
+@triton.jit
+def _landmark_values(
+    query,
+    key,
+    values,
+    absent,
+    out,
+    scale: tl.float64,
+    strides,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    M: tl.constexpr,
+    SIZE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    number = tl.program_id(0)
+    present = _present(absent, strides[3], number, M, SIZE)
+    a = _softmax(query, key, strides, number, present, scale, D, TILE_D, ALIGN, LARGEST, OPERAND, PRECISION)
+    inverse = iterate(a, ITERATIONS, OPERAND, PRECISION)
+    for column in range(0, E, TILE_E):
+        v = _rows(values, strides[2], number, present, column, E, TILE_E, ALIGN[2])
+        store_rows(out, number, product(inverse, v, OPERAND, PRECISION), column, M, E)
+
+
+@triton.jit
+def _landmark_values_backward(
+    dout,
+    query,
+    key,
+    values,
+    absent,
+    dquery,
+    dkey,
+    dvalues,
+    scratch,
+    scale: tl.float64,
+    strides,
+    SCRATCH: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    M: tl.constexpr,
+    SIZE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    number = tl.program_id(0)
+    scratch += number.to(tl.int64) * SCRATCH
+    present = _present(absent, strides[3], number, M, SIZE)
+    a = _softmax(query, key, strides, number, present, scale, D, TILE_D, ALIGN, LARGEST, OPERAND, PRECISION)
+    iterate_in_scratch(a, scratch, ITERATIONS, OPERAND, PRECISION)
+    inverse = get(scratch, Z + ITERATIONS, SIZE)
+    dinverse = tl.zeros_like(inverse)
+    for column in range(0, E, TILE_E):
+        v = _rows(values, strides[2], number, present, column, E, TILE_E, ALIGN[2])
+        slope = _rows(dout, strides[4], number, present, column, E, TILE_E, ALIGN[3])
+        store_rows(dvalues, number, product(tl.trans(inverse), slope, OPERAND, PRECISION), column, M, E)
+        dinverse += product(slope, tl.trans(v), OPERAND, PRECISION)
+    da = differentiate(dinverse, scratch, ITERATIONS, OPERAND, PRECISION)
+    a = get(scratch, A, SIZE)
+    dlogits = a * (da - tl.sum(a * da, 1)[:, None]) * tl.full([1, 1], scale, tl.float64).to(OPERAND)
+    for column in range(0, D, TILE_D):
+        k = _rows(key, strides[1], number, present, column, D, TILE_D, ALIGN[1])
+        store_rows(dquery, number, product(dlogits, k, OPERAND, PRECISION), column, M, D)
+        q = _rows(query, strides[0], number, present, column, D, TILE_D, ALIGN[0])
+        store_rows(dkey, number, product(tl.trans(dlogits), q, OPERAND, PRECISION), column, M, D)
+
+
+def _tile(width: int) -> int:
+    return min(max(triton.next_power_of_2(width), 16), WIDEST_TILE)
+
+
+def _common(query: Tensor, values: Tensor, iterations: int, warps: dict[str, int]) -> dict[str, Any]:
+    width, value_width = query.shape[-1], values.shape[-1]
+    tiles = {"D": width, "E": value_width, "TILE_D": _tile(width), "TILE_E": _tile(value_width)}
+    return {**tiles, "LARGEST": torch.finfo(query.dtype).max, "ITERATIONS": iterations, **options(query, warps)}
+
+
+def landmark_values(
+    landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
+) -> Tensor:
+    """pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E) contiguous; 0 in the rows of the absent ones."""
+    given = landmark_query, landmark_key, values
+    out = values.new_empty(values.shape)
+    with on_device(values):
+        _landmark_values[(values.shape[0],)](
+            *given,
+            mask_bytes(absent),
+            out,
+            scale,
+            (*map(strides, given), (0, 0) if absent is None else absent.stride()),
+            ALIGN=tuple(map(alignment, given)),
+            **_common(landmark_query, values, iterations, FORWARD_WARPS),
+        )
+    return out
+
+
+def landmark_values_backward(
+    dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dlandmark_query, dlandmark_key, dvalues), contiguous; 0 in the rows of absent landmarks."""
+    given = landmark_query, landmark_key, values
+    dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)
+    chosen = _common(landmark_query, values, iterations, BACKWARD_WARPS)
+    scratch = scratch_squares(values, iterations, chosen["SIZE"])
+    with on_device(values):
+        _landmark_values_backward[(values.shape[0],)](
+            dout,
+            *given,
+            mask_bytes(absent),
+            dquery,
+            dkey,
+            dvalues,
+            scratch,
+            scale,
+            (*map(strides, given), (0, 0) if absent is None else absent.stride(), strides(dout)),
+            SCRATCH=scratch.stride(0),
+            ALIGN=(*map(alignment, given), alignment(dout)),
+            **chosen,
+        )
+    return dquery, dkey, dvalues

@@ -1,0 +1,60 @@
+"""The products, and the warps of a program."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...triton_common import Products, triton_dtype
+from ...triton_common import unsupported as unsupported_rows
+from .squares import squares_in_scratch
+
+MOST_LANDMARKS = 64
+
+
+def unsupported(matrix: Tensor) -> str | None:
+    """Why Triton's kernels cannot run here on matrices (M, m, ..) like this one; None when they can."""
+    if matrix.shape[-2] > MOST_LANDMARKS:
+        return f"its matrices are at most {MOST_LANDMARKS} wide, one a program"
+    if matrix.dtype not in (torch.float64, torch.float32):
+        return f"it has no pseudo-inverse for {matrix.dtype}"
+    return unsupported_rows(matrix, matrix, matrix)
+
+
+def products(dtype: torch.dtype, size: int) -> Products:
+    """float32 in full, or in six products of bfloat16 parts, as good, where whole rows and columns of floats do not fit in registers.
+
+    Never in tf32, whatever torch may: the iteration makes errors a thousand times as large.
+    """
+    return Products(dtype, "bf16x6" if dtype == torch.float32 and size > 32 else "ieee")
+
+
+# By kind of products: what leaves the fewest values without a register, as tests/nystrom/test_cubin.py sees it.
+FORWARD_WARPS = {"ieee": 4, "bf16x6": 8, "double": 8}
+BACKWARD_WARPS = {"ieee": 4, "bf16x6": 4, "double": 8}
+
+
+def options(like: Tensor, warps: dict[str, int]) -> dict[str, Any]:
+    """What every kernel is given: the size of the matrices, padded for the products, and how they are multiplied."""
+    size = max(triton.next_power_of_2(like.shape[-2]), 16)
+    chosen = products(like.dtype, size)
+    return {
+        "M": like.shape[-2],
+        "SIZE": size,
+        "OPERAND": triton_dtype(chosen.operand),
+        "PRECISION": chosen.input_precision,
+        "num_warps": warps[chosen.kind],
+        "num_stages": 1,
+    }
+
+
+def strides(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Of (M, rows, columns) as those of (M, 1, rows, columns)."""
+    first, row, column = tensor.stride()
+    return first, 0, row, column
+
+
+def scratch_squares(like: Tensor, iterations: int, size: int) -> Tensor:
+    """What a gradient keeps of each matrix until it is made."""
+    return like.new_empty((like.shape[0], squares_in_scratch(iterations) * size * size))
