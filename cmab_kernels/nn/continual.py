@@ -120,7 +120,7 @@ class Continual(MultiheadProjections):
         if tokens == 0:
             return None
         # One call of an operator is done or not done; a second one that fails would find the memory of the state held used again.
-        mine = update_state and (self.output == "single" or tokens == 1)
+        mine = update_state and tokens <= self._block
         with as_they_are(query.device):
             state, outs = self._walked(stream.held if mine else stream.shared(), heads)
         if update_state:
@@ -176,11 +176,16 @@ class Continual(MultiheadProjections):
         return state, outs
 
     def _blocks(self, heads: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
-        """Tokens for a call of the operator each: all, or one after another where each has a whole window of outputs."""
+        """The tokens of each call of the operator."""
         tokens = heads[0].shape[2]
-        if self.output == "single" or tokens <= 1:
+        if tokens <= self._block:
             return [heads] if tokens else []
-        return zip(*(head.split(1, 2) for head in heads), strict=True)
+        return zip(*(head.split(self._block, 2) for head in heads), strict=True)
+
+    @property
+    def _block(self) -> int:
+        """How many tokens a call takes at most: as many as a window, since the ring grows by them; one where each has a window of outputs."""
+        return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
         """The projection of (B, H, [T',] [n,] E) in the layout of the module: B, [T',] [n,] or [T',] [n,] B."""

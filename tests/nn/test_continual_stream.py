@@ -351,6 +351,14 @@ def test_a_stream_that_nobody_else_holds_keeps_its_memory(kind: str, output: str
     assert kept.keys.data_ptr() == ring[1]
 
 
+@torch.no_grad()
+def test_memory_is_constant_however_tokens_come() -> None:
+    for kind, output in KIND_OUTPUTS:
+        module = streaming(kind, 9, output=output)
+        module.forward_steps(stream(500, module))
+        assert module.get_state().keys.shape[2] <= 2 * 5
+
+
 # ---- casts and moves
 
 
