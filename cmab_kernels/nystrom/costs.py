@@ -124,10 +124,17 @@ def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iteratio
     """Of the sums, the landmarks and the pseudo-inverse, whatever is read from them."""
     end = position + tokens
     replaced = 0 if fixed else replacements(n, m, end) - replacements(n, m, position)
-    refreshed = sum((end - row) // SCHEDULE - (position - row) // SCHEDULE for row in range(m))
+    refreshed = _refreshed(n, m, position, end, fixed)
     kept_rows = 4 * (tokens * m - replaced) * (D + E)  # the new token's terms and the old one's
     whole_rows = 2 * n * (replaced + refreshed) * (D + E)
     return kept_rows + whole_rows + replaced * (2 * m * m * D + pinv_operations(m, iterations))
+
+
+def _refreshed(n: int, m: int, position: int, end: int, fixed: bool) -> int:
+    """Rows that are recomputed on schedule: row r by the tokens P with (P - r) % 1024 = 0, unless it is a landmark's that is new."""
+    scheduled = sum((end - row) // SCHEDULE - (position - row) // SCHEDULE for row in range(m))
+    last = range(position + 1 + (m - 2 - position) % SCHEDULE, end + 1, SCHEDULE)
+    return scheduled - (0 if fixed else sum(replacements(n, m, token) - replacements(n, m, token - 1) for token in last))
 
 
 def _single_output(m: int, D: int, E: int) -> int:
@@ -154,8 +161,10 @@ def nystrom_attention_operations(n: int, m: int, D: int, E: int, iterations: int
     return landmark_rows + 2 * m * m * D + pinv_operations(m, iterations) + _retroactive_output(n, m, D, E)
 
 
-def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroactive: bool) -> int:
+def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroactive: bool, first: bool = False) -> int:
     """The same of `continual_attention_step`: single outputs are rows of attention; retroactive ones keep n rows of sums up to date.
+
+    `first`: of a state that had no such sums yet, so that the first of the tokens computes them all.
 
     >>> from cmab_kernels.nystrom.costs import executed_attention_operations
     >>> executed_attention_operations(120, 192, 192, tokens=1, retroactive=False)
@@ -164,8 +173,9 @@ def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroacti
     row = 2 * n * (D + E)
     if not retroactive:
         return tokens * row
-    refreshed = (n - 1) // SCHEDULE
-    return tokens * ((1 + refreshed) * row + 4 * (n - 1) * (D + E))
+    refreshed = n // SCHEDULE
+    update = (1 + refreshed) * row + 4 * (n - 1) * (D + E)
+    return tokens * update if not first else n * row + (tokens - 1) * update
 
 
 def state_elements(n: int, m: int, D: int, E: int) -> int:

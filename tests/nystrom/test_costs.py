@@ -161,6 +161,15 @@ def test_operations_of_a_stretch_are_those_of_its_tokens(fixed):
     assert of(start, tokens) - plain == M * 2 * N * (D + E)
 
 
+def test_a_new_landmark_is_not_recomputed_on_schedule_too():
+    """With a landmark for each token, one is replaced by each: the row of the newest comes up at P = 1024 + m - 1."""
+    n = m = 5
+    token = SCHEDULE + m - 1
+    by_token = [executed_operations(n, m, D, E, position, 1, 6, fixed=False, retroactive=False) for position in range(token - m, token + 1)]
+    row = 2 * n * (D + E)
+    assert [operations - by_token[-1] for operations in by_token] == [row, row, row, row, 0, 0]
+
+
 def test_a_block_reads_retroactive_outputs_once():
     one, block = (executed_operations(N, M, D, E, 16, tokens, 6, fixed=True, retroactive=True) for tokens in (1, 10))
     assert block - one == 9 * 4 * M * (D + E)
@@ -176,8 +185,15 @@ def test_operations_of_exact_attention_are_those_of_its_products():
 
     assert executed_attention_operations(N, D, E, 3, retroactive=False) == 3 * counted(lambda: q[-1:] @ k.T @ v)
     assert executed_attention_operations(N, D, E, 3, retroactive=True) == 3 * counted(retroactive)
-    long = 2 * SCHEDULE + 1  # rows that live so long are recomputed twice
-    assert executed_attention_operations(long, D, E, 1, True) == 3 * 2 * long * (D + E) + 4 * (long - 1) * (D + E)
+    assert executed_attention_operations(N, D, E, 1, True, first=True) == counted(lambda: q @ k.T @ v)
+    assert executed_attention_operations(N, D, E, 3, True, first=True) == counted(lambda: q @ k.T @ v) + 2 * counted(retroactive)
+
+
+@pytest.mark.parametrize(("n", "times"), [(SCHEDULE - 1, 0), (SCHEDULE, 1), (2 * SCHEDULE + 1, 2)])
+def test_rows_that_live_long_are_recomputed(n, times):
+    """Row i of the n is of the token that has been there n - i tokens long."""
+    assert times == sum((n - row) % SCHEDULE == 0 for row in range(n))
+    assert executed_attention_operations(n, D, E, 1, True) == (1 + times) * 2 * n * (D + E) + 4 * (n - 1) * (D + E)
 
 
 def test_operations_of_whole_windows_are_those_of_their_products():
