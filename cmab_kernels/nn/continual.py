@@ -184,7 +184,7 @@ class Continual(MultiheadProjections):
 
     @property
     def _block(self) -> int:
-        """How many tokens a call takes at most: as many as a window, since the ring grows by them; one where each has a window of outputs."""
+        """How many tokens a call takes at most: a window, since the ring grows by as many; one, where each has a window of outputs."""
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
@@ -366,6 +366,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
         return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
+        """As in `NystromAttention`. It ends the stream, which belongs to other landmarks."""
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

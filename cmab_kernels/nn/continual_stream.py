@@ -124,7 +124,8 @@ class ContinualStream(nn.Module):
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
         if self.held is not None and (cast or before.device != self.weight_like.device):
-            self.held = self._built(self._cast(_entries(self.held)) if cast else _entries(self.held))
+            entries = _entries(self.held)
+            self.held = self._built(self._cast(entries) if cast else entries)
         return self
 
     def _cast(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,10 +52,10 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
     2
     >>> from functools import partial
-    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0), 3)
+    >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, dropout=0.0), 3)
     >>> nystrom = partial(cmab_kernels.nn.NystromAttention, num_landmarks=8)
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom})
-    3
+    6
     """
     for old, made in mapping.items():
         base, new = _REPLACEABLE.get(old), _class_of(made)[0]

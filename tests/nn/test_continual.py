@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, FillingWindow
+from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, FillingWindow, replace_modules
 from cmab_kernels.nn import MultiheadAttention as Ours
 from cmab_kernels.nn.continual import Continual
 
@@ -377,6 +377,25 @@ def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
     for token in some:
         mine, other = module.forward_step(token), untouched.forward_step(token)
         assert mine is other is None or torch.equal(mine, other)
+
+
+def test_replaces_torchs_module() -> None:
+    """With its very parameters, and a stream on their device and in their dtype."""
+    for kind in KINDS:
+        old = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64)
+        model = nn.Sequential(old).eval()
+        tokens = torch.randn(9, BATCH, DIM, dtype=torch.float64)
+        new = partial(KINDS[kind], sequence_len=7, output="retroactive")
+        assert replace_modules(model, {nn.MultiheadAttention: new}) == 1
+        module = model[0]
+        assert all(a is b for a, b in zip(module.parameters(), old.parameters(), strict=True))
+        with torch.no_grad():
+            if kind == "fixed":
+                module.fit_landmarks(tokens)
+            module.forward_steps(tokens)
+            assert module.get_state().keys.dtype == torch.float64
+            if kind == "exact":
+                assert_equal(module.forward_step(tokens[0]), old(*3 * [torch.cat([tokens[3:], tokens[:1]])])[0])
 
 
 def test_modules_are_torchs() -> None:
