@@ -112,6 +112,13 @@ def test_what_is_measured_is_right(short, tmp_path: Path):
     assert noisy == pytest.approx(t.decibels(t.to_patches(t.noisy())[320:640], t.to_patches(t.photograph())[320:640]))
 
 
+def test_times_are_of_a_step(monkeypatch):
+    monkeypatch.setattr(stream, "seconds", lambda call: call() or 3.0)
+    one = stream.Stream(0, lambda state, *token: (token[0], state + 1))
+    one.take(6 * [3 * (torch.zeros(1, 1, 1, 48),)])
+    assert one.times == [0.5] and one.state == 6 and one.patches().shape == (6, 48)
+
+
 @pytest.mark.parametrize("which", ["step", "full"])
 def test_a_wrong_result_is_no_speed(short, tmp_path: Path, monkeypatch, which):
     step, attend = stream.continual_attention_step, stream.F.scaled_dot_product_attention
