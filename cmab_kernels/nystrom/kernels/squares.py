@@ -70,7 +70,7 @@ def squares_in_scratch(iterations: int) -> int:
 
 @triton.jit
 def _square_at(scratch, slot, SIZE: tl.constexpr):
-    return rows_at(scratch, tl.arange(0, SIZE), SIZE, SIZE) + slot * SIZE * SIZE
+    return rows_at(scratch + slot * SIZE * SIZE, tl.arange(0, SIZE), SIZE, SIZE)
 
 
 @triton.jit

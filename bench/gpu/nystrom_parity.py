@@ -1,0 +1,142 @@
+"""The iterative pseudo-inverse and the landmarks' values with their gradients, against float64, matrix by matrix.
+
+Six iterations make rounding errors up to a thousand times as large, ours and torch's own alike: what float32 may be off by is three times
+the worst that torch's own float32 is on the same matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.backends import choose, implementation
+from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_values_reference
+
+from .parity import DTYPES
+
+Shares = dict[str, float]
+SIZES = (1, 3, 16, 17, 32, 33, 64)
+WIDTHS = ((16, 16), (64, 64), (33, 7), (100, 1))
+
+
+@dataclass(frozen=True)
+class Problem:
+    dtype: str
+    landmarks: int
+    width: int = 64
+    value_width: int = 64
+    variant: str = "plain"
+    """What else there is: "absent" landmarks of NaN, "strided", "sharp" (logits of 10 N(0, 1), else 3), or "huge" (logits of 1e38)."""
+    iterations: int = 6
+    count: int = 300
+    impl: str = "triton"
+
+
+def problems() -> Iterator[Problem]:
+    """Every size and class of widths, masks, strides, sharp and huge logits."""
+    for dtype in ("float64", "float32"):
+        for size in SIZES:
+            yield Problem(dtype, size)
+        for widths, size in itertools.product(WIDTHS, (16, 64)):
+            yield Problem(dtype, size, *widths, variant="sharp")
+        for variant, size in itertools.product(("absent", "strided", "huge"), (17, 64)):
+            yield Problem(dtype, size, 33, 7, variant)
+        yield Problem(dtype, 16, iterations=1)
+    yield Problem("float32", 16, count=70_000)
+
+
+@dataclass
+class Inputs:
+    query: Tensor
+    key: Tensor
+    values: Tensor
+    absent: Tensor | None
+    dout: Tensor
+    scale: float
+    iterations: int
+
+    @property
+    def call(self) -> tuple[Any, ...]:
+        return self.query, self.key, self.values, self.absent, self.scale, self.iterations
+
+
+def make(problem: Problem, device: str, seed: int = 0) -> Inputs:
+    torch.manual_seed(seed)
+    dtype, count, m = DTYPES[problem.dtype], problem.count, problem.landmarks
+    q, k, v, dout = (torch.randn(count, m, w, device=device).to(dtype) for w in (*(problem.width,) * 2, *(problem.value_width,) * 2))
+    absent = None
+    q *= 10 if problem.variant == "sharp" else 3
+    if problem.variant == "absent":
+        absent = torch.rand(count, m, device=device) < 0.3
+        absent[0] = True
+        q, k, v, dout = (t.masked_fill(absent[..., None], math.nan) for t in (q, k, v, dout))
+    if problem.variant == "strided":
+        q, v = q.mT.contiguous().mT, v.repeat_interleave(2, -1)[..., ::2]
+        k, dout = k.movedim(0, -1).contiguous().movedim(-1, 0), dout[:1].expand(dout.shape)
+    if problem.variant == "huge":
+        q = torch.zeros_like(q).index_fill_(-1, torch.tensor([0], device=device), 1e38)
+        k = torch.linspace(-1, 1, m, device=device, dtype=dtype)[:, None] * torch.ones_like(k)
+    return Inputs(q, k, v, absent, dout, problem.width**-0.5, problem.iterations)
+
+
+def _error(ours: Tensor, right: Tensor) -> float:
+    """Of the worst matrix, as a share of its norm; what underflows beside the others is no error."""
+    size = right.flatten(1).norm(dim=1)
+    error = (ours.double() - right).flatten(1).norm(dim=1) / size.clamp(min=max(1e-30 * float(right.norm()), 1e-300))
+    return float(error.nan_to_num(nan=math.inf).max())
+
+
+def _pinv(matrix: Tensor, dinverse: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    leaf = matrix.detach().requires_grad_()
+    inverse = iterative_pinv_reference(leaf, iterations)
+    return inverse.detach(), *torch.autograd.grad(inverse, leaf, dinverse)
+
+
+def _landmarks(given: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    tensors = [t.to(dtype) for t in (given.query, given.key, given.values, given.dout)]
+    if given.absent is not None:
+        tensors = [t.masked_fill(given.absent[..., None], 0.0) for t in tensors]
+    leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+    values = landmark_values_reference(*leaves, given.absent, given.scale, given.iterations)
+    return values.detach(), *torch.autograd.grad(values, leaves, tensors[3])
+
+
+def _shares(
+    names: tuple[str, ...], ours: tuple[Tensor, ...], right: tuple[Tensor, ...], theirs: tuple[Tensor, ...], floor: float
+) -> Shares:
+    """The first is a result, the others are gradients, which may be off by four times as much."""
+    found = {}
+    for i, name in enumerate(names):
+        allowed = max(floor, 0.0 if right[i].dtype == theirs[i].dtype else 3 * _error(theirs[i], right[i]))
+        found[name] = _error(ours[i], right[i]) / (allowed if i == 0 else 4 * allowed)
+    return found
+
+
+def check(problem: Problem, device: str) -> dict[str, Any]:
+    """Each result's worst matrix as a share of what it may be off by; above 1 it is wrong."""
+    given = make(problem, device)
+    dtype, iterations, m = given.query.dtype, given.iterations, problem.landmarks
+    module = implementation("nystrom", choose("nystrom", problem.impl, given.query))
+    floor = 1e-12 if dtype == torch.float64 else 32 * torch.finfo(dtype).eps
+
+    matrix = torch.randn(problem.count, m, m, device=device).to(dtype)
+    matrix[0] = 0.0
+    dinverse = torch.randn_like(matrix).mT
+    ours = module.iterative_pinv(matrix, iterations), module.iterative_pinv_backward(dinverse, matrix, iterations)
+    right, theirs = (_pinv(matrix.to(t), dinverse.to(t), iterations) for t in (torch.float64, dtype))
+    shares = _shares(("inverse", "dmatrix"), ours, right, theirs, floor)
+
+    ours = module.landmark_values(*given.call), *module.landmark_values_backward(given.dout, *given.call)
+    names = "values", "dquery", "dkey", "dvalues"
+    if problem.variant == "huge":
+        shares |= {name: 0.0 if result.isfinite().all() else math.inf for name, result in zip(names, ours, strict=True)}
+    else:
+        right, theirs = (_landmarks(given, t) for t in (torch.float64, dtype))
+        shares |= _shares(names, ours, right, theirs, floor)
+    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}

@@ -1,0 +1,163 @@
+"""The Triton kernels in Triton's interpreter. Run by test_interpreted.py with TRITON_INTERPRET=1, set before Triton is imported.
+
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from cmab_kernels.nystrom import kernels
+
+from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where a lane that is masked overflows
+
+MARGIN = 512
+DTYPES = [torch.float64, torch.float32]
+
+
+def _between_margins(tensor: Tensor) -> Tensor:
+    """A copy whose memory lies between NaN (False for a mask: landmarks that take part)."""
+    filler = 0 if tensor.dtype == torch.bool else math.nan
+    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
+    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
+    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
+
+
+@pytest.fixture(autouse=True)
+def guarded_results() -> Iterator[None]:
+    """`new_empty` gives NaN between margins; the margins are looked at when the test is over."""
+    storages: list[Tensor] = []
+    plain = Tensor.new_empty
+
+    def guarded(like: Tensor, shape: Any, **options: Any) -> Tensor:
+        if options:  # the interpreter's
+            return plain(like, shape, **options)
+        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=like.dtype)
+        storages.append(storage)
+        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
+
+    with mock.patch.object(Tensor, "new_empty", guarded):
+        yield
+    for storage in storages:
+        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
+
+
+def _landmarks(*shape: int, **options: Any) -> Landmarks:
+    given = landmarks(*shape, **options)
+    absent = None if given.absent is None else _between_margins(given.absent)
+    return Landmarks(*map(_between_margins, given.tensors), absent, *given[4:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m, iterations", [(1, 2), (3, 6), (16, 0), (16, 1), (17, 2), (33, 1), (64, 1)])
+def test_inverses(dtype: torch.dtype, m: int, iterations: int) -> None:
+    check_pinv(kernels, _between_margins(MATRICES["normal"](2, m).to(dtype)), iterations)
+
+
+@pytest.mark.parametrize("kind", sorted(set(MATRICES) - {"normal"}))
+def test_matrices(kind: str) -> None:
+    check_pinv(kernels, MATRICES[kind](2, 5), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m, width, value_width", [(1, 1, 1), (5, 3, 17), (16, 16, 64), (17, 65, 3), (4, 8, 0)])
+def test_landmarks(dtype: torch.dtype, m: int, width: int, value_width: int) -> None:
+    check_landmarks(kernels, _landmarks(2, m, width, value_width, dtype=dtype, iterations=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 5, 17])
+def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
+    """Some, none, all, all but one; they and the gradients of their rows are NaN."""
+    absent = torch.rand(4, m) < 0.4
+    absent[1], absent[2], absent[3] = False, True, True
+    absent[3, m // 2] = False
+    given = _landmarks(4, m, dtype=dtype, absent=absent, iterations=1)
+    check_landmarks(kernels, given, torch.randn(given.values.shape).to(dtype).masked_fill(absent[..., None], math.nan))
+
+
+@pytest.mark.parametrize("logit", [1e4, -1e4, 88.8, -104.0, 1e38, -1e38])
+def test_extreme_logits(logit: float) -> None:
+    """Between each query and its key."""
+    own = torch.eye(5).expand(1, 5, 5)
+    given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(query=logit * own, key=own, scale=1.0)
+    check_landmarks(kernels, given, torch.zeros_like(given.values) if abs(logit) > 1e30 else None)
+    assert all(not g.isnan().any() for g in kernels.landmark_values_backward(torch.ones_like(given.values), *given))
+
+
+def test_logits_beyond_the_range_are_at_its_end() -> None:
+    far = landmarks(1, 4, 2, 3, dtype=torch.float32)._replace(scale=1.0)
+    far.query[:], far.key[:] = torch.tensor([1e20, 0.0]), torch.tensor([1e20, 0.0])
+    tied = far._replace(query=torch.zeros_like(far.query))
+    assert torch.equal(kernels.landmark_values(*far), kernels.landmark_values(*tied))
+
+
+@pytest.mark.parametrize("exponent", [-60, 60])
+def test_inverses_of_any_size(exponent: int) -> None:
+    """The iteration of 2^n A is 2^-n that of A, to the last bit: norms are not multiplied."""
+    matrix, dinverse = torch.randn(1, 3, 3), torch.randn(1, 3, 3)
+    scaled = matrix * 2.0**exponent
+    assert torch.equal(kernels.iterative_pinv(scaled, 3) * 2.0**exponent, kernels.iterative_pinv(matrix, 3))
+    gradient = kernels.iterative_pinv_backward(dinverse * 2.0**exponent, scaled, 3)
+    assert torch.equal(gradient * 2.0**exponent, kernels.iterative_pinv_backward(dinverse, matrix, 3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+def test_a_matrix_leaves_its_neighbours_alone(bad: float) -> None:
+    """One with a NaN or an infinity, one of zeros; and the bits of each are those that it has alone."""
+    matrix, dinverse = torch.randn(3, 4, 4), torch.randn(3, 4, 4)
+    alone = [kernels.iterative_pinv(one, 1) for one in matrix.split(1)]
+    alone_too = [kernels.iterative_pinv_backward(g, one, 1) for g, one in zip(dinverse.split(1), matrix.split(1), strict=True)]
+    matrix[1] = matrix[1] * bad if bad == 0 else matrix[1].index_fill(0, torch.tensor(3), bad)
+    ours = kernels.iterative_pinv(matrix, 1), kernels.iterative_pinv_backward(dinverse, matrix, 1)
+    for all_of_them, right in zip(ours, (alone, alone_too), strict=True):
+        assert torch.equal(all_of_them[::2], torch.cat(right[::2]))
+        assert (all_of_them[1] == 0).all() if bad == 0 else all_of_them[1].isnan().all()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "step 2": lambda t: torch.stack([t, torch.full_like(t, math.nan)], -1).flatten(-2)[..., ::2],
+    "offset 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.flatten()])[3:].view(t.shape),
+    "batch inside": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_no_bit(layout: str) -> None:
+    move = LAYOUTS[layout]
+    absent = (torch.arange(5) == 3).expand(2, 5)
+    given = landmarks(2, 5, 8, 3, dtype=torch.float32, absent=absent, iterations=1)
+    spread = Landmarks(*(move(t) for t in given.tensors), torch.stack([absent, ~absent], -1)[..., 0], *given[4:])
+    plain = Landmarks(*(t.contiguous() for t in spread[:4]), *given[4:])
+    dout = move(torch.randn(given.values.shape))
+    assert torch.equal(kernels.landmark_values(*spread), kernels.landmark_values(*plain))
+    gradients = kernels.landmark_values_backward(dout, *spread), kernels.landmark_values_backward(dout.contiguous(), *plain)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    matrix, dinverse = move(torch.randn(2, 5, 5)), move(torch.randn(2, 5, 5))
+    assert torch.equal(kernels.iterative_pinv(matrix, 1), kernels.iterative_pinv(matrix.contiguous(), 1))
+    right = kernels.iterative_pinv_backward(dinverse.contiguous(), matrix.contiguous(), 1)
+    assert torch.equal(kernels.iterative_pinv_backward(dinverse, matrix, 1), right)
+
+
+def test_no_matrices() -> None:
+    check_pinv(kernels, torch.zeros(0, 4, 4), 2)
+    check_landmarks(kernels, landmarks(0, 4, dtype=torch.float32))
+
+
+def test_what_is_not_supported() -> None:
+    assert kernels.unsupported(torch.zeros(1, 64, 64)) is None
+    assert "64" in str(kernels.unsupported(torch.zeros(1, 65, 65)))
+    assert "bfloat16" in str(kernels.unsupported(torch.zeros(1, 2, 2, dtype=torch.bfloat16)))
