@@ -1,6 +1,6 @@
 """Check and time the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-For both families: parity with a float64 oracle, repeats with equal bits, then the times beside the floor and torch's own. Section by
+For all families: parity with a float64 oracle, repeats with equal bits, then the times beside the floor and torch's own. Section by
 section it writes `bench/results/gpu_check_<gpu>_<date>.json`; it prints a table last, and fails when a result is wrong. It takes 8 minutes
 at most.
 """
@@ -28,8 +28,17 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
-SECTIONS = {"parity": 110, "ridge_parity": 110, "repeats": 90, "ridge_timings": 50, "timings": 120}
-"""name -> seconds that it may take; 8 minutes in all. Those without a family are of attention, the repeats of both."""
+SECTIONS = {
+    "parity": 90,
+    "ridge_parity": 90,
+    "nystrom_parity": 50,
+    "continual_parity": 60,
+    "repeats": 60,
+    "ridge_timings": 30,
+    "continual_timings": 20,
+    "timings": 80,
+}
+"""name -> seconds that it may take; 8 minutes in all. Those without a family are of attention, the repeats of attention and Intention."""
 
 Row = dict[str, Any]
 
@@ -48,6 +57,19 @@ def ridge_parity(device: str) -> Iterator[Row]:
         yield check(problem, device)
 
 
+def nystrom_parity(device: str) -> Iterator[Row]:
+    from bench.gpu.nystrom_parity import check, problems
+
+    for problem in problems():
+        yield check(problem, device)
+
+
+def continual_parity(device: str) -> Iterator[Row]:
+    from bench.gpu.continual_parity import run
+
+    yield from run(device)
+
+
 def repeats(device: str) -> Iterator[Row]:
     from bench.gpu.repeats import run
 
@@ -58,6 +80,12 @@ def ridge_timings(device: str) -> Iterator[Row]:
     from bench.gpu.ridge_timings import run
 
     yield from run(device)
+
+
+def continual_timings(device: str) -> Iterator[Row]:
+    from bench.gpu.continual_parity import timings
+
+    yield from timings(device)
 
 
 def timings(device: str) -> Iterator[Row]:
@@ -138,13 +166,13 @@ def passed(report: Row) -> bool:
 
 def table(report: Row) -> str:
     lines = [", ".join(f"{name} {report['machine'][name]}" for name in ("gpu", "driver", "versions", "commit", "date"))]
-    for name in ("parity", "ridge_parity", "repeats"):
-        rows = report["sections"].get(name)
-        if rows is not None:
+    sections = report["sections"]
+    for name, rows in sections.items():
+        if not name.endswith("timings"):
             wrong = [row for row in rows if not row["ok"]]
             lines.append(f"{name}: {len(rows) - len(wrong)} of {len(rows)} passed")
             lines += [f"  WRONG {json.dumps(row)}" for row in wrong]
-    for row in (row for name in ("timings", "ridge_timings") for row in report["sections"].get(name, [])):
+    for row in (row for name in reversed(SECTIONS) if name.endswith("timings") for row in sections.get(name, [])):
         if "rates" in row:
             lines.append("measured: " + ", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in row["rates"].items()))
         elif "seconds" in row:

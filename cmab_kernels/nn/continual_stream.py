@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..checks import wrong
 from ..dtypes import state_dtype
 from ..nystrom import ContinualAttentionState, ContinualNystromState
-from ..nystrom.continual_reference import ring_of, window_of
-from ..nystrom.state import check_state, position_on, tokens_seen
+from ..nystrom.state import check_state, position_on, ring_of, tokens_seen, window_of
 
 
 class FillingWindow(NamedTuple):

@@ -14,9 +14,9 @@ from ..backends import choose, imported, use_impl
 from ..checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
 from ..dtypes import state_dtype
 from .api import Landmarks, check_number, check_pinv, given_landmarks, iterative_pinv
-from .continual_reference import attention_step_reference, nystrom_step_reference, ring_of, row_sums
+from .continual_reference import attention_step_reference, nystrom_step_reference, row_sums
 from .reference import landmark_kernel, segment_means
-from .state import ContinualAttentionState, ContinualNystromState, State, check_state, own_memory, position_on
+from .state import ContinualAttentionState, ContinualNystromState, State, check_state, own_memory, position_on, ring_of
 from .step_schema import attention_step_op, nystrom_step_op, run_step
 
 OUTPUTS = ("single", "retroactive")

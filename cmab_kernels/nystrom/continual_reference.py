@@ -14,29 +14,12 @@ the new landmark's column; recomputation has none of them.) O(n m) a token and d
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
 from ..dtypes import state_dtype
 from .reference import landmark_kernel, logits, pinv_reference, segment_ends
-from .state import ContinualAttentionState, ContinualNystromState, tokens_seen
-
-State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
-
-
-def window_of(ring: Tensor, position: int, window: int) -> Tensor:
-    """(B, H, n, *): a copy of the rows of the last `window` tokens of `position`, oldest first."""
-    rows = torch.arange(position - window, position, device=ring.device) % ring.shape[-2]
-    return ring.index_select(-2, rows)
-
-
-def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
-    """The ring (B, H, C, *) whose last tokens, of `position`, are these."""
-    rows = torch.arange(position - tokens.shape[-2], position, device=tokens.device) % capacity
-    ring = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
-    return ring.index_copy(-2, rows, tokens)
+from .state import ContinualAttentionState, ContinualNystromState, State, tokens_seen, window_of
 
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:

@@ -83,13 +83,32 @@ def tokens_seen(state: ContinualState) -> int:
     return position
 
 
+def window_of(ring: Tensor, position: int, window: int) -> Tensor:
+    """(B, H, n, *): a copy of the rows of the last `window` tokens of `position`, oldest first."""
+    rows = torch.arange(position - window, position, device=ring.device) % ring.shape[-2]
+    return ring.index_select(-2, rows)
+
+
+def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
+    """The ring (B, H, C, *) whose last tokens, of `position`, are these."""
+    rows = torch.arange(position - tokens.shape[-2], position, device=tokens.device) % capacity
+    ring = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
+    return ring.index_copy(-2, rows, tokens)
+
+
 def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
     """A position as a state on this device has it."""
     return position if device.type == "cpu" else torch.full((batch, heads), position, dtype=torch.int64, device=device)
 
 
 def move_state(state: State, device: torch.device | str) -> State:
-    """The state on another device, to the same bits."""
+    """The state on another device, to the same bits.
+
+    >>> tokens = torch.randn(1, 4, 64, 16)
+    >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
+    >>> cmab_kernels.move_state(state, "cpu").keys.device
+    device(type='cpu')
+    """
     device = torch.device(device)
     tensors: Any = {
         name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")

@@ -76,7 +76,7 @@ LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd
 def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
     """A ring with room for the tokens beside the window."""
     batch, heads, capacity, width = ring.shape
-    return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + tokens, width)
+    return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
 
 
 def _out(value: Tensor, window: int, retroactive: bool) -> Tensor:

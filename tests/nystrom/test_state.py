@@ -256,3 +256,20 @@ def test_move_state() -> None:
     assert _same(ck.move_state(state, "cpu"), state)
     there = ck.move_state(state, "meta")
     assert there.position.shape == (2, 3) and there.keys.is_meta and not there.scale.is_meta
+
+
+@pytest.mark.parametrize("kind", ["continual", "exact"])
+def test_blocks_of_tokens_leave_no_more_than_two_windows(step_impl: str, kind: str) -> None:
+    """However many come at once; and they lie where a stream token by token finds them."""
+    stream = _stream(200)
+    state, rest = _start(stream, 10, 3, fixed=False)
+    if kind == "exact":
+        state = ck.continual_attention_init(*(t[:, :, :10] for t in stream))
+    for sizes in ([1, 1], [4, 1, 10, 1], [97, 3, 1, 60, 1]):
+        new = state
+        for parts in zip(*(t[:, :, : sum(sizes)].split(sizes, dim=2) for t in rest), strict=True):
+            out, new = (ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step)(new, *parts, impl=step_impl)
+        assert new.keys.shape[2] <= 20
+        wanted, one_by_one = last(state, tuple(t[:, :, : sum(sizes)] for t in rest), impl=step_impl)
+        torch.testing.assert_close(out[:, :, -1:], wanted, rtol=1e-12, atol=1e-13)
+        assert all(torch.equal(a, b) for a, b in zip(_window_rows(new), _window_rows(one_by_one), strict=True))
