@@ -60,6 +60,10 @@ def _beside_full(window: int, landmarks: str) -> str:
     )
 
 
+def _layer(length: int) -> str:
+    return f"`nystrom_attention`, N = {length:,}, 4 heads of 64, m = 64"
+
+
 NYSTROM = (
     {
         "nystrom-step-fixed-float32-1x64-n64-m16": "one token, fixed landmarks",
@@ -80,11 +84,8 @@ NYSTROM = (
         "exact-step-retroactive-float32-16x12-n120": "the same, retroactive",
         "exact-step-single-float32-16x12-n1024": "the same, single, n = 1,024",
     }
-    | {
-        f"nystrom-{direction}-float32-4x64-N{length}-m64": f"`nystrom_attention`, N = {length:,}, 4 heads of 64, m = 64, {told}"
-        for length in (1024, 4096, 16_384)
-        for direction, told in (("forward", "forward"), ("forward+backward", "forward and backward"))
-    }
+    | {f"nystrom-forward-float32-4x64-N{n}-m64": f"{_layer(n)}, forward" for n in (1024, 4096, 16_384)}
+    | {f"nystrom-forward+backward-float32-4x64-N{n}-m64": f"{_layer(n)}, forward and backward" for n in (1024, 4096)}
 )
 
 
