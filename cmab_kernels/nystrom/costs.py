@@ -179,7 +179,9 @@ def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroacti
 
 
 def state_elements(n: int, m: int, D: int, E: int) -> int:
-    """Of a head of `ContinualNystromState`: the window in a ring of n + 1 tokens, the sums and as much for the next, landmarks, pinv.
+    """Of a head of `ContinualNystromState`: a ring of n + 1 tokens, the sums and as much for the next, landmarks, pinv.
+
+    So of a stream of single tokens. One that took blocks of t has a ring of n + t, at most 2 n.
 
     >>> from cmab_kernels.nystrom.costs import state_elements
     >>> state_elements(64, 16, 64, 64)

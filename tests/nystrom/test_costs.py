@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
 from cmab_kernels.nystrom import costs
 from cmab_kernels.nystrom.costs import (
     PAPER_MEMORY,
@@ -218,12 +219,34 @@ def test_averages_are_over_the_stream(landmarks, output):
     assert executed_on_average(f"{landmarks} {output}", N, M, D) == steps / stretch
 
 
-def test_elements_of_states_are_those_of_their_tensors():
-    shapes = {"queries": (N + 1, D), "keys": (N + 1, D), "values": (N + 1, E), "sums": (M, E + 3), "spare": (M, E + 3)}
-    shapes |= {"landmark_queries": (M, D), "landmark_keys": (M, D), "inverse": (M, M)}
-    assert state_elements(N, M, D, E) == sum(rows * columns for rows, columns in shapes.values())
-    ring = (N + 1) * (2 * D + E)
-    assert [attention_state_elements(N, D, E, retroactive) for retroactive in (False, True)] == [ring, ring + 2 * N * (E + 3)]
+def elements(state) -> int:
+    """Of all heads, without the scale."""
+    return sum(field.numel() for field in state if isinstance(field, torch.Tensor)) - state.scale.numel()
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
+def test_elements_of_states_are_those_of_their_tensors(impl):
+    query, key, value = torch.randn(2, 3, N + 5, D), torch.randn(2, 3, N + 5, D), torch.randn(2, 3, N + 5, E)
+    window, after = ([part[:, :, rows] for part in (query, key, value)] for rows in (slice(N), slice(N, None)))
+    given = torch.randn(3, M, D), torch.randn(3, M, D)
+    for state in (continual_nystrom_init(*window, M), continual_nystrom_init(*window, landmarks=given)):
+        stepped = continual_nystrom_step(state, *(part[:, :, :1] for part in after), impl=impl).state
+        assert elements(state) == elements(stepped) == 6 * state_elements(N, M, D, E)
+    state = continual_attention_init(*window)
+    for output, retroactive in (("single", False), ("retroactive", True)):
+        state = continual_attention_step(state, *(part[:, :, :1] for part in after), output=output, impl=impl).state
+        assert elements(state) == 6 * attention_state_elements(N, D, E, retroactive)
+
+
+@pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
+@pytest.mark.parametrize("tokens", [1, 5, 2 * N])
+def test_a_block_leaves_a_ring_for_as_many_tokens(tokens):
+    """Of n + t rows, and never more than two windows; the formula is of steps of one token."""
+    query, key, value = torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, E)
+    state = continual_nystrom_init(*(part[:, :, :N] for part in (query, key, value)), M)
+    stepped = continual_nystrom_step(state, *(part[:, :, N : N + tokens] for part in (query, key, value))).state
+    assert elements(stepped) <= state_elements(N, M, D, E) + (min(tokens, N) - 1) * (2 * D + E)
 
 
 def test_the_table_has_both_for_every_scheme():
