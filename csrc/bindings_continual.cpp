@@ -33,7 +33,8 @@ class Arguments {
  public:
   static constexpr Py_ssize_t kCount = 5;
 
-  Arguments(PyObject* const* given, int scale) : state_(given[0]), tokens_(given + 1), scale_(scale) {}
+  Arguments(PyObject* const* given, int scale)
+      : state_(given[0]), tokens_(given + 1), retroactive_(given[4] == Py_True), scale_(scale) {}
 
   // A NamedTuple of so many fields.
   bool have(Py_ssize_t fields) const {
@@ -42,31 +43,49 @@ class Arguments {
 
   // What is the same for Nyström and exact attention, but for the sums; false where it is out of the ordinary.
   bool read(Stream& stream) const {
-    Borrowed query, key, value, keys, values;
-    const auto any = [&](PyObject* object, Borrowed& tensor) { return borrow(object, tensor) && tensor.dims == 4; };
-    if (!any(field(kKeys), keys) || !any(field(kValues), values) || !any(tokens_[1], key)) return false;
+    Borrowed rings[3], tokens[3];
+    for (int i = 0; i < 3; ++i)
+      if (!borrow(field(kQueries + i), rings[i]) || !borrow(tokens_[i], tokens[i]) || is_negated(tokens_[i]) ||
+          rings[i].dims != 4 || tokens[i].dims != 4)
+        return false;
+    const Borrowed &keys = rings[kKeys], &values = rings[kValues];
+    if (keys.shape[3] > kMostColumns || values.shape[3] > kMostColumns) return false;
     StreamShape& shape = stream.shape;
     shape.dtype = keys.dtype;
     shape.batch = keys.shape[0], shape.heads = keys.shape[1], shape.capacity = keys.shape[2];
-    shape.tokens = key.shape[2];
-    if (keys.shape[3] > kMostColumns || values.shape[3] > kMostColumns) return false;
+    shape.tokens = tokens[kKeys].shape[2];
     shape.key_width = int(keys.shape[3]), shape.value_width = int(values.shape[3]);
-    if (!count(kPosition, shape.position) || !count(kWindow, shape.window) || !scale(shape.scale)) return false;
-    if (shape.window < 1 || shape.position < shape.window || shape.capacity <= shape.window || shape.tokens < 1)
-      return false;
-    const auto token = [&](int i, Borrowed& tensor, int width) {
-      return borrow(tokens_[i], tensor) && tensor.is(shape.dtype, {shape.batch, shape.heads, shape.tokens, width}) &&
-             !is_negated(tokens_[i]);
-    };
-    if (!token(0, query, shape.key_width) || !token(1, key, shape.key_width) || !token(2, value, shape.value_width))
-      return false;
-    stream.query = operand(query), stream.key = operand(key), stream.value = operand(value);
-    return ring(kQueries, shape, shape.key_width, stream.queries) && ring(kKeys, shape, shape.key_width, stream.keys) &&
-           ring(kValues, shape, shape.value_width, stream.values);
+    for (int i = 0; i < 3; ++i) {
+      const int64_t width = i == kValues ? shape.value_width : shape.key_width;
+      if (!rings[i].is(shape.dtype, shape.batch, shape.heads, shape.capacity, width) || !rings[i].contiguous() ||
+          !tokens[i].is(shape.dtype, shape.batch, shape.heads, shape.tokens, width))
+        return false;
+    }
+    stream.query = operand(tokens[kQueries]), stream.key = operand(tokens[kKeys]);
+    stream.value = operand(tokens[kValues]);
+    stream.queries = rings[kQueries].data, stream.keys = rings[kKeys].data, stream.values = rings[kValues].data;
+    shape.retroactive = retroactive_;
+    return count(kPosition, shape.position) && count(kWindow, shape.window) && scale(shape.scale) &&
+           shape.window >= 1 && shape.position >= shape.window && shape.capacity > shape.window && shape.tokens >= 1;
   }
 
-  PyObject* state() const { return state_; }
-  PyObject* field(int index) const { return PyTuple_GET_ITEM(state_, index); }
+  // How many rows the sums have; they and the memory like them.
+  bool read_sums(const StreamShape& shape, int64_t& rows, void*& sums, void*& spare) const {
+    Borrowed tensor;
+    if (!borrow(field(kSums), tensor) || tensor.dims != 4) return false;
+    rows = tensor.shape[2], sums = tensor.data;
+    const int64_t columns = shape.value_width + 3;
+    return tensor.is(state_type(shape.dtype), shape.batch, shape.heads, rows, columns) && tensor.contiguous() &&
+           matrix(kSpare, shape, rows, columns, spare);
+  }
+
+  // Contiguous (batch, heads, rows, columns) of the state's type.
+  bool matrix(int index, const StreamShape& shape, int64_t rows, int64_t columns, void*& data) const {
+    Borrowed tensor;
+    if (!borrow(field(index), tensor)) return false;
+    data = tensor.data;
+    return tensor.is(state_type(shape.dtype), shape.batch, shape.heads, rows, columns) && tensor.contiguous();
+  }
 
   // An int of the state.
   bool count(Count which, int64_t& number) const {
@@ -78,10 +97,7 @@ class Arguments {
     return false;
   }
 
-  // Contiguous (batch, heads, rows, columns) of the state's type.
-  bool matrix(int index, const StreamShape& shape, int64_t rows, int64_t columns, void*& data) const {
-    return plain(index, state_type(shape.dtype), {shape.batch, shape.heads, rows, columns}, data);
-  }
+  PyObject* state() const { return state_; }
 
  private:
   static constexpr int64_t kMostColumns = 1 << 20;
@@ -93,28 +109,28 @@ class Arguments {
     return made;
   }
 
-  bool plain(int index, DType dtype, std::initializer_list<int64_t> sizes, void*& data) const {
-    Borrowed tensor;
-    if (!borrow(field(index), tensor) || !tensor.is(dtype, sizes) || !tensor.contiguous()) return false;
-    data = tensor.data;
-    return true;
-  }
-
-  bool ring(int index, const StreamShape& shape, int width, void*& data) const {
-    return plain(index, shape.dtype, {shape.batch, shape.heads, shape.capacity, width}, data);
-  }
+  PyObject* field(int index) const { return PyTuple_GET_ITEM(state_, index); }
 
   bool scale(double& number) const {
     Borrowed tensor;
-    if (!borrow(field(scale_), tensor) || !tensor.is(DType::kFloat64, {})) return false;
+    if (!borrow(field(scale_), tensor) || tensor.dtype != DType::kFloat64 || tensor.dims != 0) return false;
     number = *static_cast<const double*>(tensor.data);
     return true;
   }
 
   PyObject* const state_;
   PyObject* const* const tokens_;
+  const bool retroactive_;
   const int scale_;
 };
+
+PyObject* pair(py::object first, py::object second) {
+  PyObject* made = PyTuple_New(2);
+  if (!made) throw py::error_already_set();
+  PyTuple_SET_ITEM(made, 0, first.release().ptr());
+  PyTuple_SET_ITEM(made, 1, second.release().ptr());
+  return made;
+}
 
 // The state after a step: fields that are not set are those of the state before.
 class NewState {
@@ -125,11 +141,10 @@ class NewState {
   py::object before(int field) const { return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(before_, field)); }
 
   // A new tensor for a field; its memory.
-  void* allocate(int field, DType dtype, std::initializer_list<int64_t> shape) {
-    fields_[field] = new_tensor(dtype, shape);
-    Borrowed tensor;
-    if (!borrow(fields_[field].ptr(), tensor)) throw std::runtime_error("a new tensor cannot be read");
-    return tensor.data;
+  void* allocate(int field, DType dtype, const StreamShape& shape, int64_t rows, int64_t columns) {
+    NewTensor made = new_tensor(dtype, shape.batch, shape.heads, rows, columns);
+    fields_[field] = std::move(made.object);
+    return made.data;
   }
 
   py::object make() {
@@ -184,7 +199,7 @@ class Step {
     old_rings_ = {stream.queries, stream.keys, stream.values, shape.capacity};
     shape.capacity = shape.window + shape.tokens;
     const auto ring = [&](int field, int width) {
-      return new_.allocate(field, shape.dtype, {shape.batch, shape.heads, shape.capacity, width});
+      return new_.allocate(field, shape.dtype, shape, shape.capacity, width);
     };
     stream.queries = ring(kQueries, shape.key_width);
     stream.keys = ring(kKeys, shape.key_width);
@@ -208,8 +223,7 @@ class Step {
     if (!replaces_landmark(stream)) return;
     old_landmarks_ = {stream.landmark_queries, stream.landmark_keys, stream.inverse};
     const auto matrix = [&](int field, int64_t columns) {
-      const StreamShape& shape = stream.shape;
-      return new_.allocate(field, state_type(shape.dtype), {shape.batch, shape.heads, stream.landmarks, columns});
+      return new_.allocate(field, state_type(stream.shape.dtype), stream.shape, stream.landmarks, columns);
     };
     stream.landmark_queries = matrix(kLandmarkQueries, stream.shape.key_width);
     stream.landmark_keys = matrix(kLandmarkKeys, stream.shape.key_width);
@@ -217,7 +231,7 @@ class Step {
   }
 
   void* allocate_sums(int field, const StreamShape& shape, int64_t rows) {
-    return new_.allocate(field, state_type(shape.dtype), {shape.batch, shape.heads, rows, shape.value_width + 3});
+    return new_.allocate(field, state_type(shape.dtype), shape, rows, shape.value_width + 3);
   }
 
   void run(const NystromStream& stream) {
@@ -235,13 +249,11 @@ class Step {
   PyObject* result(Kind& stream, int scale) {
     const StreamShape& shape = stream.shape;
     const int64_t rows = shape.retroactive ? shape.window : shape.tokens;
-    py::object out = new_tensor(shape.dtype, {shape.batch, shape.heads, rows, shape.value_width});
-    Borrowed tensor;
-    borrow(out.ptr(), tensor);
-    stream.out = tensor.data;
+    NewTensor out = new_tensor(shape.dtype, shape.batch, shape.heads, rows, shape.value_width);
+    stream.out = out.data;
     run(stream);
     new_.set(scale + kPosition, py::int_(shape.position + shape.tokens));
-    return py::make_tuple(std::move(out), new_.make()).release().ptr();
+    return pair(std::move(out.object), new_.make());
   }
 
  private:
@@ -260,26 +272,21 @@ PyObject* none() { return Py_NewRef(Py_None); }
 PyObject* nystrom_step(PyObject* const* given) {
   const Arguments arguments(given, kNystromScale);
   NystromStream stream{};
-  StreamShape& shape = stream.shape;
+  const StreamShape& shape = stream.shape;
   int64_t iterations, fixed;
-  Borrowed sums;
-  void *before, *spare;
-  if (!arguments.have(kNystromFields) || !arguments.read(stream) || !arguments.count(kIterations, iterations) ||
-      !arguments.count(kFixed, fixed) || !borrow(arguments.field(kSums), sums) || sums.dims != 4)
+  void *sums, *spare;
+  if (!arguments.have(kNystromFields) || !arguments.read(stream) ||
+      !arguments.read_sums(shape, stream.landmarks, sums, spare) || !arguments.count(kIterations, iterations) ||
+      !arguments.count(kFixed, fixed))
     return none();
-  stream.landmarks = sums.shape[2], stream.iterations = int(iterations), stream.fixed = fixed;
   const int64_t m = stream.landmarks;
   // The exact pseudo-inverse is torch's.
-  if (m < 1 || m > shape.window || iterations < 0 || iterations > INT32_MAX || (iterations == 0 && !fixed))
-    return none();
-  if (!arguments.matrix(kSums, shape, m, shape.value_width + 3, before) ||
-      !arguments.matrix(kSpare, shape, m, shape.value_width + 3, spare) ||
-      !arguments.matrix(kLandmarkQueries, shape, m, shape.key_width, stream.landmark_queries) ||
+  if (m < 1 || m > shape.window || iterations < !fixed || iterations > INT32_MAX) return none();
+  if (!arguments.matrix(kLandmarkQueries, shape, m, shape.key_width, stream.landmark_queries) ||
       !arguments.matrix(kLandmarkKeys, shape, m, shape.key_width, stream.landmark_keys) ||
       !arguments.matrix(kInverse, shape, m, m, stream.inverse))
     return none();
-  stream.sums = before;
-  shape.retroactive = given[4] == Py_True;
+  stream.sums = sums, stream.iterations = int(iterations), stream.fixed = fixed;
   Step step(arguments, shape, multiplications(stream));
   if (!step.finite(stream)) return none();
   step.choose_rings(stream);
@@ -291,19 +298,13 @@ PyObject* nystrom_step(PyObject* const* given) {
 PyObject* attention_step(PyObject* const* given) {
   const Arguments arguments(given, kAttentionScale);
   AttentionStream stream{};
-  StreamShape& shape = stream.shape;
-  Borrowed sums;
-  void *before = nullptr, *spare = nullptr;
-  if (!arguments.have(kAttentionFields) || !arguments.read(stream) || !borrow(arguments.field(kSums), sums) ||
-      sums.dims != 4)
+  const StreamShape& shape = stream.shape;
+  int64_t rows;
+  void *sums, *spare;
+  if (!arguments.have(kAttentionFields) || !arguments.read(stream) || !arguments.read_sums(shape, rows, sums, spare) ||
+      (rows != 0 && rows != shape.window))
     return none();
-  const int64_t rows = sums.shape[2];
-  if (rows != 0 && rows != shape.window) return none();
-  if (!arguments.matrix(kSums, shape, rows, shape.value_width + 3, before) ||
-      !arguments.matrix(kSpare, shape, rows, shape.value_width + 3, spare))
-    return none();
-  shape.retroactive = given[4] == Py_True;
-  stream.sums = rows ? before : nullptr;
+  stream.sums = rows ? sums : nullptr;
   Step step(arguments, shape, multiplications(stream));
   if (!step.finite(stream)) return none();
   step.choose_rings(stream);

@@ -121,19 +121,20 @@ bool look(const dlpack::Table& table, PyObject* object, Borrowed& tensor) {
 // Memory that a tensor of torch takes over.
 struct Lent {
   dlpack::Managed managed;
-  int64_t sizes[2 * kMaxDims];
+  int64_t shape[kMaxDims], stride[kMaxDims];
 
-  Lent(DType dtype, std::initializer_list<int64_t> shape) {
-    const int dims = int(shape.size());
-    int64_t *const strides = sizes + kMaxDims, elements = 1;
-    std::copy(shape.begin(), shape.end(), sizes);
-    for (int i = dims - 1; i >= 0; --i) strides[i] = elements, elements *= sizes[i];
+  Lent(DType dtype, const int64_t (&sizes)[kMaxDims]) {
+    int64_t elements = 1;
+    for (int i = kMaxDims - 1; i >= 0; --i) shape[i] = sizes[i], stride[i] = elements, elements *= sizes[i];
     const int64_t element = cpu::element_bytes(dtype);
-    const uint8_t code = dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
     void* data = std::aligned_alloc(64, std::max<int64_t>((elements * element + 63) / 64, 1) * 64);
     if (!data) throw std::bad_alloc();
-    managed = {
-        {1, 0}, this, release, 0, {data, dlpack::kCpu, 0, dims, code, uint8_t(8 * element), 1, sizes, strides, 0}};
+    const uint8_t code = dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
+    managed.version = {1, 0};
+    managed.context = this;
+    managed.release = release;
+    managed.flags = 0;
+    managed.tensor = {data, dlpack::kCpu, 0, kMaxDims, code, uint8_t(8 * element), 1, shape, stride, 0};
   }
 
  private:
@@ -143,10 +144,11 @@ struct Lent {
   }
 };
 
-py::object adopt(const dlpack::Table& table, DType dtype, std::initializer_list<int64_t> shape) {
+NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[kMaxDims]) {
+  auto* lent = new Lent(dtype, shape);
   void* object;
-  if (table.adopt(&(new Lent(dtype, shape))->managed, &object) != 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  if (table.adopt(&lent->managed, &object) != 0) throw py::error_already_set();
+  return {py::reinterpret_steal<py::object>(static_cast<PyObject*>(object)), lent->managed.tensor.data};
 }
 
 // ---- through Python
@@ -170,17 +172,14 @@ bool look_slowly(PyObject* object, Borrowed& tensor) {
   }
 }
 
-py::object allocate_slowly(DType dtype, std::initializer_list<int64_t> shape) {
-  py::list sizes;
-  for (int64_t size : shape) sizes.append(size);
-  return py::handle(torch().empty)(sizes, py::arg("dtype") = py::handle(torch().dtypes[int(dtype)]));
+NewTensor make_slowly(DType dtype, const int64_t (&shape)[kMaxDims]) {
+  const py::handle empty(torch().empty), type(torch().dtypes[int(dtype)]);
+  NewTensor made{empty(shape[0], shape[1], shape[2], shape[3], py::arg("dtype") = type), nullptr};
+  made.data = reinterpret_cast<void*>(py::cast<uintptr_t>(made.object.attr("data_ptr")()));
+  return made;
 }
 
 }  // namespace
-
-bool Borrowed::is(DType type, std::initializer_list<int64_t> sizes) const {
-  return dtype == type && dims == int(sizes.size()) && std::equal(sizes.begin(), sizes.end(), shape);
-}
 
 bool Borrowed::contiguous() const {
   int64_t step = 1;
@@ -210,9 +209,10 @@ bool requires_grad(PyObject* tensor) {
   return answer.ptr() == Py_True;
 }
 
-py::object new_tensor(DType dtype, std::initializer_list<int64_t> shape) {
+NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   const dlpack::Table* table = torch().table;
-  return table ? adopt(*table, dtype, shape) : allocate_slowly(dtype, shape);
+  const int64_t shape[kMaxDims] = {batch, heads, rows, columns};
+  return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
 }
 
 int torch_threads() { return py::cast<int>(py::handle(torch().get_num_threads)()); }

@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <initializer_list>
 
 #include "cpu/operands.h"
 
@@ -20,7 +19,11 @@ struct Borrowed {
   int dims;
   int64_t shape[kMaxDims], stride[kMaxDims];
 
-  bool is(cpu::DType type, std::initializer_list<int64_t> sizes) const;
+  // Of this type, and (batch, heads, rows, columns).
+  bool is(cpu::DType type, int64_t batch, int64_t heads, int64_t rows, int64_t columns) const {
+    return dtype == type && dims == 4 && shape[0] == batch && shape[1] == heads && shape[2] == rows &&
+           shape[3] == columns;
+  }
   bool contiguous() const;
 };
 
@@ -32,8 +35,13 @@ bool borrow(PyObject* object, Borrowed& tensor);
 bool is_negated(PyObject* tensor);
 bool requires_grad(PyObject* tensor);
 
-// Contiguous and uninitialised.
-pybind11::object new_tensor(cpu::DType dtype, std::initializer_list<int64_t> shape);
+struct NewTensor {
+  pybind11::object object;
+  void* data;
+};
+
+// Contiguous and uninitialised, (batch, heads, rows, columns).
+NewTensor new_tensor(cpu::DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
 int torch_threads();
 

@@ -13,10 +13,13 @@ namespace {
 template <class Bits, Bits kExponent>
 bool finite_rows(const void* data, const Operand& at, int64_t rows, int width) {
   const Bits* from = static_cast<const Bits*>(data);
-  bool finite = true;
+  Bits found = 0;
   for (int64_t i = 0; i < rows; ++i, from += at.stride[2])
-    for (int d = 0; d < width; ++d) finite &= (from[d * at.stride[3]] & kExponent) != kExponent;
-  return finite;
+    if (at.stride[3] == 1)
+      for (int d = 0; d < width; ++d) found |= (from[d] & kExponent) == kExponent;
+    else
+      for (int d = 0; d < width; ++d) found |= (from[d * at.stride[3]] & kExponent) == kExponent;
+  return !found;
 }
 
 inline bool finite_rows(DType dtype, const Operand& operand, int64_t b, int64_t h, int64_t rows, int width) {
@@ -141,7 +144,10 @@ class Head {
     const int64_t newest = taken() - 1;
     const Exchange<T> values{ring_rows(tokens_.values, newest, 1, scratch_.added_value).rows,
                              ring_rows(tokens_.values, newest - shape_.window, 1, scratch_.removed_value).rows};
-    guarded_.exchange(sums_ + skipped * guarded_.stride(), new_sums_, rows, values, make_afresh);
+    if (shape_.window <= kSmallWindow)
+      for (int64_t row = 0; row < rows; ++row) make_afresh(row);
+    else
+      guarded_.exchange(sums_ + skipped * guarded_.stride(), new_sums_, rows, values, make_afresh);
     sums_ = new_sums_;
   }
 

@@ -13,6 +13,7 @@ constexpr int kExtra = 3;             // columns of a row beside the values'
 constexpr int64_t kSchedule = 1024;   // tokens after which a row is made afresh in any case
 constexpr double kLeastOfPeak = 0.5;  // and where its sum has fallen below this share of its peak,
 constexpr double kMostRemoved = 2;    // or its values shrink by more than this multiple of what is left
+constexpr int64_t kSmallWindow = 4;   // up to which sums of a window are no dearer than an exchange, and exact
 
 // A head's window as a query sees it.
 template <class T>

@@ -1,0 +1,119 @@
+"""Promise P4: after any number of steps, with any logits, no output is further from recomputation than ten times two stacks' error.
+
+Queries are 1, keys are the logits and the scale is 1, so that logits are exact and every output is the weighted mean itself: the experiment
+of which two stacks (aggregation without subtraction, in float32) had the errors below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
+from cmab_kernels.nystrom.continual_reference import row_sums, window_of
+
+native = pytest.importorskip("cmab_kernels.nystrom.native_step", reason="the extension was not built", exc_type=ImportError)
+
+WINDOW, LANDMARKS, WIDTH = 256, 2, 2
+BLOCK = 2000
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(before)
+
+
+class Law(NamedTuple):
+    logits: Callable[[Tensor], Tensor]  # of the tokens' numbers
+    median: float  # errors of two stacks
+    largest: float
+
+
+def _noise(numbers: Tensor) -> Tensor:
+    return torch.randn(len(numbers))
+
+
+LAWS = {
+    "N(0, 1)": Law(_noise, 2e-8, 3e-7),
+    "N(0, 10^2)": Law(lambda numbers: 10 * _noise(numbers), 5e-8, 3e-6),
+    "spikes of 20": Law(lambda numbers: _noise(numbers) + 20 * (numbers % 5_000 == 4_999), 2e-8, 4e-6),
+    "spikes of 40": Law(lambda numbers: _noise(numbers) + 40 * (numbers % 50_000 == 49_999), 2e-8, 3e-7),
+}
+OTHERS = {
+    "falling": Law(lambda numbers: -0.05 * (numbers % 10_000) + 0 * _noise(numbers), 2e-8, 4e-6),
+    "of 1e4": Law(lambda numbers: 1e4 * _noise(numbers).sign() + _noise(numbers), 2e-8, 4e-6),
+    "all equal": Law(lambda numbers: 0 * _noise(numbers) + 3, 2e-8, 3e-7),
+}
+
+
+def _tokens(law: Law, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys = law.logits(torch.arange(first, first + count)).float().view(1, 1, count, 1)
+    return torch.ones(1, 1, count, 1), keys, torch.randn(1, 1, count, WIDTH)
+
+
+def _means(keys: Tensor, values: Tensor) -> Tensor:
+    """(tokens, E): of the window that ends with each token but the first n - 1, in float64."""
+    weights = keys.double().flatten().unfold(0, WINDOW, 1).softmax(-1)
+    return torch.einsum("tn,ten->te", weights, values.double()[0, 0].unfold(0, WINDOW, 1))
+
+
+def _errors(law: Law, kind: str, count: int) -> Tensor:
+    """Of every output of `count` steps."""
+    query, key, value = _tokens(law, 0, WINDOW)
+    ones = torch.ones(1, LANDMARKS, 1)
+    landmarks = {"num_landmarks": LANDMARKS} if kind == "continual" else {"landmarks": (ones, ones)}
+    state = continual_nystrom_init(query, key, value, scale=1.0, **landmarks)
+    errors = []
+    for first in range(WINDOW, WINDOW + count, BLOCK):
+        tokens = _tokens(law, first, BLOCK)
+        out, state = native.continual_nystrom_step(state, *tokens, False)
+        key, value = (torch.cat([old[:, :, 1 - WINDOW :], new], 2) for old, new in ((key, tokens[1]), (value, tokens[2])))
+        errors.append((out[0, 0].double() - _means(key, value)).abs())
+    return torch.cat(errors)
+
+
+def _check(law: Law, kind: str, count: int) -> None:
+    errors = _errors(law, kind, count)
+    assert errors.shape == (count, WIDTH) and errors.isfinite().all()
+    assert errors.median() <= 10 * law.median and errors.max() <= 10 * law.largest
+
+
+@pytest.mark.parametrize("kind", ["continual", "fixed"])
+@pytest.mark.parametrize("law", [*LAWS, *OTHERS])
+def test_a_hundred_thousand_steps(law: str, kind: str) -> None:
+    _check((LAWS | OTHERS)[law], kind, 100_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["continual", "fixed"])
+@pytest.mark.parametrize("law", [*LAWS, *OTHERS])
+def test_a_million_steps(law: str, kind: str) -> None:
+    _check((LAWS | OTHERS)[law], kind, 1_000_000)
+
+
+def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:
+    """Of all rows, after every block of retroactive steps of exact attention."""
+    state = continual_attention_init(*_tokens(law, 0, window), scale=1.0)
+    errors = []
+    for first in range(window, window + count, block):
+        out, state = native.continual_attention_step(state, *_tokens(law, first, block), True)
+        queries, keys, values = (window_of(ring, state.position, window).double() for ring in state[:3])
+        sums = row_sums(queries, keys, values, state.scale)
+        errors.append((out.double() - sums[..., :-3] / sums[..., -3:-2]).abs().flatten())
+    return torch.cat(errors)
+
+
+@pytest.mark.parametrize("law", [*LAWS, *OTHERS])
+def test_exact_rows_live_long_enough_to_drift(law: str) -> None:
+    """A row lives as long as its query is in the window."""
+    errors = _exact_errors((LAWS | OTHERS)[law], 6000, 300, 60)
+    assert errors.isfinite().all()
+    assert errors.median() <= 10 * (LAWS | OTHERS)[law].median and errors.max() <= 10 * (LAWS | OTHERS)[law].largest

@@ -1,0 +1,604 @@
+"""The continual steps in C++ against recomputation in float64: every instruction set, type and layout, states as values, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
+from cmab_kernels.nystrom.continual_reference import attention_step_reference, nystrom_step_reference, row_sums, window_of
+from cmab_kernels.nystrom.reference import logits
+from cmab_kernels.nystrom.state import ContinualNystromState
+
+native = pytest.importorskip("cmab_kernels.nystrom.native_step", reason="the extension was not built", exc_type=ImportError)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["continual", "fixed", "exact"]
+# (n, m, D, E)
+SIZES = [(8, 3, 5, 7), (64, 16, 64, 64), (7, 7, 3, 17), (33, 1, 65, 1), (1, 1, 1, 3), (40, 17, 16, 65), (100, 9, 8, 33)]
+
+
+@pytest.fixture(params=[name for name in native._C.instruction_sets() if name in ("portable", "avx2", "avx512")])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Those that have kernels of their own."""
+    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
+    assert native._C.instruction_set() == request.param
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Callable[[int], None]]:
+    """One thread, unless a test sets another number: these inputs are small. No gradients: with them the definition runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+
+
+def _tokens(batch: int, heads: int, count: int, width: int, value_width: int, dtype: torch.dtype = torch.float32) -> Tokens:
+    q, k, v = (torch.randn(batch, heads, count, w, dtype=torch.float64).to(dtype) for w in (width, width, value_width))
+    return q, k, v
+
+
+def _some(tokens: Tokens, first: int, end: int) -> Tokens:
+    q, k, v = (t[:, :, first:end] for t in tokens)
+    return q, k, v
+
+
+def _start(kind: str, tokens: Tokens, n: int, m: int, scale: float | None = None) -> Any:
+    first = _some(tokens, 0, n)
+    if kind == "exact":
+        return continual_attention_init(*first, scale=scale)
+    if kind == "continual":
+        return continual_nystrom_init(*first, num_landmarks=m, scale=scale)
+    _, heads, _, width = first[1].shape
+    landmarks = tuple(torch.randn(heads, m, width).to(first[1]) for _ in range(2))
+    return continual_nystrom_init(*first, landmarks=landmarks, scale=scale)
+
+
+def _step(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
+    step = native.continual_nystrom_step if isinstance(state, ContinualNystromState) else native.continual_attention_step
+    result = step(state, *tokens, retroactive)
+    assert result is not None
+    return result
+
+
+def _run(state: Any, tokens: Tokens, chunks: list[int], retroactive: bool = False) -> tuple[list[Tensor], Any]:
+    outs, taken = [], 0
+    for chunk in chunks:
+        out, state = _step(state, _some(tokens, taken, taken + chunk), retroactive)
+        outs.append(out)
+        taken += chunk
+    return outs, state
+
+
+def _window(state: Any) -> list[Tensor]:
+    return [window_of(ring, state.position, state.window) for ring in state[:3]]
+
+
+def _what_counts(state: Any) -> list[Tensor]:
+    """Everything that a state says: the window, in order, and all but the spare memory."""
+    return [
+        *_window(state),
+        *(t for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in (*state._fields[:3], "spare")),
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    pairs = zip(_what_counts(a), _what_counts(b), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs) and a[-4:] == b[-4:] if len(a) == 13 else a[-2:] == b[-2:]
+
+
+def _bits(state: Any) -> list[bytes]:
+    """Of all memory that belongs to it, the spare and the free row included."""
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in state if isinstance(t, Tensor) and t.dim()]
+
+
+# ---- accuracy
+
+
+class Run(NamedTuple):
+    """A stream by native code, and by the definition in float64 and in the stream's own precision."""
+
+    error: Tensor  # (steps,), the largest of its rows, in units of the sizes of the terms
+    own: Tensor
+    score: float  # the largest logit
+
+
+def _as(state: Any, dtype: torch.dtype) -> Any:
+    return type(state)(*(t.to(dtype) if isinstance(t, Tensor) and t.dim() else t for t in state))
+
+
+def _sizes(state: Any, queries: Tensor) -> Tensor:
+    """(B, H, rows, E): what outputs would be if nothing cancelled."""
+    _, keys, values = _window(state)
+    if not isinstance(state, ContinualNystromState):
+        return values.abs().amax(-2, keepdim=True)
+    means = row_sums(state.landmark_queries, keys, values.abs(), state.scale)
+    near = logits(queries, state.landmark_keys, state.scale).softmax(-1)
+    return near @ state.inverse.abs() @ (means[..., :-3] / means[..., -3:-2])
+
+
+def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale: float | None = None) -> Run:
+    """Token by token from the same first window."""
+    by_definition = attention_step_reference if kind == "exact" else nystrom_step_reference
+    state = _start(kind, tokens, n, m, scale)
+    dtype = state.keys.dtype
+    right, same = _as(state, torch.float64), state
+    errors, owns, score = [], [], 0.0
+    for i in range(n, tokens[1].shape[2]):
+        new = _some(tokens, i, i + 1)
+        out, state = _step(state, new, retroactive)
+        wide, right = by_definition(right, *(t.double() for t in new), retroactive)
+        own, same = by_definition(same, *new, retroactive)
+        assert out.dtype == dtype and out.is_contiguous() and out.shape == wide.shape and state.position == i + 1
+        queries = _window(right)[0] if retroactive else new[0].double()
+        sizes = _sizes(right, queries) + 1e-300
+        errors.append(((out.double() - wide).abs() / sizes).max())
+        owns.append(((own.double() - wide).abs() / sizes).max())
+        far = right.landmark_queries if kind != "exact" else queries
+        score = max(score, float(logits(far, right.keys, right.scale).abs().max()))
+    assert all(torch.equal(a, b) for a, b in zip(_window(state), _window(same), strict=True))
+    return Run(torch.stack(errors), torch.stack(owns), score)
+
+
+def _allowed(run: Run, dtype: torch.dtype) -> float:
+    """Promise P2; torch's own error is the stream's largest, for in a single row it may be any luck."""
+    if dtype == torch.float64:
+        return max(1e-12, 4 * 2.0**-52 * run.score)
+    eps, own = torch.finfo(state_dtype(dtype)).eps, float(run.own.max())
+    if dtype == torch.float32:
+        return max(3 * own, 32 * eps, 4 * eps * run.score)
+    return 2 * own + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, m, width, value_width", SIZES)
+def test_every_step(isa: str, kind: str, dtype: torch.dtype, n: int, m: int, width: int, value_width: int) -> None:
+    tokens = _tokens(1, 2, n + 24, width, value_width, dtype)
+    for retroactive in (False, True):
+        run = _compare(kind, tokens, n, m, retroactive)
+        assert run.error.max() <= _allowed(run, dtype)
+
+
+# What is added to each key's logit: queries have a 1 there, and the scale is 1.
+LOGITS: dict[str, Callable[[int], Tensor]] = {
+    "N(0, 1)": lambda count: torch.randn(count),
+    "N(0, 10^2)": lambda count: 10 * torch.randn(count),
+    "a spike of 20": lambda count: torch.randn(count) + 20 * (torch.arange(count) % 50 == 49),
+    "a spike of 40": lambda count: torch.randn(count) + 40 * (torch.arange(count) % 90 == 89),
+    "falling": lambda count: -0.5 * torch.arange(count, dtype=torch.float32),
+    "rising": lambda count: 3.0 * torch.arange(count, dtype=torch.float32),
+    "of 1e4": lambda count: 1e4 * torch.randn(count).sign() + torch.randn(count),
+    "all equal": lambda count: torch.full((count,), 0.75),
+}
+
+
+def _with_logits(law: Tensor, width: int, value_width: int, dtype: torch.dtype) -> Tokens:
+    q, k, v = _tokens(1, 2, len(law), width, value_width, torch.float64)
+    q[..., 0], k[..., 0] = 1.0, law
+    q[..., 1:] *= 0.1
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("law", LOGITS)
+def test_laws_of_logits(kind: str, law: str, dtype: torch.dtype) -> None:
+    tokens = _with_logits(LOGITS[law](200), 4, 3, dtype)
+    for retroactive in (False, True) if kind == "exact" else (False,):
+        run = _compare(kind, tokens, 30, 4, retroactive, scale=1.0)
+        assert run.error.isfinite().all() and run.error.max() <= _allowed(run, dtype)
+
+
+@pytest.mark.parametrize("size", [3e37, 3e38, 1e200])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_logits_up_to_the_largest_number(isa: str, kind: str, retroactive: bool, size: float) -> None:
+    """They, their differences and the products that they are sums of overflow; a query sees nothing but the largest."""
+    dtype = torch.float64 if size > 1e100 else torch.float32
+    q, k, v = _tokens(1, 1, 120, 2, 3, dtype)
+    q, k = q.sign() * size**0.5, k.sign() * size**0.5
+    k[..., 70, :] *= 0.5
+    run = _compare(kind, (q, k, v), 20, 3, retroactive, scale=1.0)
+    assert run.error.isfinite().all() and run.error.max() <= 2.0
+    if kind == "exact":
+        assert run.error.max() <= 1e-6
+
+
+def test_products_that_cancel_beyond_the_largest_number() -> None:
+    """Each product is infinite in float32, their sum is 1."""
+    q, k, v = _tokens(1, 1, 40, 3, 2)
+    q[:] = torch.tensor([1e25, 1e25, 1.0])
+    k[..., 0], k[..., 1] = 1e25, -1e25
+    run = _compare("exact", (q, k, v), 10, 1, True, scale=1.0)
+    assert run.error.max() < 1e-6
+    state = _start("exact", (q, k, v), 10, 1, scale=1.0)
+    outs, _ = _run(state, _some((q, k, v), 10, 40), [1] * 30)
+    scores = k[..., 2].double()
+    for i, out in enumerate(outs):
+        weights = scores[0, 0, i + 1 : i + 11].softmax(0)
+        assert torch.allclose(out.double()[0, 0, 0], weights @ v[0, 0, i + 1 : i + 11].double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
+def test_values_that_dwarf_the_rest(kind: str) -> None:
+    """What is left when such a token leaves is as exact as if it had never been there."""
+    q, k, v = _tokens(1, 1, 260, 4, 5)
+    v[..., 90, :] *= 1e6
+    v[..., 150, 2] = 1e8
+    state, right = _start(kind, (q, k, v), 40, 5), None
+    by_definition = attention_step_reference if kind == "exact" else nystrom_step_reference
+    right = _as(state, torch.float64)
+    for i in range(40, 260):
+        new = _some((q, k, v), i, i + 1)
+        out, state = _step(state, new, kind == "exact")
+        wide, right = by_definition(right, *(t.double() for t in new), kind == "exact")
+        sizes = _sizes(right, new[0].double()).amax(-2, keepdim=True)
+        assert ((out.double() - wide).abs() <= 2e-5 * sizes).all(), i
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retroactive", [False, True])
+@pytest.mark.parametrize("n, m", [(10, 3), (64, 16), (1, 1)])
+def test_chunks_change_no_bit(isa: str, kind: str, retroactive: bool, n: int, m: int) -> None:
+    tokens = _tokens(2, 2, n + 150, 17, 9)
+    state, rest = _start(kind, tokens, n, m), _some(tokens, n, n + 150)
+    right, end = _run(state, rest, [1] * 150, retroactive)
+    for chunks in ([150], [75, 75], [2] * 75, [7] * 21 + [3], [1, 100, 49], [64, 64, 22]):
+        outs, other = _run(state, rest, chunks, retroactive)
+        assert _same(end, other)
+        assert torch.equal(outs[-1], right[-1]) if retroactive else torch.equal(torch.cat(outs, 2), torch.cat(right, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_neighbours_change_no_bit(isa: str, kind: str, threads: Callable[[int], None]) -> None:
+    tokens = _tokens(5, 13, 64 + 40, 64, 64)
+    state, rest = _start(kind, tokens, 64, 16), _some(tokens, 64, 104)
+    chunks, retroactive = [1, 5, 34], kind == "exact"
+    outs, end = _run(state, rest, chunks, retroactive)
+    threads(2)
+    again, other = _run(state, rest, chunks, retroactive)
+    assert _same(end, other) and all(torch.equal(a, b) for a, b in zip(outs, again, strict=True))
+    threads(1)
+    alone = type(state)(*(t[3:4, 7:8].contiguous() if isinstance(t, Tensor) and t.dim() else t for t in state))
+    few, _ = _run(alone, tuple(t[3:4, 7:8] for t in rest), chunks, retroactive)
+    assert all(torch.equal(a[3:4, 7:8], b) for a, b in zip(outs, few, strict=True))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns outside": lambda t: t.transpose(-1, 2).contiguous().transpose(-1, 2),
+    "step 2": lambda t: torch.stack([t, torch.full_like(t, math.nan)], -1).flatten(-2)[..., ::2],
+    "rows of step 2": lambda t: torch.stack([t, torch.full_like(t, math.nan)], 3).flatten(2, 3)[:, :, ::2],
+    "offset 1": lambda t: torch.cat([t.new_full((1,), math.nan), t.flatten()])[1:].view(t.shape),
+    "offset 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.flatten()])[3:].view(t.shape),
+    "batch inside": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_layouts_of_tokens_change_no_bit(layout: str, dtype: torch.dtype) -> None:
+    tokens = _tokens(2, 3, 40, 8, 16, dtype)
+    state, rest = _start("continual", tokens, 20, 4), _some(tokens, 20, 40)
+    out, end = _step(state, rest)
+    moved, other = _step(state, tuple(LAYOUTS[layout](t) for t in rest))
+    assert torch.equal(out, moved) and _same(end, other)
+
+
+def test_expanded_tokens() -> None:
+    tokens = _tokens(2, 3, 20, 8, 16)
+    state = _start("fixed", tokens, 20, 4)
+    one = tuple(torch.randn(1, 1, 1, w).expand(2, 3, 4, w) for w in (8, 8, 16))
+    out, end = _step(state, one)
+    dense, other = _step(state, tuple(t.contiguous() for t in one))
+    assert torch.equal(out, dense) and _same(end, other)
+
+
+# ---- states are values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_an_older_state_stays(kind: str, retroactive: bool) -> None:
+    """Stepped twice, kept while the stream goes on from what came after it, and stepped again then."""
+    tokens = _tokens(1, 2, 60, 6, 5)
+    rest = _some(tokens, 12, 60)
+    _, old = _run(_start(kind, tokens, 10, 3), _some(tokens, 10, 12), [1, 1], retroactive)
+    frozen = copy.deepcopy(old)
+    right, _ = _run(copy.deepcopy(old), rest, [1] * 48, retroactive)
+    for chunks in ([1] * 48, [5] * 9 + [3], [1] * 48):
+        outs, _ = _run(old, rest, chunks, retroactive)
+        assert _same(old, frozen)
+        assert torch.equal(outs[-1], right[-1]) if retroactive else torch.equal(torch.cat(outs, 2), torch.cat(right, 2))
+
+
+def test_states_that_share_a_ring() -> None:
+    tokens = _tokens(1, 1, 40, 4, 3)
+    rest = _some(tokens, 10, 40)
+    right, _ = _run(_start("continual", tokens, 10, 3), rest, [1] * 30)
+    state = _start("continual", tokens, 10, 3)
+    other = state._replace(position=state.position)  # another tuple, the same tensors
+    first, _ = _run(state, rest, [1] * 30)
+    second, _ = _run(other, rest, [1] * 30)
+    assert torch.equal(torch.cat(first, 2), torch.cat(right, 2)) and torch.equal(torch.cat(second, 2), torch.cat(right, 2))
+
+
+@pytest.mark.parametrize("field", ["queries", "keys", "values", "sums", "spare"])
+def test_a_reference_to_one_tensor_is_enough_to_keep_it(field: str) -> None:
+    tokens = _tokens(1, 2, 40, 4, 3)
+    state = _start("continual", tokens, 10, 3)
+    kept = getattr(state, field)
+    before = kept.clone()
+    assert not native._C.is_sole_owner(state)
+    for i in range(10, 40):
+        _, state = _step(state, _some(tokens, i, i + 1))
+    assert kept.eq(before).logical_or(before.isnan()).all()
+
+
+def test_a_tensor_of_a_graph_is_not_written() -> None:
+    tokens = _tokens(1, 1, 40, 4, 3)
+    state = _start("continual", tokens, 10, 3)
+    assert native._C.is_sole_owner(state)
+    state.keys.requires_grad_()
+    assert not native._C.is_sole_owner(state)
+    memory = state.keys.detach()
+    before = memory.clone()
+    for i in range(10, 25):
+        _, state = _step(state, _some(tokens, i, i + 1))
+    assert torch.equal(memory, before) and not state.keys.requires_grad
+
+
+def test_a_stream_alone_writes_where_nobody_looks() -> None:
+    tokens = _tokens(1, 1, 200, 4, 3)
+    state = _start("fixed", tokens, 10, 3)
+    places = set()
+    for i in range(10, 200):
+        _, state = _step(state, _some(tokens, i, i + 1))
+        places |= {t.data_ptr() for t in state[:5]}
+    assert len(places) == 5
+    _, state = _step(state, _some(tokens, 0, 64))  # needs a longer ring, once
+    places = {t.data_ptr() for t in state[:5]}
+    for i in range(0, 180, 30):
+        _, state = _step(state, _some(tokens, i, i + 30))
+        assert {t.data_ptr() for t in state[:5]} == places
+
+
+def test_two_threads_step_one_state() -> None:
+    """Neither holds the interpreter's lock while it computes."""
+    tokens = _tokens(8, 16, 64 + 8, 64, 64)
+    state, rest = _start("fixed", tokens, 64, 16), _some(tokens, 64, 72)
+    right, _ = _step(copy.deepcopy(state), rest)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            for out, end in pool.map(lambda _: _step(state, rest), range(2)):
+                assert torch.equal(out, right) and end.position == 72
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", [0, 1, 13])
+def test_saved_and_restored(kind: str, moment: int) -> None:
+    tokens = _tokens(1, 2, 80, 5, 4)
+    _, state = _run(_start(kind, tokens, 12, 5), _some(tokens, 12, 12 + moment), [1] * moment, retroactive=True)
+    file = io.BytesIO()
+    torch.save(tuple(state), file)
+    file.seek(0)
+    restored = type(state)(*torch.load(file, weights_only=True))
+    rest = _some(tokens, 12 + moment, 80)
+    outs, end = _run(state, rest, [1] * rest[0].shape[2], retroactive=True)
+    again, other = _run(restored, rest, [1] * rest[0].shape[2], retroactive=True)
+    assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True)) and _same(end, other)
+
+
+# ---- the guard
+
+
+VALUES, WEIGHT = slice(0, 3), slice(3, 4)
+
+
+@pytest.mark.parametrize(
+    "part, factor, steps",
+    [
+        (VALUES, math.nan, 1),
+        (VALUES, math.inf, 1),
+        (WEIGHT, math.nan, 1),
+        (WEIGHT, 0.4, 1),
+        (WEIGHT, -1.0, 1),
+        (VALUES, 1.001, 1024),
+        (WEIGHT, 1.001, 1024),
+    ],
+)
+def test_sums_that_went_wrong_are_made_afresh(part: slice, factor: float, steps: int) -> None:
+    """At once where they are no numbers or too small, on schedule where it does not show."""
+    tokens = _tokens(1, 1, 1200, 4, 3)
+    state = _start("fixed", tokens, 16, 5)
+    state.sums[..., 2:4, part].mul_(factor)
+    _, state = _step(state, _some(tokens, 16, 16 + steps))
+    _, keys, values = (t.double() for t in _window(state))
+    right = row_sums(state.landmark_queries.double(), keys, values, state.scale)
+    means = state.sums[..., :3] / state.sums[..., 3:4]
+    assert torch.allclose(means.double(), right[..., :3] / right[..., 3:4], atol=1e-6)
+
+
+# ---- what is out of the ordinary
+
+
+def _ordinary(kind: str = "continual") -> tuple[Any, Tokens]:
+    tokens = _tokens(2, 2, 22, 4, 3)
+    return _start(kind, tokens, 20, 4), _some(tokens, 20, 22)
+
+
+BAD_TOKENS: dict[str, Callable[[Tensor], Any]] = {
+    "a NaN": lambda t: t.index_fill(2, torch.tensor(1), math.nan),
+    "an infinity": lambda t: torch.cat([t[..., :-1], torch.full_like(t[..., :1], math.inf)], -1),
+    "a strided NaN": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2].index_fill(0, torch.tensor(1), -math.inf),
+    "another type": lambda t: t.double(),
+    "integers": lambda t: t.int(),
+    "a dimension less": lambda t: t[0],
+    "a dimension more": lambda t: t[None],
+    "another width": lambda t: t[..., 1:],
+    "another batch": lambda t: t[:1],
+    "no token": lambda t: t[:, :, :0],
+    "a lazy negation": lambda t: torch.complex(torch.zeros_like(t), -t).conj().imag,
+    "a hidden negation": lambda t: torch._neg_view(t),
+    "a parameter": lambda t: torch.nn.Parameter(t),
+    "no memory": lambda t: t.to("meta"),
+    "not dense": lambda t: t.to_sparse(),
+    "an array": lambda t: t.numpy(),
+    "nothing": lambda t: None,
+}
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_tokens_out_of_the_ordinary(name: str, position: int) -> None:
+    """None, with no bit of the state changed, not even of its spare memory."""
+    for kind, step in (("continual", native.continual_nystrom_step), ("exact", native.continual_attention_step)):
+        state, tokens = _ordinary(kind)
+        before = _bits(state)
+        given = [*tokens]
+        given[position] = BAD_TOKENS[name](given[position])
+        assert step(state, *given, False) is None and step(state, *given, True) is None
+        assert _bits(state) == before
+        assert step(state, *tokens, False) is not None
+
+
+def test_half_precision_infinities_are_seen() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        tokens = _tokens(1, 1, 22, 4, 3, dtype)
+        state = _start("continual", tokens, 20, 4)
+        largest = _some(tokens, 20, 22)
+        largest[2][:] = torch.finfo(dtype).max
+        assert native.continual_nystrom_step(state, *largest, False) is not None
+        largest[2][..., 1, 1] = math.inf
+        assert native.continual_nystrom_step(state, *largest, False) is None
+
+
+BAD_STATES: dict[str, Callable[[Any], Any]] = {
+    "a plain tuple": lambda s: tuple(s),
+    "a list": lambda s: list(s),
+    "nothing": lambda s: None,
+    "a field less": lambda s: s[:-1],
+    "expanded": lambda s: s._replace(keys=s.keys[:1].expand(2, -1, -1, -1)),
+    "transposed": lambda s: s._replace(sums=s.sums.transpose(0, 1).contiguous().transpose(0, 1)),
+    "another type": lambda s: s._replace(sums=s.sums.double()),
+    "another type of ring": lambda s: s._replace(values=s.values.half()),
+    "sums of another width": lambda s: s._replace(sums=s.sums[..., 1:].contiguous()),
+    "spare of another size": lambda s: s._replace(spare=s.spare[:, :, 1:].contiguous()),
+    "a ring that is too short": lambda s: s._replace(**{f: getattr(s, f)[:, :, -20:].contiguous() for f in ("queries", "keys", "values")}),
+    "rings of two lengths": lambda s: s._replace(values=torch.cat([s.values, s.values], 2)),
+    "a window not filled": lambda s: s._replace(position=19),
+    "no window": lambda s: s._replace(window=0),
+    "a position that is a tensor": lambda s: s._replace(position=torch.tensor(20)),
+    "a position beyond 64 bits": lambda s: s._replace(position=2**70),
+    "a scale of its own type": lambda s: s._replace(scale=s.scale.float()),
+    "a scale that is a number": lambda s: s._replace(scale=0.5),
+}
+BAD_LANDMARKS: dict[str, Callable[[Any], Any]] = {
+    "no landmark": lambda s: s._replace(sums=s.sums[:, :, :0].contiguous(), spare=s.spare[:, :, :0].contiguous()),
+    "more landmarks than tokens": lambda s: s._replace(sums=torch.zeros(2, 2, 21, 6), spare=torch.zeros(2, 2, 21, 6)),
+    "landmarks missing": lambda s: s._replace(landmark_keys=s.landmark_keys[:, :, 1:].contiguous()),
+    "an inverse of another size": lambda s: s._replace(inverse=s.inverse[..., 1:].contiguous()),
+    "the exact pseudo-inverse": lambda s: s._replace(pinv_iterations=0),
+    "negative iterations": lambda s: s._replace(pinv_iterations=-1, fixed=1),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD_STATES, *BAD_LANDMARKS])
+def test_states_out_of_the_ordinary(name: str) -> None:
+    state, tokens = _ordinary()
+    before = _bits(state)
+    assert native.continual_nystrom_step((BAD_STATES | BAD_LANDMARKS)[name](state), *tokens, False) is None
+    assert _bits(state) == before
+    if name in BAD_STATES:
+        state, tokens = _ordinary("exact")
+        _, state = _step(state, tokens, retroactive=True)
+        assert native.continual_attention_step(BAD_STATES[name](state), *tokens, False) is None
+
+
+def test_states_of_the_other_kind() -> None:
+    state, tokens = _ordinary()
+    exact, _ = _ordinary("exact")
+    assert native.continual_attention_step(state, *tokens, False) is None
+    assert native.continual_nystrom_step(exact, *tokens, False) is None
+    with pytest.raises(TypeError, match="retroactive"):
+        native.continual_nystrom_step(state, *tokens)
+
+
+def test_fixed_landmarks_take_the_exact_pseudo_inverse() -> None:
+    tokens = _tokens(1, 1, 30, 4, 3)
+    landmarks = (torch.randn(1, 3, 4), torch.randn(1, 3, 4))
+    state = continual_nystrom_init(*_some(tokens, 0, 20), landmarks=landmarks, pinv="exact")
+    out, _ = _step(state, _some(tokens, 20, 30))
+    right, _ = nystrom_step_reference(state, *_some(tokens, 20, 30), False)
+    assert torch.allclose(out, right, atol=1e-5)
+
+
+def test_no_heads() -> None:
+    tokens = _tokens(0, 3, 22, 4, 3)
+    for kind in ("continual", "exact"):
+        out, state = _step(_start(kind, tokens, 20, 4), _some(tokens, 20, 22))
+        assert out.shape == (0, 3, 2, 3) and state.position == 22
+
+
+def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, tokens = _ordinary()
+    monkeypatch.setenv("CMAB_KERNELS_ISA", "sse9")
+    with pytest.raises(RuntimeError, match="sse9"):
+        native.continual_nystrom_step(state, *tokens, False)
+
+
+def test_types_and_devices_it_cannot_take() -> None:
+    q = torch.zeros(1, 1, 1, 1)
+    assert native.unsupported(q, q, q) is None
+    assert "meta" in native.unsupported(*(q.to("meta"),) * 3)
+    assert "int64" in native.unsupported(*(q.long(),) * 3)
+
+
+WITHOUT_TABLE = """
+import torch
+if {without}:
+    del torch.Tensor.__dlpack_c_exchange_api__
+from cmab_kernels.nystrom import native_step
+from cmab_kernels.nystrom.continual import continual_nystrom_init
+with torch.no_grad():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        tokens = [torch.randn(2, 2, 60, 5, dtype=torch.float64).to(dtype) for _ in range(3)]
+        state = continual_nystrom_init(*(t[:, :, :10] for t in tokens), num_landmarks=3)
+        for i in range(10, 60, 5):
+            out, state = native_step.continual_nystrom_step(state, *(t[:, :, i : i + 5] for t in tokens), False)
+        assert native_step.continual_nystrom_step(state, *(t[0] for t in tokens), False) is None
+        assert native_step.continual_nystrom_step(state, *(t.to("meta") for t in tokens), False) is None
+        assert native_step.continual_nystrom_step(state, *(t.int() for t in tokens), False) is None
+        print(out.dtype, out.double().flatten().tolist(), state.sums.double().sum().item())
+"""
+
+
+def test_torch_without_the_table_of_functions() -> None:
+    """Older versions have none: the same bits through Python."""
+    runs = [
+        subprocess.run([sys.executable, "-c", WITHOUT_TABLE.format(without=without)], capture_output=True, text=True, check=True).stdout
+        for without in (False, True)
+    ]
+    assert runs[0] == runs[1] and runs[0].count("torch.") == 4
