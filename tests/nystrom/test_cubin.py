@@ -1,0 +1,105 @@
+"""The Triton kernels compiled for GPUs that are not here: what the machine code shows without running it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from cmab_kernels.nystrom import kernels
+from cmab_kernels.nystrom.kernels import launch
+from tests.cubin import Launch, compiled, faults, record
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
+EVERY = list(itertools.product(DTYPES, (1, 17, 64), (80, 90, 100)))
+SPILLING = [("fp32", 64, capability, kernel) for capability in (80, 90, 100) for kernel in ("_pinv_backward", "_landmark_values_backward")]
+"""One in a hundred instructions on sm_90: parts of bfloat16 take the registers."""
+
+
+def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[str, Launch]:
+    """Of all four operators."""
+    rows = torch.empty(3, m, width, dtype=DTYPES[name])
+    matrix = torch.empty(3, m, m, dtype=DTYPES[name])
+    given = rows, rows, rows, torch.zeros(3, m, dtype=torch.bool) if absent else None, 0.125, 6
+
+    def call() -> None:
+        kernels.iterative_pinv(matrix, 6)
+        kernels.iterative_pinv_backward(matrix, matrix, 6)
+        kernels.landmark_values(*given)
+        kernels.landmark_values_backward(rows, *given)
+
+    return {one.kernel.__name__: one for one in record(call)}
+
+
+def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
+    figures = compiled(launched, capability, folder)
+    print(figures)
+    return [f"{figures}: {fault}" for fault in faults(figures, _by_matrix_units(launched, capability))]
+
+
+def _by_matrix_units(launched: Launch, capability: int) -> bool:
+    """float32 of more than 32 landmarks in parts; float64, but on sm_100, where Triton 3.6 multiplies it without them."""
+    if launched.options["PRECISION"] == "bf16x6":
+        return True
+    return launched.options["OPERAND"] == launch.triton_dtype(torch.float64) and capability != 100
+
+
+@pytest.mark.parametrize("name, m, capability", ORDINARY)
+def test_compiled(name: str, m: int, capability: int, tmp_path: Path) -> None:
+    found = _launches(name, m)
+    assert len(found) == 4
+    assert [fault for one in found.values() for fault in _check(one, capability, tmp_path)] == []
+
+
+def test_the_largest_matrices_stay_in_registers(tmp_path: Path) -> None:
+    """The iteration of 64 landmarks, in parts of bfloat16 and by Hopper's own instructions."""
+    launched = _launches("fp32", 64)["_pinv"]
+    assert _check(launched, 90, tmp_path) == [] and compiled(launched, 90, tmp_path).count("HGMMA")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", ["_pinv", "_pinv_backward", "_landmark_values", "_landmark_values_backward"])
+@pytest.mark.parametrize("name, m, capability", EVERY)
+def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if (name, m, capability, kernel) in SPILLING:
+        request.applymarker(pytest.mark.xfail(reason="spills"))
+    assert _check(_launches(name, m)[kernel], capability, tmp_path) == []
+
+
+# ---- each check refuses a planted fault
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    """All rows and columns in the registers of one warp."""
+    launched = _launches("fp32", 17)["_pinv"]
+    launched.options.update(num_warps=1)
+    assert any("spilled" in fault for fault in _check(launched, 90, tmp_path))
+
+
+def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
+    launched = _launches("fp32", 16)["_pinv"]
+    assert faults(compiled(launched, 90, tmp_path), True) == ["no matrix instruction"]
+
+
+def test_float32_is_never_multiplied_in_tf32() -> None:
+    """Also where torch may."""
+    with mock.patch("cmab_kernels.triton_common.allows_tf32", lambda: True):
+        for m in (16, 32, 64):
+            assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {"bf16x6" if m == 64 else "ieee"}
+
+
+def test_strides_beyond_32_bits_reach_the_kernel() -> None:
+    """On meta tensors: no memory is behind them."""
+    with torch.device("meta"):
+        matrix = torch.empty(0).as_strided((3, 8, 8), (2**34, 2**33, 1))
+        (one,) = record(lambda: kernels.iterative_pinv(matrix, 6))
+    assert (2**34, 0, 2**33, 1) in one.args
