@@ -145,20 +145,20 @@ def side_stream(problem: Problem, device: str) -> bool:
     return torch.equal(out, wanted)
 
 
-def launches(problem: Problem, device: str, chunk: int = 1, shared: bool = False) -> int:
-    """Of whatever runs on the GPU, the most that one step of twelve has, among them some that replace a landmark."""
+def launches(problem: Problem, device: str, chunk: int = 1, shared: bool = False) -> float:
+    """How many things run on the GPU in a step, of twelve, some of which replace a landmark; `shared`: that copy the window."""
     tokens = stream(problem, problem.window + 13 * chunk, device)
     parts = [tuple(t[:, :, at : at + chunk] for t in tokens) for at in range(problem.window, problem.window + 13 * chunk, chunk)]
     _, state = step(problem, start(problem, tokens), parts[0], "cuda")
-    seen, held = [], []
-    for part in parts[1:]:
-        held = [state] if shared else []
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    held = []
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for part in parts[1:]:
+            if shared:
+                held.append(list(state))
             _, state = step(problem, state, part, "cuda")
-            torch.cuda.synchronize()
-        seen.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
-    return max(seen) if min(seen) > 0 and len(held) == shared else 0
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) / 12
 
 
 def waits_for_nothing(problem: Problem, device: str) -> bool:

@@ -82,10 +82,12 @@ def _next(state: State, tokens: int, rows: int) -> State:
     changes: dict[str, Any] = {"position": torch.empty_like(state.position), "sums": state.spare, "spare": state.sums}  # type: ignore[arg-type]
     if not sole or state.sums.shape[2] != rows:
         changes |= {name: state.sums.new_empty(batch, heads, rows, state.sums.shape[3]) for name in ("sums", "spare")}
-    if not sole or capacity < state.window + tokens:
+    if capacity < state.window + tokens:
+        sole, capacity = False, state.window + min(tokens, state.window)
+    if not sole:
         for name in ("queries", "keys", "values"):
             ring: Tensor = getattr(state, name)
-            changes[name] = ring.new_empty(batch, heads, max(capacity, state.window + tokens), ring.shape[3])
+            changes[name] = ring.new_empty(batch, heads, capacity, ring.shape[3])
     return state._replace(**changes)
 
 

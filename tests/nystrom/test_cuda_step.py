@@ -283,17 +283,49 @@ def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
     again, other = _step(state, _part(stream, 13, 14))
     assert torch.equal(again, first) and other.keys.data_ptr() != one.keys.data_ptr()
     assert torch.equal(_step(other, _part(stream, 14, 20))[0], second)
+    assert one.keys.shape[2] == 13 and _step(one, _part(stream, 14, 20))[1].keys.shape[2] == 18
+    assert _step(one, _part(stream, 14, 40))[1].keys.shape[2] == 24, "two windows at most"
 
 
-def test_a_captured_stream_goes_on_eagerly(played: Player) -> None:
-    stream = _tokens(1, 2, 60, 4, 4)
-    state, eager = (_start(_part(stream, 0, 20), 6) for _ in range(2))
-    for at in range(20, 60):
-        played.captures = at % 20 < 10
-        out, state = _step(state, _part(stream, at, at + 1))
+class Recorder:
+    """In the place of kernels while a graph captures: a call is kept, and does nothing until it is replayed."""
+
+    MAX_LANDMARKS, MAX_VALUE_WIDTH = Emulated.MAX_LANDMARKS, Emulated.MAX_VALUE_WIDTH
+
+    def __init__(self, kernels: Emulated) -> None:
+        self.kernels = kernels
+        self.replays: list[Callable[[], None]] = []
+
+    def nystrom_step(self, numbers: list[int]) -> None:
+        self.replays.append(lambda: self.kernels.nystrom_step(numbers))
+
+    def attention_step(self, numbers: list[int]) -> None:
+        self.replays.append(lambda: self.kernels.attention_step(numbers))
+
+
+@kinds
+def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, played: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call, replayed with other tokens in the same memory; then on eagerly with the very state that was captured."""
+    stream = _tokens(1, 2, 80, 4, 4)
+    token = tuple(t.clone() for t in _part(stream, 20, 21))
+    (_, state), (_, eager) = (_step(_start(_part(stream, 0, 20), landmarks), token, retroactive) for _ in range(2))  # type: ignore[arg-type]
+    recorder = Recorder(played.kernels)
+    with monkeypatch.context() as context:
+        context.setattr(cuda_step, "CUDA", recorder)
+        played.captures = True
+        out, same = _step(state, token, retroactive)  # type: ignore[arg-type]
         played.captures = False
-        wanted, eager = _step(eager, _part(stream, at, at + 1))
+    assert same is state and len(recorder.replays) == 1
+    for at in range(21, 80):
+        wanted, eager = _step(eager, _part(stream, at, at + 1), retroactive)
+        if at < 60:
+            for held, new in zip(token, _part(stream, at, at + 1), strict=True):
+                held.copy_(new)
+            recorder.replays[0]()
+        else:
+            out, state = _step(state, _part(stream, at, at + 1), retroactive)
         assert torch.equal(out, wanted)
+    assert _same(state, eager)
 
 
 def test_a_capture_cannot_change_the_kind_of_output(played: Player) -> None:
