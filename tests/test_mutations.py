@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ("reference", "state", "operator", "promises")
-CATCHERS = {family: [f"tests/{family}/test_{name}.py" for name in FILES] for family in ("attention", "intention")}
+CATCHERS = {family: [f"tests/{family}/test_{name}.py" for name in FILES] for family in ("attention", "intention", "nystrom")}
 
 
 class Fault(NamedTuple):
@@ -94,6 +94,31 @@ FAULTS = {
         "gram_op(*inputs[1:], (True, True), True, chosen)",
         "gram_op(*inputs[1:], (True, True), False, chosen)",
         "intention",
+    ),
+    "a guard that never asks": Fault("csrc/cpu/continual_sums.h", "if (!is_sound(", "if (rows < 0 && !is_sound(", "nystrom"),
+    "a token that leaves too late": Fault(
+        "csrc/cpu/continual_kernel.h", "with(newest - shape_.window, scratch_", "with(newest - shape_.window + 1, scratch_", "nystrom"
+    ),
+    "a landmark replaced a token late": Fault(
+        "csrc/cpu/continual.h", "phase = (position - 1) % window + 1;", "phase = (position - 2 + window) % window + 1;", "nystrom"
+    ),
+    "a longer segment taken for a shorter one": Fault("csrc/cpu/continual.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", "nystrom"),
+    "rows that do not move up with their landmarks": Fault(
+        "csrc/cpu/continual_kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", "nystrom"
+    ),
+    "memory that somebody else holds": Fault("csrc/bindings_continual.cpp", "state, i)) != 1) return", "state, i)) < 1) return", "nystrom"),
+    "a pseudo-inverse that starts from one norm": Fault(
+        "csrc/cpu/pinv_kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", "nystrom"
+    ),
+    "a gradient that forgets the norms": Fault("csrc/cpu/pinv_backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", "nystrom"),
+    "norms of the whole batch": Fault(
+        "cmab_kernels/nystrom/reference.py", "matrix.abs().sum(-2).amax(-1)", "matrix.abs().sum(-2).amax()", "nystrom"
+    ),
+    "padding in a landmark": Fault(
+        "cmab_kernels/nystrom/api.py", "segment_means(key, number, mask)", "segment_means(key, number)", "nystrom"
+    ),
+    "a landmark of no tokens": Fault(
+        "cmab_kernels/nystrom/api.py", "absent_segments(mask, number))", "absent_segments(mask & False, number))", "nystrom"
     ),
 }
 
