@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cmab_kernels
-from cmab_kernels import (
-    continual_attention_init,
-    continual_attention_step,
-    continual_nystrom_init,
-    continual_nystrom_step,
-    iterative_pinv,
-    nystrom_attention,
-)
+from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
 
 from .attention import SDPA, exact, naive_attention
 from .harness import Case, lacking_memory
-from .nystrom_eager import EagerBlocks, EagerExact, EagerNystrom, eager_pinv
+from .nystrom_eager import EagerBlocks, EagerExact, EagerNystrom
+from .nystrom_layer import CONTINUAL_INFERENCE, EAGER, ITERATIONS, NystromLayer, Pinv, normal, refused
 
-ITERATIONS = 6
-
-EAGER = "eager torch"
 BAND = "eager torch, by a band"
 EXPLICIT = "softmax(QK')V"
 EXACT = "native, exact"
-PACKAGE = "nystrom-attention 0.0.14"
-CONTINUAL_INFERENCE = "continual-inference 1.2.4"
-MODULES = {PACKAGE: "nystrom_attention", CONTINUAL_INFERENCE: "continual"}
-
-
-def _normal(random: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=random)
-
-
-def _refused(operator: str, implementation: str, *tensors: Tensor) -> str | None:
-    """Why one of ours cannot run such tensors, or a package is not there."""
-    if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
-        return f"not installed: pip install {implementation.split(' ')[0]}"
-    return {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}.get(implementation.split(",")[0])
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------------------------
 
 Step = Callable[[Any, Any, Any], Tensor]
 """Of a token's query, key and value."""
@@ -135,7 +107,7 @@ class NystromStep:
     def given(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Fixed landmarks (H, m, D)."""
         random = torch.Generator().manual_seed(seed + 1000)
-        made = (_normal(random, self.heads, self.landmarks, self.width).to(like.dtype) for _ in range(2))
+        made = (normal(random, self.heads, self.landmarks, self.width).to(like.dtype) for _ in range(2))
         return (next(made), next(made)) if self.fixed else None
 
     def start(self, tokens: Tokens, seed: int) -> Any:
@@ -147,7 +119,7 @@ class NystromStep:
     def inputs(self, seed: int) -> Streams:
         random = torch.Generator().manual_seed(seed)
         shape = (1, self.heads, self.window + self.tokens, self.width)
-        streams = Streams(*(_normal(random, *shape) for _ in range(3)))
+        streams = Streams(*(normal(random, *shape) for _ in range(3)))
         streams.calls = {name: self._call(name, streams, seed) for name in self.names}
         return streams
 
@@ -188,7 +160,7 @@ class NystromStep:
         return replace(self, calls=1)
 
     def refusal(self, implementation: str) -> str | None:
-        return _refused("continual_nystrom_step", implementation, *3 * [torch.empty(1, self.heads, 1, self.width)])
+        return refused("continual_nystrom_step", implementation, *3 * [torch.empty(1, self.heads, 1, self.width)])
 
 
 def banded(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
@@ -287,7 +259,7 @@ class ExactStep:
     def inputs(self, seed: int) -> Streams:
         random = torch.Generator().manual_seed(seed)
         shape = (1, self.heads, self.window + self.tokens, self.width)
-        streams = Streams(*(_normal(random, *shape) for _ in range(3)))
+        streams = Streams(*(normal(random, *shape) for _ in range(3)))
         streams.calls = {name: self._call(name, streams) for name in self.names if self.refusal(name) is None}
         return streams
 
@@ -316,7 +288,7 @@ class ExactStep:
         return replace(self, tokens=1)
 
     def refusal(self, implementation: str) -> str | None:
-        return _refused("continual_attention_step", implementation, *3 * [torch.empty(1, self.heads, 1, self.width)])
+        return refused("continual_attention_step", implementation, *3 * [torch.empty(1, self.heads, 1, self.width)])
 
 
 class ContinualInference:
@@ -335,153 +307,6 @@ class ContinualInference:
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out, self.state = self.advance(self.state, query, key, value)
         return out
-
-
-# ---- whole windows ---------------------------------------------------------------------------------------------------------------------
-
-
-class LayerInputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    together: Tensor
-    """The three as the package takes them: (1, N, 3 H D)."""
-    dout: Tensor
-    """Gradient of the output; empty without a backward."""
-
-
-@dataclass(frozen=True)
-class NystromLayer:
-    """As many queries as keys, beside attention, which computes something else, and beside the package, whose heads share their norms."""
-
-    length: int = 4096
-    heads: int = 4
-    width: int = 64
-    landmarks: int = 64
-    backward: bool = False
-    dtype: torch.dtype = torch.float32
-    threads: int | None = None
-    quick: bool = False
-    baselines: tuple[str, ...] = (PACKAGE,)
-
-    def __str__(self) -> str:
-        direction = "forward+backward" if self.backward else "forward"
-        return f"nystrom-{direction}-float32-{self.heads}x{self.width}-N{self.length}-m{self.landmarks}"
-
-    @property
-    def implementations(self) -> Mapping[str, Callable[[LayerInputs], Sequence[Tensor]]]:
-        ours = {name: self._by(partial(nystrom_attention, num_landmarks=self.landmarks, impl=name)) for name in ("native", "reference")}
-        return {**ours, SDPA: self._by(F.scaled_dot_product_attention), PACKAGE: self._packaged}
-
-    def _by(self, attend: Callable[..., Tensor]) -> Callable[[LayerInputs], Sequence[Tensor]]:
-        return lambda inputs: self._with_gradients(attend(*inputs[:3]), inputs[:3], inputs.dout)
-
-    def _packaged(self, inputs: LayerInputs) -> Sequence[Tensor]:
-        dout = inputs.dout.transpose(1, 2).flatten(-2) if self.backward else inputs.dout
-        return self._with_gradients(self._module(inputs.together), (inputs.together,), dout)
-
-    def _with_gradients(self, out: Tensor, inputs: Sequence[Tensor], dout: Tensor) -> Sequence[Tensor]:
-        return (out.detach(), *torch.autograd.grad(out, inputs, dout)) if self.backward else (out,)
-
-    @cached_property
-    def _module(self) -> Callable[[Tensor], Tensor]:
-        """The package's, with nothing before and after its attention."""
-        from nystrom_attention import NystromAttention
-
-        module = NystromAttention(self.heads * self.width, self.width, self.heads, self.landmarks, ITERATIONS, residual=False)
-        for name in ("to_qkv", "to_out"):
-            delattr(module, name)
-            setattr(module, name, _unchanged)
-        return module.forward  # torch's counter of FLOPs cannot follow modules under autograd.grad
-
-    def inputs(self, seed: int) -> LayerInputs:
-        random = torch.Generator().manual_seed(seed)
-        parts = [_normal(random, 1, self.heads, self.length, self.width) for _ in range(3)]
-        return self._prepared(parts, _normal(random, *(parts[0].shape if self.backward else (0,))))
-
-    def _prepared(self, parts: Sequence[Tensor], dout: Tensor) -> LayerInputs:
-        together = torch.cat([part.transpose(1, 2).flatten(-2) for part in parts], dim=-1)
-        return LayerInputs(*(part.requires_grad_(self.backward) for part in (*parts, together)), dout)
-
-    def oracle(self, inputs: LayerInputs) -> Mapping[str, Sequence[Tensor]]:
-        doubles = self._prepared([part.detach().double() for part in inputs[:3]], inputs.dout.double())
-        ours = self.implementations["reference"](doubles)
-        results = {"native": ours, "reference": ours, SDPA: exact(*inputs[:3], inputs.dout if self.backward else None)}
-        return results | ({} if self.refusal(PACKAGE) else {PACKAGE: self._packaged(doubles)})
-
-    def small(self) -> NystromLayer:
-        return replace(self, length=4 * self.landmarks)
-
-    def refusal(self, implementation: str) -> str | None:
-        return _refused("nystrom_attention", implementation, torch.empty(self.heads, self.landmarks, self.width))
-
-
-def _unchanged(tokens: Tensor) -> Tensor:
-    return tokens
-
-
-class Matrices(NamedTuple):
-    matrix: Tensor
-
-
-@dataclass(frozen=True)
-class Pinv:
-    """The iterated pseudo-inverse of softmaxes over random landmarks."""
-
-    landmarks: int = 16
-    batch: int = 1
-    dtype: torch.dtype = torch.float32
-    threads: int | None = 1
-    quick: bool = False
-
-    def __str__(self) -> str:
-        return f"iterative-pinv-float32-m{self.landmarks}-B{self.batch}"
-
-    @property
-    def baselines(self) -> tuple[str, ...]:
-        return (EAGER, PACKAGE)
-
-    @property
-    def implementations(self) -> Mapping[str, Callable[[Matrices], Sequence[Tensor]]]:
-        return {
-            "native": lambda i: (iterative_pinv(i.matrix, ITERATIONS, impl="native"),),
-            "reference": lambda i: (iterative_pinv(i.matrix, ITERATIONS, impl="reference"),),
-            EAGER: lambda i: (eager_pinv(i.matrix, ITERATIONS),),
-            PACKAGE: self._package,
-        }
-
-    @staticmethod
-    def _package(inputs: Matrices) -> Sequence[Tensor]:
-        from nystrom_attention.nystrom_attention import moore_penrose_iter_pinv
-
-        return (moore_penrose_iter_pinv(inputs.matrix, ITERATIONS).reshape(inputs.matrix.shape),)
-
-    def inputs(self, seed: int) -> Matrices:
-        random = torch.Generator().manual_seed(seed)
-        shape = (self.batch, self.landmarks, self.landmarks)
-        return Matrices((2 * _normal(random, *(shape[1:] if self.batch == 1 else shape))).softmax(-1))
-
-    def oracle(self, inputs: Matrices) -> Mapping[str, Sequence[Tensor]]:
-        """Each with its own norms, or all with the largest."""
-        matrix = inputs.matrix.double()
-        own = matrix.abs().sum(-2).amax(-1) * matrix.abs().sum(-1).amax(-1)
-        return {name: (_iterated(matrix, own.max() if name == PACKAGE else own),) for name in self.implementations}
-
-    def small(self) -> Pinv:
-        return self
-
-    def refusal(self, implementation: str) -> str | None:
-        return _refused("iterative_pinv", implementation, torch.empty(1, self.landmarks, self.landmarks))
-
-
-def _iterated(matrix: Tensor, norms: Tensor) -> Tensor:
-    """Razavi's iteration, multiplied out."""
-    one = torch.eye(matrix.shape[-1], dtype=matrix.dtype)
-    z = matrix.mT / norms[..., None, None]
-    for _ in range(ITERATIONS):
-        az = matrix @ z
-        z = z @ (13 * one - 15 * az + 7 * az @ az - az @ az @ az) / 4
-    return z
 
 
 CASES: list[Case] = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import harness, nystrom, readme_table
+from bench import harness, nystrom, nystrom_layer, readme_table
 from bench.attention import SDPA
 from bench.nystrom_eager import EagerBlocks, EagerExact, EagerNystrom, Ring, eager_pinv
 from cmab_kernels import continual_nystrom_init, continual_nystrom_step
@@ -27,10 +27,10 @@ SMALL = [
     nystrom.BesideFull(20, calls=30, fixed=False),
     nystrom.ExactStep(10, tokens=25),
     nystrom.ExactStep(10, tokens=25, retroactive=True),
-    nystrom.NystromLayer(64, 2, 8, 8),
-    nystrom.NystromLayer(64, 2, 8, 8, backward=True),
-    nystrom.Pinv(8),
-    nystrom.Pinv(8, 5),
+    nystrom_layer.NystromLayer(64, 2, 8, 8),
+    nystrom_layer.NystromLayer(64, 2, 8, 8, backward=True),
+    nystrom_layer.Pinv(8),
+    nystrom_layer.Pinv(8, 5),
 ]
 
 
@@ -76,7 +76,7 @@ def test_the_eager_inverse_is_the_iteration(shape):
     matrix = torch.randn(shape, dtype=torch.float64)
     assert torch.allclose(eager_pinv(matrix, 6), iterative_pinv_reference(matrix, 6), rtol=1e-12)
     norms = matrix.abs().sum(-2).amax(-1) * matrix.abs().sum(-1).amax(-1)
-    assert torch.allclose(nystrom._iterated(matrix, norms), iterative_pinv_reference(matrix, 6), rtol=1e-9)
+    assert torch.allclose(nystrom_layer.iterated(matrix, norms), iterative_pinv_reference(matrix, 6), rtol=1e-9)
 
 
 def test_the_eager_exact_stream_forgets():
@@ -113,15 +113,18 @@ def test_the_package_is_ours_where_there_is_a_single_head():
     """Several share its initial norms, and so their results."""
     pytest.importorskip("nystrom_attention")
     for heads, alike in ((1, True), (2, False)):
-        case = nystrom.NystromLayer(64, heads, 8, 8)
+        case = nystrom_layer.NystromLayer(64, heads, 8, 8)
         expected = case.oracle(case.inputs(0))
-        theirs = expected[nystrom.PACKAGE][0].unflatten(-1, (heads, 8)).transpose(1, 2)
+        theirs = expected[nystrom_layer.PACKAGE][0].unflatten(-1, (heads, 8)).transpose(1, 2)
         assert torch.allclose(theirs, expected["native"][0], atol=1e-9) == alike
 
 
 def test_a_missing_package_is_said(monkeypatch):
-    monkeypatch.setattr(nystrom.importlib.util, "find_spec", lambda name: None)
-    for case, name in ((nystrom.ExactStep(10), nystrom.CONTINUAL_INFERENCE), (nystrom.NystromLayer(64, 2, 8, 8), nystrom.PACKAGE)):
+    monkeypatch.setattr(nystrom_layer.importlib.util, "find_spec", lambda name: None)
+    for case, name in (
+        (nystrom.ExactStep(10), nystrom_layer.CONTINUAL_INFERENCE),
+        (nystrom_layer.NystromLayer(64, 2, 8, 8), nystrom_layer.PACKAGE),
+    ):
         reason = case.refusal(name)
         assert reason is not None and "pip install" in reason
         assert name not in getattr(case.inputs(0), "calls", {})
