@@ -109,11 +109,18 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
     _check_iterations("iterations", iterations)
-    matrices = matrix.to(state_dtype(matrix.dtype)).reshape(-1, *matrix.shape[-2:])
+    dtype = state_dtype(matrix.dtype)
+    if matrix.dim() != 3 or matrix.dtype != dtype:  # a view that changes nothing takes a microsecond of ten
+        matrices = matrix.to(dtype).reshape(-1, *matrix.shape[-2:])
+        return _iterative_pinv(matrices, iterations, impl).reshape(matrix.shape).to(matrix.dtype)
+    return _iterative_pinv(matrix, iterations, impl)
+
+
+def _iterative_pinv(matrices: Tensor, iterations: int, impl: str) -> Tensor:
     chosen = choose("nystrom", impl, matrices)
-    reference = chosen == "reference"
-    inverse = iterative_pinv_reference(matrices, iterations) if reference else iterative_pinv_op(matrices, iterations, chosen)
-    return inverse.reshape(matrix.shape).to(matrix.dtype)
+    if chosen == "reference":
+        return iterative_pinv_reference(matrices, iterations)
+    return iterative_pinv_op(matrices, iterations, chosen)
 
 
 class Landmarks(NamedTuple):

@@ -125,9 +125,7 @@ def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any
     *_head, window, query, _key, value, retroactive, _impl = rest
     batch, heads, tokens, width = query
     first = retroactive and sums[2] == 0
-    if first:
-        return batch * heads * 2 * window * window * (width + value[-1])
-    return batch * heads * executed_attention_operations(window, width, value[-1], tokens, retroactive)
+    return batch * heads * executed_attention_operations(window, width, value[-1], tokens, retroactive, first)
 
 
 # ---- as continual.py calls them
