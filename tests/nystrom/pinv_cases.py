@@ -24,13 +24,15 @@ MATRICES: dict[str, Callable[[int, int], Tensor]] = {
     "normal": lambda count, m: torch.randn(count, m, m, dtype=torch.float64),
     "softmax": lambda count, m: (3 * torch.randn(count, m, m, dtype=torch.float64)).softmax(-1) * (1 + torch.rand(count, m, 1)),
     "all equal": lambda count, m: torch.full((count, m, m), -0.25, dtype=torch.float64),
+    "signs": lambda count, m: 0.5 * torch.randn(count, m, m, dtype=torch.float64).sign(),
     "zero": lambda count, m: torch.zeros(count, m, m, dtype=torch.float64),
     "permutations": _permutations,
     "half zero": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * torch.arange(m).lt((m + 1) // 2),
     "tiny": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**-25,
     "large": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**25,
 }
-"""(count, m, m) of float64. Norms are reached by several columns and rows in "all equal" and "permutations".
+"""(count, m, m) of float64. Norms are reached by several columns and rows in "all equal", "permutations" and "signs", and matter after
+the first iteration in "signs" alone.
 
 The rows of a softmax add up to 1 but for rounding, and the gradient through their norm goes to one by chance, until that of the softmax
 takes it out: so here they are weighted.

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
-from tests.cubin import Launch, compiled, faults, record
+from tests.cubin import Launch, compiled, faults, record, source
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
@@ -95,6 +95,13 @@ def test_float32_is_never_multiplied_in_tf32() -> None:
     with mock.patch("cmab_kernels.triton_common.allows_tf32", lambda: True):
         for m in (16, 32, 64):
             assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {"bf16x6" if m == 64 else "ieee"}
+
+
+def test_the_scale_is_a_double() -> None:
+    """Triton passes a Python number as a float32 unless it is told."""
+    found = _launches("fp64", 16)
+    for name in ("_landmark_values", "_landmark_values_backward"):
+        assert source(found[name], 90)[0].signature["scale"] == "fp64"
 
 
 def test_strides_beyond_32_bits_reach_the_kernel() -> None:
