@@ -20,7 +20,6 @@ template <class T>
 struct Renewed {
   const T* from;
   T* to;
-  CMAB_DEVICE bool in_place() const { return from == to; }
 };
 
 // The same of all heads, one after the other.

@@ -20,9 +20,9 @@ class NystromStepBlock {
         window_(window),
         rows_(rows),
         logits_(block, call.scale, call.key_width),
-        landmark_queries_(call.landmark_queries.of_head<S>(head, int64_t(call.landmarks) * call.key_width)),
-        landmark_keys_(call.landmark_keys.of_head<S>(head, int64_t(call.landmarks) * call.key_width)),
-        inverse_(call.inverse.of_head<S>(head, call.landmarks * call.landmarks)) {
+        landmark_queries_(of_head(call.landmark_queries).to),
+        landmark_keys_(of_head(call.landmark_keys).to),
+        inverse_(call.inverse.of_head<S>(head, call.landmarks * call.landmarks).to) {
     S* shared = reinterpret_cast<S*>(block.shared);
     affinity_ = shared + Layout::affinity;
     mixture_ = shared + Layout::mixture;
@@ -34,20 +34,19 @@ class NystromStepBlock {
     for (int t = 0; t < call_.tokens; ++t) {
       const bool spoilt = window_.admit(t);
       const int segment = call_.fixed ? 0 : finished_segment();
-      renew_landmarks(segment);
+      renew_landmarks(segment, t == 0);
       rows_.slide(
           segment > 0 ? 1 : 0, [&](int r) { return landmark_query(r); },
           [&](int r) { return spoilt || (window_.position() - r) % kDuePeriod == 0; });
       if (segment > 0) invert();
-      if (!call_.retroactive) put_out(call_.window - 1, 1, t, call_.tokens);
+      if (!call_.retroactive || t == call_.tokens - 1) put_out(t);
     }
-    if (call_.retroactive) put_out(0, call_.window, 0, call_.window);
     window_.put_position();
   }
 
  private:
-  CMAB_DEVICE const S* landmark_query(int r) const { return landmark_queries_.to + r * call_.key_width; }
-  CMAB_DEVICE const S* landmark_key(int r) const { return landmark_keys_.to + r * call_.key_width; }
+  CMAB_DEVICE const S* landmark_query(int r) const { return landmark_queries_ + r * call_.key_width; }
+  CMAB_DEVICE const S* landmark_key(int r) const { return landmark_keys_ + r * call_.key_width; }
 
   // The length of the segment that ends with the newest token; 0 if none does. Of the m segments of n tokens, the first
   // n % m have one more.
@@ -58,26 +57,27 @@ class NystromStepBlock {
     return (phase <= in_longer ? phase : phase - in_longer) % length == 0 ? length : 0;
   }
 
-  // To where they are wanted; if a segment has ended, its means in place of the oldest.
-  CMAB_DEVICE void renew_landmarks(int segment) {
-    const int shift = segment > 0 ? 1 : 0;
-    if (shift == 0 && landmark_keys_.in_place()) return;
-    move_up(landmark_queries_, shift);
-    move_up(landmark_keys_, shift);
-    if (shift > 0)
-      put_means(segment);
-    else
-      move_elements<S>(
-          block_, landmarks_ * landmarks_, [&](int i) { return inverse_.from + i; },
-          [&](int i) { return inverse_.to + i; });
-    landmark_queries_.from = landmark_queries_.to;
-    landmark_keys_.from = landmark_keys_.to;
+  CMAB_DEVICE Renewed<S> of_head(const Renewal& landmarks) const {
+    return landmarks.of_head<S>(head_, int64_t(landmarks_) * call_.key_width);
   }
 
-  CMAB_DEVICE void move_up(const Renewed<S>& landmarks, int shift) const {
-    const int width = call_.key_width;
+  // To where they are wanted, where they are from the first token on; if a segment has ended, its means in place of the
+  // oldest.
+  CMAB_DEVICE void renew_landmarks(int segment, bool first) const {
+    const bool moving = first && call_.landmark_keys.from != call_.landmark_keys.to;
+    if (segment == 0 && !moving) return;
+    move_up(of_head(call_.landmark_queries), segment > 0, first);
+    move_up(of_head(call_.landmark_keys), segment > 0, first);
+    if (segment > 0) return put_means(segment);
+    const S* inverse = call_.inverse.of_head<S>(head_, landmarks_ * landmarks_).from;
     move_elements<S>(
-        block_, (landmarks_ - shift) * width, [&](int i) { return landmarks.from + shift * width + i; },
+        block_, landmarks_ * landmarks_, [&](int i) { return inverse + i; }, [&](int i) { return inverse_ + i; });
+  }
+
+  CMAB_DEVICE void move_up(const Renewed<S>& landmarks, int rows, bool first) const {
+    const S* from = (first ? landmarks.from : landmarks.to) + rows * call_.key_width;
+    move_elements<S>(
+        block_, (landmarks_ - rows) * call_.key_width, [&](int i) { return from + i; },
         [&](int i) { return landmarks.to + i; });
   }
 
@@ -91,8 +91,8 @@ class NystromStepBlock {
         key = std::fma(share, S(as_sum(window_.key(i)[d])), key);
       }
       const int last = (landmarks_ - 1) * call_.key_width + d;
-      landmark_queries_.to[last] = query;
-      landmark_keys_.to[last] = key;
+      landmark_queries_[last] = query;
+      landmark_keys_[last] = key;
     });
   }
 
@@ -127,13 +127,15 @@ class NystromStepBlock {
       });
     }
     pinv.invert(call_.iterations);
-    each_index(block_, m * m, [&](int i) { inverse_.to[i] = pinv.inverse(i / m, i % m); });
+    each_index(block_, m * m, [&](int i) { inverse_[i] = pinv.inverse(i / m, i % m); });
   }
 
-  // softmax(scale q k~') inverse (Delta V / phi) of tokens first, ... of the window, to rows at, ... of `rows`.
-  CMAB_DEVICE void put_out(int first, int tokens, int at, int rows) const {
-    const int m = landmarks_, width = call_.value_width;
-    T* out = static_cast<T*>(call_.out) + (head_ * rows + at) * width;
+  // softmax(scale q k~') inverse (Delta V / phi) of the newest token, which is number t of the call; or of all.
+  CMAB_DEVICE void put_out(int t) const {
+    const bool all = call_.retroactive;
+    const int m = landmarks_, width = call_.value_width, first = all ? 0 : call_.window - 1;
+    const int tokens = all ? call_.window : 1;
+    T* out = static_cast<T*>(call_.out) + (all ? head_ * call_.window : head_ * call_.tokens + t) * width;
     for (int begin = 0; begin < tokens; begin += queries_at_once()) {
       const int count = least(queries_at_once(), tokens - begin);
       attend(count, [&](int i) { return window_.query(first + begin + i); });
@@ -142,7 +144,7 @@ class NystromStepBlock {
         S sum = 0, mixed = 0;
         for (int r = 0; r < m; ++r) {
           sum += of_query[r];
-          mixed = std::fma(of_query[r], inverse_.to[r * m + pair % m], mixed);
+          mixed = std::fma(of_query[r], inverse_[r * m + pair % m], mixed);
         }
         mixture_[pair] = mixed / sum / rows_.phi(pair % m);
       });
@@ -162,7 +164,7 @@ class NystromStepBlock {
   Window<T>& window_;
   SlidingRows<T>& rows_;
   Logits<S> logits_;
-  Renewed<S> landmark_queries_, landmark_keys_, inverse_;
+  S *landmark_queries_, *landmark_keys_, *inverse_;
   S *affinity_, *mixture_, *matrices_;
 };
 

@@ -75,6 +75,7 @@ class PinvBlock {
       const int row = thread / kSide, column = thread % kSide;
       CMAB_UNROLL
       for (int s = 0; s < kEach * kEach; ++s) sums[thread][s] = 0;
+      CMAB_UNROLL_BY_2
       for (int k = 0; k < order_; ++k) {
         S a[kEach], b[kEach];
         CMAB_UNROLL
