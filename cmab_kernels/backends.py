@@ -168,7 +168,8 @@ def named(family: str, impl: str) -> str:
 def explain(operator: str, *tensors: Any) -> list[Explanation]:
     """Which implementations of `operator` can run these inputs, and why not the others, in the order in which `auto` looks.
 
-    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value; of a solve, gram and rhs.
+    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value; of a solve, gram and rhs; of
+    `iterative_pinv`, the matrix.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

@@ -13,11 +13,11 @@ _C = load()
 NO_STRIDES = ()
 
 
-def unsupported(matrix: Tensor) -> str | None:
-    """Why this implementation cannot run on the device and in the dtype of this tensor, or None."""
+def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
+    """Why this implementation cannot run on the device and in the dtype of these tensors, or None: matrices, or what they come from."""
     if matrix.device.type != "cpu":
         return f"native code runs on the CPU, the inputs are on {matrix.device}"
-    if matrix.dtype not in (torch.float64, torch.float32):
+    if matrix.dtype not in NATIVE_DTYPES:  # of which half types reach the kernels as float32
         return f"no native pseudo-inverse for {matrix.dtype}"
     return None
 

@@ -58,10 +58,11 @@ def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
 
 def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
     """The iterated pseudo-inverse of (..., m, m). Of zeros it is zero."""
-    norms = matrix.abs().sum(-2).amax(-1) * matrix.abs().sum(-1).amax(-1)
-    inverse_norm = (norms > 0) / norms.where(norms > 0, 1.0)
+    columns, rows = (matrix.abs().sum(dim).amax(-1)[..., None, None] for dim in (-2, -1))
+    empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    z = matrix.mT * inverse_norm[..., None, None]
+    # Divided by one norm after the other: their product may be out of range.
+    z = (matrix.mT / columns.masked_fill(empty, 1.0) / rows.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     for _ in range(iterations):
         az = matrix @ z
         z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4

@@ -189,6 +189,15 @@ def test_autocast(impl: str) -> None:
     assert torch.equal(ours, plain) and out.dtype == state.keys.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_explain(dtype: torch.dtype) -> None:
+    """By what a user has at hand: the arguments of the call."""
+    q, k, v = (t.detach().to(dtype) for t in _tokens())
+    for operator, given in (("nystrom_attention", (q, k, v)), ("iterative_pinv", (q,)), ("continual_nystrom_step", (q, k, v))):
+        rows = ck.explain(operator, *given)
+        assert rows[0].impl == "native" and rows[-1].impl == "reference" and not any(row.usable for row in rows[1:-1])
+
+
 def test_checkpoint(impl: str) -> None:
     function, inputs = _cases(impl)["segments"]
     plain = torch.autograd.grad(function(*inputs).sum(), inputs)

@@ -13,12 +13,10 @@ from .squares import squares_in_scratch
 MOST_LANDMARKS = 64
 
 
-def unsupported(matrix: Tensor) -> str | None:
-    """Why Triton's kernels cannot run here on matrices (M, m, ..) like this one; None when they can."""
-    if matrix.shape[-2] > MOST_LANDMARKS:
+def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
+    """Why Triton's kernels cannot run here; None when they can. Of matrices (M, m, ..), or of the queries, keys and values they come from."""
+    if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide, one a program"
-    if matrix.dtype not in (torch.float64, torch.float32):
-        return f"it has no pseudo-inverse for {matrix.dtype}"
     return unsupported_rows(matrix, matrix, matrix)
 
 
