@@ -14,7 +14,7 @@ MOST_LANDMARKS = 64
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
-    """Why Triton's kernels cannot run here; None when they can. Of matrices (M, m, ..), or of the queries, keys and values they come from."""
+    """Why Triton's kernels cannot run here; None when they can. Of matrices (M, m, ..), or of what they come from."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide, one a program"
     return unsupported_rows(matrix, matrix, matrix)
