@@ -118,37 +118,47 @@ bool look(const dlpack::Table& table, PyObject* object, Borrowed& tensor) {
   return true;
 }
 
-// Memory that a tensor of torch takes over.
+// Memory that a tensor of torch takes over, and what describes it, in one piece: a step makes one of a few hundred
+// bytes.
 struct Lent {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], stride[kMaxDims];
 
-  Lent(DType dtype, const int64_t (&sizes)[kMaxDims]) {
-    int64_t elements = 1;
-    for (int i = kMaxDims - 1; i >= 0; --i) shape[i] = sizes[i], stride[i] = elements, elements *= sizes[i];
+  static Lent* make(DType dtype, const int64_t (&sizes)[kMaxDims]) {
+    constexpr uintptr_t kAlignment = 64;
     const int64_t element = cpu::element_bytes(dtype);
-    void* data = std::aligned_alloc(64, std::max<int64_t>((elements * element + 63) / 64, 1) * 64);
-    if (!data) throw std::bad_alloc();
+    const size_t bytes = size_t(sizes[0] * sizes[1] * sizes[2] * sizes[3] * element);
+    void* memory = std::malloc(sizeof(Lent) + kAlignment + bytes);
+    if (!memory) throw std::bad_alloc();
+    Lent* made = new (memory) Lent;
+    const uintptr_t data = (reinterpret_cast<uintptr_t>(made + 1) + kAlignment - 1) / kAlignment * kAlignment;
+    int64_t step = 1;
+    for (int i = kMaxDims - 1; i >= 0; --i) made->shape[i] = sizes[i], made->stride[i] = step, step *= sizes[i];
     const uint8_t code = dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
-    managed.version = {1, 0};
-    managed.context = this;
-    managed.release = release;
-    managed.flags = 0;
-    managed.tensor = {data, dlpack::kCpu, 0, kMaxDims, code, uint8_t(8 * element), 1, shape, stride, 0};
-  }
-
- private:
-  static void release(dlpack::Managed* managed) {
-    std::free(managed->tensor.data);
-    delete static_cast<Lent*>(managed->context);
+    made->managed.version = {1, 0};
+    made->managed.context = memory;
+    made->managed.release = [](dlpack::Managed* managed) { std::free(managed->context); };
+    made->managed.flags = 0;
+    made->managed.tensor = {reinterpret_cast<void*>(data),
+                            dlpack::kCpu,
+                            0,
+                            kMaxDims,
+                            code,
+                            uint8_t(8 * element),
+                            1,
+                            made->shape,
+                            made->stride,
+                            0};
+    return made;
   }
 };
 
 NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[kMaxDims]) {
-  auto* lent = new Lent(dtype, shape);
+  Lent* lent = Lent::make(dtype, shape);
+  void* data = lent->managed.tensor.data;
   void* object;
   if (table.adopt(&lent->managed, &object) != 0) throw py::error_already_set();
-  return {py::reinterpret_steal<py::object>(static_cast<PyObject*>(object)), lent->managed.tensor.data};
+  return {py::reinterpret_steal<py::object>(static_cast<PyObject*>(object)), data};
 }
 
 // ---- through Python
