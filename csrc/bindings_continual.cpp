@@ -1,5 +1,6 @@
 // The steps of continual attention as Python calls them: step(state, query, key, value, retroactive) gives (out, new
 // state), or None, with nothing written, where anything is out of the ordinary; the caller then finds out what.
+#include <algorithm>
 #include <optional>
 
 #include "bindings.h"
@@ -197,7 +198,7 @@ class Step {
     sole_ = is_sole_owner(state_);
     if (sole_ && shape.capacity >= shape.window + shape.tokens) return;
     old_rings_ = {stream.queries, stream.keys, stream.values, shape.capacity};
-    shape.capacity = shape.window + shape.tokens;
+    shape.capacity = shape.window + std::min(shape.tokens, shape.window);
     const auto ring = [&](int field, int width) {
       return new_.allocate(field, shape.dtype, shape, shape.capacity, width);
     };

@@ -370,18 +370,23 @@ def test_a_tensor_of_a_graph_is_not_written() -> None:
 
 
 def test_a_stream_alone_writes_where_nobody_looks() -> None:
-    tokens = _tokens(1, 1, 200, 4, 3)
-    state = _start("fixed", tokens, 10, 3)
-    places = set()
-    for i in range(10, 200):
-        _, state = _step(state, _some(tokens, i, i + 1))
-        places |= {t.data_ptr() for t in state[:5]}
-    assert len(places) == 5
-    _, state = _step(state, _some(tokens, 0, 64))  # needs a longer ring, once
-    places = {t.data_ptr() for t in state[:5]}
-    for i in range(0, 180, 30):
-        _, state = _step(state, _some(tokens, i, i + 30))
-        assert {t.data_ptr() for t in state[:5]} == places
+    """A ring is made longer once, for blocks of up to a window; longer ones get a new one each time."""
+    tokens = _tokens(1, 1, 400, 4, 3)
+    state = _start("fixed", tokens, 40, 3)
+
+    def places(chunk: int) -> set[int]:
+        nonlocal state
+        found = set()
+        for first in range(0, 400, chunk):
+            _, state = _step(state, _some(tokens, first, first + chunk))
+            found |= {t.data_ptr() for t in state[:5]}
+        return found
+
+    assert len(places(1)) == 5
+    _, state = _step(state, _some(tokens, 0, 40))
+    assert state.keys.shape[2] == 80 and len(places(40)) == len(places(20)) == 5
+    _, state = _step(state, _some(tokens, 0, 100))
+    assert state.keys.shape[2] == 80 and state.position == 40 + 3 * 400 + 140
 
 
 def test_two_threads_step_one_state() -> None:
