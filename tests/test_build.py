@@ -26,6 +26,14 @@ KERNELS = {  # as the linker knows them, and registers that a thread may have: s
     r"ridge_kernelId": 255,
     r"solve_kernelIf": 128,
     r"solve_kernelId": 128,
+    r"nystrom_step_kernelI\w*BFloat16": 128,
+    r"nystrom_step_kernelI\w*7Float16": 128,
+    r"nystrom_step_kernelIf": 128,
+    r"nystrom_step_kernelId": 255,
+    r"attention_step_kernelI\w*BFloat16": 128,
+    r"attention_step_kernelI\w*7Float16": 128,
+    r"attention_step_kernelIf": 128,
+    r"attention_step_kernelId": 255,
 }
 
 in_sources = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="there is no setup.py beside the tests")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 from ..dtypes import NATIVE_DTYPES
-from .cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 from .kernels import apply_rows, gram, gram_backward
 
 __all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]

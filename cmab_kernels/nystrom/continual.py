@@ -222,7 +222,8 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
     """The exact pseudo-inverse of landmarks that come and go is the definition's alone."""
     exact = isinstance(state, ContinualNystromState) and not state.fixed and state.pinv_iterations == 0
     if not exact:
-        return choose("continual", impl, *tokens)
+        landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
+        return choose("continual", impl, *tokens, *landmarks)
     if impl not in ("auto", "reference"):
         allowed = 'continual landmarks with pinv="exact" are stepped by "reference"; take pinv="iterative", or fixed landmarks'
         raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", allowed))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..checks import wrong
+from ..cuda_launch import CUDA, gpu_problem, operand, stream_of
 from ..dtypes import NATIVE_DTYPES
 from ..extension import load
-from ..intention.cuda_launch import CUDA, gpu_problem, operand, stream_of
 from .state import ContinualAttentionState, ContinualNystromState, State
 
 NATIVE = load()
@@ -38,9 +38,6 @@ def continual_nystrom_step(
 ) -> tuple[Tensor, ContinualNystromState]:
     """(out, state) after t >= 1 tokens: out (B, H, t, E), or (B, H, n, E) if retroactive."""
     landmarks = state.landmark_keys.shape[-2]
-    if landmarks > CUDA.MAX_LANDMARKS:
-        allowed = f'impl="cuda" has at most {CUDA.MAX_LANDMARKS}; take impl="reference"'
-        raise RuntimeError(wrong("state", f"has {landmarks} landmarks", allowed))
     after = state
     if not torch.cuda.is_current_stream_capturing():
         small: dict[str, Any] = {name: torch.empty_like(getattr(state, name)) for name in ("landmark_queries", "landmark_keys", "inverse")}

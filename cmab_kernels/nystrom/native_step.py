@@ -24,8 +24,8 @@ continual_attention_step: Callable[
 ] = _C.continual_attention_step
 
 
-def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
+    """Why this implementation cannot run these inputs, or None. Of landmarks it takes any number."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
     if key.dtype not in NATIVE_DTYPES:
