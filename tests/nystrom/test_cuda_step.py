@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -460,9 +461,10 @@ def test_reasons() -> None:
     assert "needs a GPU" in str(cuda_step.unsupported(value, value, value))
     meta = torch.zeros(1, 1, 1, 513, device="meta")
     assert "needs a GPU" in str(cuda_step.unsupported(meta, meta, meta))
-    many = torch.randn(1, 1, 65, 2)
-    with pytest.raises(RuntimeError, match="`state` has 65 landmarks"):
-        _step(_start((many, many, many), 65), (many[:, :, :1],) * 3)
+    there = {"device": torch.device("cuda"), "dtype": torch.float32}
+    few, many, wide = (SimpleNamespace(shape=(1, 1, *extents), **there) for extents in ((4, 8), (65, 8), (4, 513)))
+    assert "at most 64 landmarks, and the state has 65" in str(cuda_step.unsupported(few, few, few, many))  # type: ignore[arg-type]
+    assert "at most 512 wide, and value is 513" in str(cuda_step.unsupported(few, few, wide, few))  # type: ignore[arg-type]
 
 
 def test_the_extension_takes_these_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
