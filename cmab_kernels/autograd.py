@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# By names of their own: looking one up in torch takes as long as the call, and a streaming step has 3 us in all.
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _under_transform = torch._C._are_functorch_transforms_active
 _is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
 
@@ -32,9 +35,7 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 def is_watched() -> bool:
     """Whether somebody looks on at every call: a compiler, a dispatch mode, a transform or forward-mode differentiation."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return _under_transform() or forward_ad._current_level >= 0
+    return _is_compiling() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -43,7 +44,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     Dispatch costs 6 us, which is what a streaming step of few keys has to spare. It also resolves lazy negations (`x.conj().imag`), and
     takes apart what `is_grads_batched` hands to a backward.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if _is_compiling() or _dispatch_modes() > 0:
         return False
     return all(_is_plain(t) for t in tensors if t is not None)
 

@@ -1,5 +1,5 @@
-// The steps of continual attention as Python calls them: step(state, query, key, value, retroactive) gives (out, new
-// state), or None, with nothing written, where anything is out of the ordinary; the caller then finds out what.
+// The steps of continual attention as Python calls them: step(state, query, key, value, retroactive) gives a
+// StepResult, or None, with nothing written, where anything is out of the ordinary; the caller then finds out what.
 #include <algorithm>
 #include <optional>
 
@@ -125,11 +125,15 @@ class Arguments {
   const int scale_;
 };
 
-PyObject* pair(py::object first, py::object second) {
-  PyObject* made = PyTuple_New(2);
+// A NamedTuple; calling its type takes 0.1 us more.
+PyObject* step_result(py::object out, py::object state) {
+  static PyObject* const kept =
+      py::object(py::module_::import("cmab_kernels.nystrom.state").attr("StepResult")).release().ptr();
+  auto* type = reinterpret_cast<PyTypeObject*>(kept);
+  PyObject* made = type->tp_alloc(type, 2);
   if (!made) throw py::error_already_set();
-  PyTuple_SET_ITEM(made, 0, first.release().ptr());
-  PyTuple_SET_ITEM(made, 1, second.release().ptr());
+  PyTuple_SET_ITEM(made, 0, out.release().ptr());
+  PyTuple_SET_ITEM(made, 1, state.release().ptr());
   return made;
 }
 
@@ -245,7 +249,6 @@ class Step {
     continual_attention(kernel_, stream, old_rings_, threads_);
   }
 
-  // (out, new state)
   template <class Kind>
   PyObject* result(Kind& stream, int scale) {
     const StreamShape& shape = stream.shape;
@@ -254,7 +257,7 @@ class Step {
     stream.out = out.data;
     run(stream);
     new_.set(scale + kPosition, py::int_(shape.position + shape.tokens));
-    return pair(std::move(out.object), new_.make());
+    return step_result(std::move(out.object), new_.make());
   }
 
  private:

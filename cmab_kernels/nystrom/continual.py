@@ -16,19 +16,10 @@ from ..dtypes import state_dtype
 from .api import Landmarks, check_number, check_pinv, given_landmarks, iterative_pinv
 from .continual_reference import attention_step_reference, nystrom_step_reference, row_sums
 from .reference import landmark_kernel, segment_means
-from .state import ContinualAttentionState, ContinualNystromState, State, check_state, own_memory, position_on, ring_of
+from .state import ContinualAttentionState, ContinualNystromState, State, StepResult, check_state, own_memory, position_on, ring_of
 from .step_schema import attention_step_op, nystrom_step_op, run_step
 
 OUTPUTS = ("single", "retroactive")
-
-
-class StepResult(NamedTuple):
-    """What a step gives."""
-
-    out: Tensor
-    """(B, H, t, E), each new token's at its own time; or retroactive (B, H, n, E), the whole window's after the last token."""
-    state: ContinualNystromState | ContinualAttentionState
-    """To go on from. The state that the step was given is as good as before."""
 
 
 def continual_nystrom_init(
@@ -180,10 +171,11 @@ _EXACT = _Kind("continual_attention_step", ContinualAttentionState, attention_st
 
 def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
     """The short road where nothing is out of the ordinary, which native code tells; else the long one, which explains."""
-    if impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not _is_watched(state, query, key, value):
+    ordinary = impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not is_watched()
+    if ordinary and not (torch.is_grad_enabled() and _carries_gradient(state, query, key, value)):
         result = _native(kind.name)(state, query, key, value, output == "retroactive")
         if result is not None:
-            return tuple.__new__(StepResult, result)
+            return result
     _check_step(kind, state, query, key, value, output)
     if torch.is_autocast_enabled(key.device.type):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
@@ -198,12 +190,9 @@ def _native(name: str) -> Callable[..., Any]:
     return getattr(native, name) if native else lambda *_: None
 
 
-def _is_watched(state: Any, *tokens: Any) -> bool:
-    """By a compiler or the like, or by autograd."""
-    if not torch.is_grad_enabled():
-        return is_watched()
+def _carries_gradient(state: Any, *tokens: Any) -> bool:
     fields = state if isinstance(state, tuple) else ()
-    return is_watched() or any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
+    return any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
 
 
 def _checked_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:

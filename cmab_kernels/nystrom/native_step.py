@@ -1,6 +1,6 @@
 """The steps of continual attention on the CPU: csrc/cpu/continual*, called without anything between.
 
-Each takes (state, query, key, value, retroactive) and gives (out, new state). It answers None, and has written nothing, where anything is
+Each takes (state, query, key, value, retroactive) and gives a `StepResult`. It answers None, and has written nothing, where anything is
 out of the ordinary: a shape, dtype, device or layout, a token that is not finite, a tensor that is no plain one.
 """
 
@@ -12,16 +12,12 @@ from torch import Tensor
 
 from ..dtypes import NATIVE_DTYPES
 from ..extension import load
-from .state import ContinualAttentionState, ContinualNystromState
+from .state import ContinualAttentionState, ContinualNystromState, StepResult
 
 _C = load()
 
-continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], tuple[Tensor, ContinualNystromState] | None] = (
-    _C.continual_nystrom_step
-)
-continual_attention_step: Callable[
-    [ContinualAttentionState, Tensor, Tensor, Tensor, bool], tuple[Tensor, ContinualAttentionState] | None
-] = _C.continual_attention_step
+continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_nystrom_step
+continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_attention_step
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:

@@ -75,6 +75,15 @@ ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
 
+class StepResult(NamedTuple):
+    """What a step gives."""
+
+    out: Tensor
+    """(B, H, t, E), each new token's at its own time; or retroactive (B, H, n, E), the whole window's after the last token."""
+    state: ContinualNystromState | ContinualAttentionState
+    """To go on from. The state that the step was given is as good as before."""
+
+
 def tokens_seen(state: ContinualState) -> int:
     """The position as an int; from a GPU that is a wait."""
     position = state.position
