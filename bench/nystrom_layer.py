@@ -144,7 +144,7 @@ class Pinv:
         return {
             "native": lambda i: (iterative_pinv(i.matrix, ITERATIONS, impl="native"),),
             "reference": lambda i: (iterative_pinv(i.matrix, ITERATIONS, impl="reference"),),
-            EAGER: lambda i: (eager_pinv(i.matrix, ITERATIONS),),
+            EAGER: lambda i: (eager_pinv(i.matrix[0], ITERATIONS)[None] if self.batch == 1 else eager_pinv(i.matrix, ITERATIONS),),
             PACKAGE: self._package,
         }
 
@@ -156,8 +156,7 @@ class Pinv:
 
     def inputs(self, seed: int) -> Matrices:
         random = torch.Generator().manual_seed(seed)
-        shape = (self.batch, self.landmarks, self.landmarks)
-        return Matrices((2 * normal(random, *(shape[1:] if self.batch == 1 else shape))).softmax(-1))
+        return Matrices((2 * normal(random, self.batch, self.landmarks, self.landmarks)).softmax(-1))
 
     def oracle(self, inputs: Matrices) -> Mapping[str, Sequence[Tensor]]:
         """Each with its own norms, or all with the largest."""

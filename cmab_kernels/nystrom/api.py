@@ -109,11 +109,13 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
     _check_iterations("iterations", iterations)
+    # A cast or a view that changes nothing takes a microsecond of ten.
     dtype = state_dtype(matrix.dtype)
-    if matrix.dim() != 3 or matrix.dtype != dtype:  # a view that changes nothing takes a microsecond of ten
-        matrices = matrix.to(dtype).reshape(-1, *matrix.shape[-2:])
-        return _iterative_pinv(matrices, iterations, impl).reshape(matrix.shape).to(matrix.dtype)
-    return _iterative_pinv(matrix, iterations, impl)
+    if matrix.dtype != dtype:
+        return iterative_pinv(matrix.to(dtype), iterations, impl=impl).to(matrix.dtype)
+    if matrix.dim() == 3:
+        return _iterative_pinv(matrix, iterations, impl)
+    return _iterative_pinv(matrix.reshape(-1, *matrix.shape[-2:]), iterations, impl).view_as(matrix)
 
 
 def _iterative_pinv(matrices: Tensor, iterations: int, impl: str) -> Tensor:
