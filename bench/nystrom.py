@@ -141,8 +141,9 @@ class NystromStep:
         return EagerBlocks(*first, self.width**-0.5, given, ITERATIONS, self.block)
 
     def _after(self, tokens: Tokens, block: int) -> list[tuple[Tensor, ...]]:
-        """What comes after the first window, in blocks."""
-        return list(zip(*(part[:, :, self.window :].split(block, dim=2) for part in tokens), strict=True))
+        """What comes after the first window, in blocks, each in memory of its own, as a projection makes it."""
+        blocks = (part[:, :, self.window :].split(block, dim=2) for part in tokens)
+        return [tuple(part.contiguous() for part in block) for block in zip(*blocks, strict=True)]
 
     def oracle(self, inputs: Streams) -> Mapping[str, Sequence[Tensor]]:
         ours = self._exactly(inputs)
