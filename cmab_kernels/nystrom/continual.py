@@ -20,6 +20,8 @@ from .state import ContinualAttentionState, ContinualNystromState, State, StepRe
 from .step_schema import attention_step_op, nystrom_step_op, run_step
 
 OUTPUTS = ("single", "retroactive")
+SHORT = ("auto", "native")
+"""Names that leave the choice to, or ask for, what the short road takes."""
 
 
 def continual_nystrom_init(
@@ -171,7 +173,7 @@ _EXACT = _Kind("continual_attention_step", ContinualAttentionState, attention_st
 
 def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
     """The short road where nothing is out of the ordinary, which native code tells; else the long one, which explains."""
-    ordinary = impl == "auto" and use_impl.current == "auto" and output in OUTPUTS and not is_watched()
+    ordinary = impl in SHORT and use_impl.current in SHORT and output in OUTPUTS and not is_watched()
     if ordinary and not (torch.is_grad_enabled() and _carries_gradient(state, query, key, value)):
         result = _native(kind.name)(state, query, key, value, output == "retroactive")
         if result is not None:

@@ -18,7 +18,8 @@ from ..dtypes import FLOATING, state_dtype
 class ContinualNystromState(NamedTuple):
     """A window of n tokens under continual Nyström attention, of tensors and ints. `_asdict()` and `ContinualNystromState(**d)` convert it.
 
-    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head.
+    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head; n + min(t, n) rows in place of n + 1 from the first
+    step of t tokens at once on.
     """
 
     queries: Tensor
