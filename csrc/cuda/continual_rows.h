@@ -1,8 +1,9 @@
 // Rows of sums that slide with the window, one a query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, and the
 // peak of the scaled phi since the row was last made from the window.
 //
-// What comes is added and what goes is subtracted. When less than half of its peak is left of a row's phi, errors of
-// the terms that are gone begin to weigh: it is made from the window again. So it is after 1,024 steps.
+// What comes is added and what goes is subtracted. When less than half of its peak is left of a row's phi, or the
+// values that go outweigh what they leave, errors of the terms that are gone begin to weigh: the row is made from the
+// window again. So it is after 1,024 steps.
 #pragma once
 
 #include "continual_window.h"
@@ -10,6 +11,7 @@
 namespace cmab::cuda {
 
 constexpr int kDuePeriod = 1024;  // steps after which a row is made from the window again
+constexpr int kMostRemoved = 2;   // or when more than this multiple of what is left of its values goes
 
 template <class T>
 class SlidingRows {
@@ -27,6 +29,7 @@ class SlidingRows {
     S* shared = reinterpret_cast<S*>(block.shared);
     changes_ = shared + Layout::changes;
     stale_ = shared + Layout::stale;
+    parts_ = shared + Layout::parts;
   }
 
   CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
@@ -41,13 +44,14 @@ class SlidingRows {
       logits_.multiply(
           2 * kept, [&](int pair) { return query(first + pair / 2); },
           [&](int pair) { return window_.key(pair % 2 ? -1 : window_.tokens() - 1); });
-      const bool any_stale = block_.any_thread([&](int i) {
+      bool any_stale = block_.any_thread([&](int i) {
         if (i >= count) return false;
         const bool stale = i >= kept || slide_scale(i, old_row(first + shift + i)) || due(first + i);
         stale_[i] = stale;
         return stale;
       });
       slide_sums(first, kept, shift);
+      any_stale |= find_outweighed(first, kept);
       for (int i = 0; any_stale && i < count; ++i)
         if (stale_[i] != 0) renew(first + i, query(first + i));
     }
@@ -105,6 +109,32 @@ class SlidingRows {
     }
   }
 
+  // Marks rows of a tile whose values, sum |.|, are little beside those that went, or are no numbers; whether there are
+  // any.
+  CMAB_DEVICE bool find_outweighed(int first, int count) {
+    block_.each_thread([&](int thread) {
+      for (int item = thread; item < count * kParts; item += block_.threads) {
+        const int i = item / kParts;
+        const S* change = changes_ + 3 * i;
+        S excess = 0;
+        for (int e = item % kParts; e < width_; e += kParts) {
+          const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
+          const S left = std::fma(change[1], std::fabs(comes), std::fabs(new_row(first + i)[e]));
+          excess += std::fma(change[2], std::fabs(goes), -kMostRemoved * left);
+        }
+        parts_[item] = excess;
+      }
+    });
+    return block_.any_thread([&](int i) {
+      if (i >= count) return false;
+      S excess = 0;
+      for (int part = 0; part < kParts; ++part) excess += parts_[i * kParts + part];
+      if (excess <= 0 && excess >= -Largest<S>::value) return false;
+      stale_[i] = 1;
+      return true;
+    });
+  }
+
   template <class Query>
   CMAB_DEVICE void renew(int r, const Query* query) {
     of_window_.sum(query);
@@ -123,7 +153,7 @@ class SlidingRows {
   WindowSums<T> of_window_;
   Renewed<S> memory_;
   int width_, rows_;
-  S *changes_, *stale_;
+  S *changes_, *stale_, *parts_;
   PerThread<S[3]> scale_;
   PerThread<S[kHeld]> held_;
 };

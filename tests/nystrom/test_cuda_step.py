@@ -415,6 +415,20 @@ def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, 
     assert seen, "such a token does something"
 
 
+@pytest.mark.parametrize("landmarks", [3, None])
+def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
+    """One of a million takes its rounding error with it when it goes: phi alone would not show it."""
+    window, spike = 20, 30
+    stream = _tokens(1, 2, 70, 4, 5)
+    stream[2][:, :, spike] = 1e6
+    ours, right = _start(_part(stream, 0, window), landmarks), _start(_wide(_part(stream, 0, window)), landmarks)
+    for at in range(window, 70):
+        out, ours = _step(ours, _part(stream, at, at + 1), True)
+        wanted, right = _defined(right, _wide(_part(stream, at, at + 1)), True)
+        (error,) = _errors(wanted, out)
+        assert at < spike + window or (error < 1e-4).all(), (at, float(error.max()))
+
+
 @pytest.mark.parametrize("size", [1e4, 1e18, 1e38])
 def test_logits_of_any_size(size: float) -> None:
     """+-size, with all weight on one key or shared by equals; means of tokens whose sum float32 cannot hold; logits beyond float32."""
