@@ -253,4 +253,5 @@ def test_what_is_not_supported() -> None:
     matrix = torch.zeros(1, 2, 2)
     assert native.unsupported(matrix) is None
     assert "meta" in str(native.unsupported(matrix.to("meta")))
-    assert "bfloat16" in str(native.unsupported(matrix.bfloat16()))
+    assert native.unsupported(matrix.bfloat16()) is None, "which reaches the kernels as float32"
+    assert "int64" in str(native.unsupported(matrix.long()))

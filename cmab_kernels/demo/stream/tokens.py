@@ -118,9 +118,9 @@ def learnt_landmarks(number: int) -> tuple[Tensor, Tensor]:
     query, key, _ = tokens(training())
     with threadpool_limits(1):
         clusters = MiniBatchKMeans(number, n_init=3, random_state=0).fit_predict(query[0, 0].numpy())
-    members = torch.nn.functional.one_hot(torch.from_numpy(clusters).long(), number).float()
-    means = members / members.sum(0).clamp(min=1)
-    return means.T @ query[0], means.T @ key[0]
+    members = torch.nn.functional.one_hot(torch.from_numpy(clusters).long(), number).double()
+    means = (members / members.sum(0).clamp(min=1)).T
+    return (means @ query[0].double()).float(), (means @ key[0].double()).float()
 
 
 def exact(first: int, last: int, window: int) -> Tensor:
