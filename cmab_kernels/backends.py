@@ -87,7 +87,7 @@ def _import_problem(path: str) -> str:
 def imported(family: str, impl: str) -> ModuleType | None:
     """The module of an implementation, or None where it cannot be imported."""
     path = FAMILIES[family][impl]
-    return _MODULES.get(path) if path in _PROBLEMS or not _import_problem(path) else None
+    return None if _import_problem(path) else _MODULES[path]
 
 
 def implementation(family: str, impl: str) -> ModuleType:

@@ -24,8 +24,8 @@ from ..nystrom import (
 from ..nystrom.continual import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .multihead_attention import MultiheadAttention
-from .nystrom_attention import NystromAttention, refuse_extra_keys
-from .projections import MultiheadProjections
+from .nystrom_attention import ONLY_TOKENS, NystromAttention
+from .projections import MultiheadProjections, refuse_extra_keys
 
 
 class Continual(MultiheadProjections):
@@ -110,10 +110,7 @@ class Continual(MultiheadProjections):
 
     def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:
         """The outputs of tokens in the layout of `forward`: (B, H, T', E), or retroactive (B, H, T', n, E)."""
-        if self.training and self.dropout > 0:
-            raise RuntimeError(
-                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
-            )
+        self._refuse_to_drop()
         heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
         self._check_heads(heads)
         tokens = heads[0].shape[2]
@@ -248,7 +245,7 @@ class ContinualAttention(Continual, MultiheadAttention):
         sequence_len: int,
         output: str = "single",
     ) -> None:
-        refuse_extra_keys(add_bias_kv, add_zero_attn)
+        refuse_extra_keys(add_bias_kv, add_zero_attn, ONLY_TOKENS)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first, device, dtype)
         self._stream_over(sequence_len, output)
 

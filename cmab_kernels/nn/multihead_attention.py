@@ -87,16 +87,9 @@ class MultiheadAttention(MultiheadProjections):
         """
         if self.kdim != self.vdim:
             raise ValueError(wrong("inputs", "are keys and values in one", f"kdim = {self.kdim} and vdim = {self.vdim} must be equal"))
-        if self._drops:
-            raise RuntimeError(
-                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
-            )
+        self._refuse_to_drop()
         self._check(key_padding_mask, query=query, inputs=inputs)
         return self._attend(query, inputs, inputs, state, key_padding_mask)
-
-    @property
-    def _drops(self) -> bool:
-        return self.training and self.dropout > 0
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
         q, (k, v, mask) = self._project(0, query), self._project_pair(key, value, key_padding_mask)

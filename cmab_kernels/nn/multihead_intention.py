@@ -14,7 +14,7 @@ from ..dtypes import state_dtype
 from ..intention import RidgeState, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
 from ..intention.state import check_ridge
 from .layers import bool_mask
-from .projections import MultiheadProjections
+from .projections import MultiheadProjections, refuse_dropout, refuse_extra_keys
 from .stream import RidgeStream
 
 
@@ -48,11 +48,8 @@ class LearnedRidge(MultiheadProjections):
         alpha: float | None = None,
         scale: float = 1.0,
     ) -> None:
-        if dropout:
-            raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
-        if add_bias_kv or add_zero_attn:
-            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
-            raise ValueError(wrong(name, "is True", "extra keys are for attention that finds nothing to attend to; False is needed"))
+        refuse_dropout(dropout)
+        refuse_extra_keys(add_bias_kv, add_zero_attn, "extra keys are for attention that finds nothing to attend to")
         if alpha is not None and not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "None, to learn it, or a finite number >= 0 is needed"))
         if not math.isfinite(scale):
@@ -104,9 +101,7 @@ class LearnedRidge(MultiheadProjections):
         out = self._output(self._attend(q, k, v, mask, alpha), query)
         if not need_weights:
             return out, None
-        weights = self._weights(q, k, mask, alpha)
-        weights = weights.mean(1) if average_attn_weights else weights
-        return out, weights if query.dim() == 3 else weights.squeeze(0)
+        return out, self._shown(self._weights(q, k, mask, alpha), query, average_attn_weights)
 
     @abstractmethod
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:

@@ -12,16 +12,13 @@ from ..checks import wrong
 from ..nystrom import nystrom_attention
 from ..nystrom.api import check_pinv
 from .layers import bool_mask, check_features
-from .projections import MultiheadProjections
+from .projections import MultiheadProjections, refuse_dropout, refuse_extra_keys
 
 LANDMARKS = ("landmark_queries", "landmark_keys")
 
 
-def refuse_extra_keys(add_bias_kv: bool, add_zero_attn: bool) -> None:
-    """Raise if torch's keys that are no tokens are asked for."""
-    if add_bias_kv or add_zero_attn:
-        name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
-        raise ValueError(wrong(name, "is True", "a window consists of tokens, and extra keys are none; False is needed"))
+ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
+"""Why there are no extra keys."""
 
 
 class NystromAttention(MultiheadProjections):
@@ -83,9 +80,8 @@ class NystromAttention(MultiheadProjections):
         pinv: str = "iterative",
         pinv_iterations: int = 6,
     ) -> None:
-        if dropout:
-            raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
-        refuse_extra_keys(add_bias_kv, add_zero_attn)
+        refuse_dropout(dropout)
+        refuse_extra_keys(add_bias_kv, add_zero_attn, ONLY_TOKENS)
         if not isinstance(num_landmarks, int) or num_landmarks < 1:
             raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", "an int >= 1 is needed"))
         if landmarks not in self.schemes:
@@ -131,9 +127,7 @@ class NystromAttention(MultiheadProjections):
         if not need_weights:
             return out, None
         one = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        weights = self._attend(q, k, one, mask)
-        weights = weights.mean(1) if average_attn_weights else weights
-        return out, weights if query.dim() == 3 else weights.squeeze(0)
+        return out, self._shown(self._attend(q, k, one, mask), query, average_attn_weights)
 
     @torch.no_grad()
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:

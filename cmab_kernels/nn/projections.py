@@ -8,10 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import wrong
 from .layers import check_features, check_mask, hide_padding, split_heads
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Raise unless it is 0."""
+    if dropout:
+        raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
+
+
+def refuse_extra_keys(add_bias_kv: bool, add_zero_attn: bool, why: str) -> None:
+    """Raise if torch's keys that are no tokens are asked for."""
+    if add_bias_kv or add_zero_attn:
+        name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+        raise ValueError(wrong(name, "is True", f"{why}; False is needed"))
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
@@ -57,6 +71,23 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
             key, value = hidden, hidden if value is key else hide_padding(value, ignore)
             key_padding_mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
         return self._project(1, key), self._project(2, value), key_padding_mask
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _refuse_to_drop(self) -> None:
+        """Raise where a stream would drop weights: it keeps none."""
+        if self._drops:
+            raise RuntimeError(
+                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
+            )
+
+    @staticmethod
+    def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
+        """Weights (B, H, L, N) as torch returns them: over the heads or not, without a batch where `query` has none."""
+        weights = weights.mean(1) if average else weights
+        return weights if query.dim() == 3 else weights.squeeze(0)
 
     def _output(self, attended: Tensor, query: Tensor) -> Tensor:
         """The projection of attended heads (B, H, L, D), in the layout of `query`."""

@@ -73,7 +73,7 @@ def nystrom_attention(
     iterations = check_pinv(pinv, pinv_iterations)
     query, key, value = as_autocast(query, key, value)
     with as_they_are(key.device):
-        chosen_landmarks = _landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
+        chosen_landmarks = choose_landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
         if chosen_landmarks.absent is not None and key_padding_mask is not None:
             query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)
         scale = key.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -146,14 +146,14 @@ def _check_iterations(name: str, iterations: int) -> None:
         raise ValueError(wrong(name, f"is {iterations!r}", "an int >= 1 is needed"))
 
 
-def check_number(num_landmarks: int, length: int, tokens: str) -> None:
+def _check_number(num_landmarks: int, length: int, tokens: str) -> None:
     """Raise unless segments of `length` tokens can be `num_landmarks`."""
     if not isinstance(num_landmarks, int) or not 1 <= num_landmarks <= length:
         allowed = f"an int between 1 and {length}, the number of {tokens}, is needed"
         raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", allowed))
 
 
-def given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
+def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
     """Landmarks from the outside, checked against the key, over the batch and in the state's type."""
     if not isinstance(landmarks, (tuple, list)) or len(landmarks) != 2:
         raise TypeError(
@@ -177,14 +177,15 @@ def given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
     return Landmarks(*parts)
 
 
-def _landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
+def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
+    """The means of `number` segments, or the landmarks `given`."""
     if (number is None) == (given is None):
         raise ValueError(wrong("num_landmarks", "and landmarks are both given" if given else "is None", "give one of the two"))
     if given is not None:
-        return given_landmarks(given, key)
+        return _given_landmarks(given, key)
     assert number is not None
-    check_number(number, key.shape[2], "keys")
-    check_number(number, query.shape[2], "queries")
+    _check_number(number, key.shape[2], "keys")
+    _check_number(number, query.shape[2], "queries")
     if mask is None:
         return Landmarks(segment_means(query, number), segment_means(key, number))
     if query.shape[2] != key.shape[2]:

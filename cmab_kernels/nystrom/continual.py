@@ -13,9 +13,9 @@ from ..autograd import is_differentiated, is_plain, is_watched
 from ..backends import choose, imported, use_impl
 from ..checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
 from ..dtypes import state_dtype
-from .api import Landmarks, check_number, check_pinv, given_landmarks, iterative_pinv
+from .api import check_pinv, choose_landmarks, iterative_pinv
 from .continual_reference import attention_step_reference, nystrom_step_reference, row_sums
-from .reference import landmark_kernel, segment_means
+from .reference import landmark_kernel
 from .state import ContinualAttentionState, ContinualNystromState, State, StepResult, check_state, own_memory, position_on, ring_of
 from .step_schema import attention_step_op, nystrom_step_op, run_step
 
@@ -62,15 +62,8 @@ def continual_nystrom_init(
     """
     query, key, value = _window(query, key, value)
     iterations = check_pinv(pinv, pinv_iterations)
-    if (num_landmarks is None) == (landmarks is None):
-        raise ValueError(wrong("num_landmarks", "and landmarks are both given" if landmarks else "is None", "give one of the two"))
     with as_they_are(key.device):
-        if num_landmarks is not None:
-            check_number(num_landmarks, key.shape[2], "tokens of the window")
-            chosen = Landmarks(segment_means(query, num_landmarks), segment_means(key, num_landmarks))
-        else:
-            assert landmarks is not None
-            chosen = given_landmarks(landmarks, key)
+        chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)

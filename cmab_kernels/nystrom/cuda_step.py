@@ -76,7 +76,7 @@ def _next(state: State, tokens: int, rows: int) -> State:
     """Where the step goes: the state's own rings and its spare sums if nobody else has them and they fit, else new memory."""
     sole = NATIVE.is_sole_owner(state)
     batch, heads, capacity, _ = state.keys.shape
-    changes: dict[str, Any] = {"position": torch.empty_like(state.position), "sums": state.spare, "spare": state.sums}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {"position": torch.empty_like(state.position), "sums": state.spare, "spare": state.sums}  # type: ignore[arg-type]  # a tensor on a GPU
     if not sole or state.sums.shape[2] != rows:
         changes |= {name: state.sums.new_empty(batch, heads, rows, state.sums.shape[3]) for name in ("sums", "spare")}
     if capacity < state.window + tokens:
@@ -113,6 +113,6 @@ def _numbers(
         *_renewal(state.keys, after.keys),
         *_renewal(state.values, after.values),
         *_renewal(state.sums if known else after.sums, after.sums),
-        *_renewal(state.position, after.position),  # type: ignore[arg-type]
+        *_renewal(state.position, after.position),  # type: ignore[arg-type]  # tensors on a GPU
         *(out.data_ptr(), known),
     ]

@@ -52,7 +52,7 @@ def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, clock, position, window, iterations, fixed, query, key, value, retroactive, impl = args
     queries, keys, values, sums, *landmarks = fields
     counts = (scale, position if clock is None else clock.clone(), window, iterations, fixed)
-    state = ContinualNystromState._make([*_copies(queries, keys, values, sums, sums, *landmarks), *counts])
+    state = ContinualNystromState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *_copies(*landmarks), *counts])
     out, new = run_step("continual_nystrom_step", impl, state, query, key, value, retroactive)
     return out, *new[:4], *new[5:8], _clock(new, out)
 
@@ -61,7 +61,7 @@ def _attention_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, clock, position, window, query, key, value, retroactive, impl = args
     queries, keys, values, sums = fields
     counts = (scale, position if clock is None else clock.clone(), window)
-    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums, sums), *counts])
+    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *counts])
     out, new = run_step("continual_attention_step", impl, state, query, key, value, retroactive)
     return out, *new[:4], _clock(new, out)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -25,21 +25,7 @@ SUMS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.f
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-@pytest.fixture(params=[name for name in native._C.instruction_sets() if name in ("portable", "avx2", "avx512")])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that have kernels of their own."""
-    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
-    assert native._C.instruction_set() == request.param
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: these inputs are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 class Case(NamedTuple):

@@ -19,21 +19,7 @@ USUAL = 5.0
 """LAPACK accepts a ratio of 30; above this one would look closer."""
 
 
-@pytest.fixture(params=[name for name in native._C.instruction_sets() if name in ("portable", "avx2", "avx512")])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that have kernels of their own."""
-    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
-    assert native._C.instruction_set() == request.param
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: these matrices are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def _gram(count: int, width: int, dtype: torch.dtype) -> Tensor:

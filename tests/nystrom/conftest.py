@@ -25,3 +25,14 @@ def impl(request: pytest.FixtureRequest) -> str:
 def step_impl(request: pytest.FixtureRequest) -> str:
     """Every implementation of the continual steps that this processor runs."""
     return _usable("continual_nystrom_step", request.param)
+
+
+@pytest.fixture
+def native() -> str:
+    """Where tests are of the native implementation alone."""
+    return _usable("iterative_pinv", "native")
+
+
+@pytest.fixture
+def native_step() -> str:
+    return _usable("continual_nystrom_step", "native")

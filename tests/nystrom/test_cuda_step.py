@@ -230,7 +230,7 @@ def test_any_order_and_alone(landmarks: int | None, retroactive: bool, played: P
         def one(t: Any, b: int = b, h: int = h) -> Any:
             return t[b : b + 1, h : h + 1].contiguous() if isinstance(t, Tensor) and t.dim() else t
 
-        out, _ = _step(type(batch)(*map(one, batch)), tuple(map(one, _part(stream, 33, 60))), retroactive)  # type: ignore[arg-type]
+        out, _ = _step(type(batch)(*map(one, batch)), tuple(map(one, _part(stream, 33, 60))), retroactive)
         assert torch.equal(out, one(whole[0]))
 
 
@@ -309,12 +309,12 @@ def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, pl
     """One call, replayed with other tokens in the same memory; then on eagerly with the very state that was captured."""
     stream = _tokens(1, 2, 80, 4, 4)
     token = tuple(t.clone() for t in _part(stream, 20, 21))
-    (_, state), (_, eager) = (_step(_start(_part(stream, 0, 20), landmarks), token, retroactive) for _ in range(2))  # type: ignore[arg-type]
+    (_, state), (_, eager) = (_step(_start(_part(stream, 0, 20), landmarks), token, retroactive) for _ in range(2))
     recorder = Recorder(played.kernels)
     with monkeypatch.context() as context:
         context.setattr(cuda_step, "CUDA", recorder)
         played.captures = True
-        out, same = _step(state, token, retroactive)  # type: ignore[arg-type]
+        out, same = _step(state, token, retroactive)
         played.captures = False
     assert same is state and len(recorder.replays) == 1
     for at in range(21, 80):
@@ -367,7 +367,7 @@ def test_layouts(layout: str, landmarks: int | None, retroactive: bool) -> None:
     stream = _tokens(2, 2, 16, 5, 3)
     query, key, value = map(LAYOUTS[layout], _part(stream, 11, 16))
     strange = _step(_start(_part(stream, 0, 11), landmarks), (query, key, value), retroactive)
-    plain = _step(_start(_part(stream, 0, 11), landmarks), tuple(t.contiguous() for t in (query, key, value)), retroactive)  # type: ignore[arg-type]
+    plain = _step(_start(_part(stream, 0, 11), landmarks), tuple(t.contiguous() for t in (query, key, value)), retroactive)
     assert all(map(_same, strange, plain))
 
 
@@ -406,7 +406,7 @@ def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, 
     ours, right = (_start(_part(stream, 0, window), landmarks, fixed) for _ in range(2))
     seen = False
     for at in range(window, 4 * window):
-        out, ours = _step(ours, _part(dirty, at, at + 1), retroactive)  # type: ignore[arg-type]
+        out, ours = _step(ours, _part(dirty, at, at + 1), retroactive)
         wanted, right = _defined(right, _part(stream, at, at + 1), retroactive)
         (error,) = _errors(wanted, out)
         assert (error[:, 0] < 1e-12).all(), "the other head"
@@ -477,8 +477,8 @@ def test_reasons() -> None:
     assert "needs a GPU" in str(cuda_step.unsupported(meta, meta, meta))
     there = {"device": torch.device("cuda"), "dtype": torch.float32}
     few, many, wide = (SimpleNamespace(shape=(1, 1, *extents), **there) for extents in ((4, 8), (65, 8), (4, 513)))
-    assert "at most 64 landmarks, and the state has 65" in str(cuda_step.unsupported(few, few, few, many))  # type: ignore[arg-type]
-    assert "at most 512 wide, and value is 513" in str(cuda_step.unsupported(few, few, wide, few))  # type: ignore[arg-type]
+    assert "at most 64 landmarks, and the state has 65" in str(cuda_step.unsupported(few, few, few, many))
+    assert "at most 512 wide, and value is 513" in str(cuda_step.unsupported(few, few, wide, few))
 
 
 def test_the_extension_takes_these_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

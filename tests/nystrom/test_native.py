@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,21 +20,7 @@ DTYPES = [torch.float64, torch.float32]
 SIZES = [1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 65, 100]
 
 
-@pytest.fixture(params=[name for name in native._C.instruction_sets() if name in ("portable", "avx2", "avx512")])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that have kernels of their own."""
-    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
-    assert native._C.instruction_set() == request.param
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: these matrices are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,22 +27,14 @@ KINDS = ["continual", "fixed", "exact"]
 SIZES = [(8, 3, 5, 7), (64, 16, 64, 64), (7, 7, 3, 17), (33, 1, 65, 1), (1, 1, 1, 3), (40, 17, 16, 65), (100, 9, 8, 33)]
 
 
-@pytest.fixture(params=[name for name in native._C.instruction_sets() if name in ("portable", "avx2", "avx512")])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that have kernels of their own."""
-    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
-    assert native._C.instruction_set() == request.param
-    return request.param
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: these inputs are small. No gradients: with them the definition runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_gradients() -> Iterator[None]:
+    """With them the definition runs."""
     with torch.no_grad():
-        yield torch.set_num_threads
-    torch.set_num_threads(before)
+        yield
 
 
 Tokens = tuple[Tensor, Tensor, Tensor]

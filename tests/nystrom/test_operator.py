@@ -205,22 +205,20 @@ def test_checkpoint(impl: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.usefixtures("native")
 def test_flops_of_whole_windows() -> None:
     """What the counter sees is what `costs` says."""
-    if not ck.explain("iterative_pinv", torch.zeros(1, 1, 1))[0].usable:
-        pytest.skip("native code is not built here")
     q, k, v = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 5)
     with FlopCounterMode(display=False) as counter:
         ck.nystrom_attention(q, k, v, 4)
     assert counter.get_total_flops() == 6 * costs.nystrom_attention_operations(40, 4, 8, 5, 6)
 
 
+@pytest.mark.usefixtures("native_step")
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 def test_flops_of_steps(fixed: bool, output: str) -> None:
     q, k, v = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 5)
-    if not ck.explain("continual_nystrom_step", q, k, v)[0].usable:
-        pytest.skip("native code is not built here")
     chosen = {"landmarks": (torch.randn(3, 4, 8), torch.randn(3, 4, 8))} if fixed else {"num_landmarks": 4}
     state = ck.continual_nystrom_init(q, k, v, **chosen)
     exact = ck.continual_attention_init(q, k, v)

@@ -119,10 +119,9 @@ def _bits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor,
     return out, *torch.autograd.grad(out.sum(), inputs), inverse, *torch.autograd.grad(inverse.sum(), matrix)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_alone_and_for_any_thread_count(dtype: torch.dtype) -> None:
-    if not ck.explain("iterative_pinv", torch.zeros(1, 1, 1))[0].usable:
-        pytest.skip("native code is not built here")
     q, k, v = (torch.randn(5, 2, 301, w, dtype=dtype) for w in (24, 24, 9))
     mask = torch.rand(5, 301) < 0.3
     threads = torch.get_num_threads()
@@ -185,11 +184,10 @@ def _attend(length: int, backward: bool) -> Callable[[], tuple[Tensor, ...]]:
     return task
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_tokens(backward: bool) -> None:
     """Beyond the result, the gradients that are asked for, and the log-sum-exp of each row."""
-    if not ck.explain("iterative_pinv", torch.zeros(1, 1, 1))[0].usable:
-        pytest.skip("native code is not built here")
     beyond = []
     for length in (50_000, 400_000):
         peak = measure.peak_memory(_attend, length, backward, warm_up=(1000, backward))

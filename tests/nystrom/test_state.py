@@ -204,10 +204,9 @@ def test_an_older_state_is_as_good_as_it_was(step_impl: str, kind: str) -> None:
     assert all(torch.equal(tensor, copied) for tensor, copied in zip(kept, copies, strict=True))
 
 
+@pytest.mark.usefixtures("native_step")
 def test_a_state_that_nobody_shares_is_not_copied() -> None:
     """Constant time: the very same ring serves the whole stream, and two sums take turns."""
-    if not ck.explain("continual_nystrom_step", *_stream(1))[0].usable:
-        pytest.skip("native code is not built here")
     stream = _stream(80)
     state, rest = _start(stream, 10, 3, fixed=False)
     addresses = set()
