@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "borrowed.h"
 #include "cpu/continual_call.h"
+#include "cpu/plan.h"
 
 namespace py = pybind11;
 using namespace cmab::cpu;

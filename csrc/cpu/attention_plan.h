@@ -58,10 +58,9 @@ inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
   return std::clamp<int64_t>(kBytes / row / kKeyTile, 1, 16) * kKeyTile;
 }
 
-// Starting threads costs microseconds: a handful of keys is done by the caller's.
 inline int useful_threads(const Inputs& in) {
-  const double work = double(in.batch) * in.heads * in.queries * in.keys * (in.shape.key_width + in.shape.value_width);
-  return work < 1 << 18 ? 1 : std::max(in.threads, 1);
+  const double keys = double(in.batch) * in.heads * in.queries * in.keys;
+  return useful_threads(keys * (in.shape.key_width + in.shape.value_width), in.threads);
 }
 
 // Batch elements and heads are worked through in waves, so that the workspace stays within bounds.

@@ -96,9 +96,6 @@ double multiplications(const AttentionStream& stream) {
   return double(shape.batch) * shape.heads * (shape.tokens * rows * (shape.retroactive ? 3 : 1) * widths + first);
 }
 
-// Starting threads costs microseconds.
-int useful_threads(double multiplications, int threads) { return multiplications < 1 << 18 ? 1 : std::max(threads, 1); }
-
 bool finite(const ContinualKernel& kernel, const Stream& stream, int threads) {
   std::atomic<bool> all{true};
   for_each_head(stream.shape.batch * stream.shape.heads, 0, threads, [&](int64_t head, char*) {

@@ -26,7 +26,6 @@ bool replaces_landmark(const NystromStream&);
 // What a step multiplies, about.
 double multiplications(const NystromStream&);
 double multiplications(const AttentionStream&);
-int useful_threads(double multiplications, int threads);
 
 bool finite(const ContinualKernel&, const Stream&, int threads);
 void continual_nystrom(const ContinualKernel&, const NystromStream&, const OldRings&, const OldLandmarks&, int threads);

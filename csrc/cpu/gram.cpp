@@ -37,7 +37,7 @@ class Gram {
         moment_size_(moment ? int64_t(in.shape.key_width) * in.shape.value_width : 0),
         run_(run_keys(in.shape, in_double_)),
         pieces_(key_pieces(in.keys, sum_size() * int64_t(sizeof(double)))),
-        threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads)),
+        threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads, kLittleGram)),
         together_(heads_together()),
         groups_(in.batch * ceil_div(in.heads, together_)) {
     scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, int(std::min(run_, in.keys))));

@@ -34,9 +34,6 @@ inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t firs
   return keys;
 }
 
-// Starting threads costs microseconds: a handful of rows is done by the caller's.
-inline int useful_threads(double multiplications, int threads) {
-  return multiplications < 1 << 20 ? 1 : std::max(threads, 1);
-}
+constexpr double kLittleGram = 1 << 20;  // multiplications that are not worth a second thread
 
 }  // namespace cmab::cpu

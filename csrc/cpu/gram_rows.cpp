@@ -41,7 +41,7 @@ void apply_rows(const RowsInputs& in, void* out) {
   const size_t scratch = align(kernel.apply_scratch_bytes(in.depth, in.width));
   const double work = double(in.batch) * in.heads * in.rows * in.depth * in.width;
   prefer_huge_pages(out, in.batch * in.heads * in.rows * in.width * element_bytes(in.dtype));
-  for_each_piece(in.batch, in.heads, in.rows, packed + scratch, useful_threads(work, in.threads),
+  for_each_piece(in.batch, in.heads, in.rows, packed + scratch, useful_threads(work, in.threads, kLittleGram),
                  [&](int64_t b, int64_t h, int64_t first, int64_t rows, char* memory) {
                    kernel.pack(matrix_of(in.matrix, b, h), nullptr, in.depth, in.width, memory);
                    kernel.apply(in.dtype, rows_of(in.dtype, in.query, b, h, first), rows, in.depth, in.width, memory,
@@ -61,7 +61,7 @@ void gram_backward(const GramInputs& in, const Operand& dgram, const Operand& dm
   prefer_huge_pages(gradient.key, all * width * element_bytes(shape.dtype));
   prefer_huge_pages(gradient.value, all * value_width * element_bytes(shape.dtype));
   for_each_piece(in.batch, in.heads, in.keys, packed + scratch,
-                 useful_threads(double(all) * width * (width + 2 * value_width), in.threads),
+                 useful_threads(double(all) * width * (width + 2 * value_width), in.threads, kLittleGram),
                  [&](int64_t b, int64_t h, int64_t first, int64_t rows, char* memory) {
                    char *const transposed = memory + gram_bytes, *const moment = transposed + transposed_bytes;
                    const Coefficients slope = matrix_of(dgram, b, h), mirrored = slope.transposed();

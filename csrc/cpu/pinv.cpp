@@ -18,17 +18,15 @@ const PinvKernel& pinv_kernel(DType dtype) {
   return kernels.of[dtype == DType::kFloat32];
 }
 
-// Starting threads costs microseconds.
 template <class Call>
-int useful_threads(const Call& call, int threads) {
-  const double work = double(call.count) * call.order * call.order * call.order * (4 * call.iterations + 1);
-  return work < 1 << 18 ? 1 : int(std::min<int64_t>(std::max(threads, 1), call.count));
+double multiplications(const Call& call) {
+  return double(call.count) * call.order * call.order * call.order * (4 * call.iterations + 1);
 }
 
 template <class Call>
 void run(const MatrixKernel<Call>& kernel, const Call& call, int threads) {
   if (call.count == 0) return;
-  const int team = useful_threads(call, threads);
+  const int team = int(std::min<int64_t>(useful_threads(multiplications(call), threads), call.count));
   const size_t bytes = align(kernel.bytes(call));
   Workspace workspace;
   workspace.reserve(team * bytes);

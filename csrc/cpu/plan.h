@@ -20,6 +20,11 @@ inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t uni
   return std::min(count, ceil_div(count, unit) * i / pieces * unit);
 }
 
+// Starting threads costs microseconds: what multiplies little is done by the caller's.
+inline int useful_threads(double multiplications, int threads, double little = 1 << 18) {
+  return multiplications < little ? 1 : std::max(threads, 1);
+}
+
 // Memory that is never touched before it is needed; 64-byte aligned.
 class Workspace {
  public:

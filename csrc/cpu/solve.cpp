@@ -31,10 +31,8 @@ const SolveKernel& solve_kernel(DType dtype) {
   return kernels.of[dtype == DType::kFloat32];
 }
 
-// Starting threads costs microseconds.
-int useful_threads(const Systems& systems, int threads) {
-  const double work = double(systems.count) * systems.order * systems.order * (systems.order + systems.columns);
-  return work < 1 << 18 ? 1 : std::max(threads, 1);
+double multiplications(const Systems& systems) {
+  return double(systems.count) * systems.order * systems.order * (systems.order + systems.columns);
 }
 
 }  // namespace
@@ -46,7 +44,7 @@ void regularised_solve(DType dtype, const Systems& systems, int threads) {
   const int64_t groups = ceil_div(in_lanes, lanes), tasks = groups + systems.count - in_lanes;
   const size_t bytes =
       align(std::max(groups ? kernel.lanes_bytes(systems) : 0, groups < tasks ? kernel.rows_bytes(systems) : 0));
-  const int team = int(std::min<int64_t>(useful_threads(systems, threads), tasks));
+  const int team = int(std::min<int64_t>(useful_threads(multiplications(systems), threads), tasks));
   Workspace workspace;
   workspace.reserve(team * bytes);
 #pragma omp parallel for num_threads(team) if (team > 1)
