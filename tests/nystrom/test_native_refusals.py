@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,16 @@ from torch import Tensor
 from cmab_kernels.nystrom.continual import continual_nystrom_init
 from cmab_kernels.nystrom.continual_reference import nystrom_step_reference
 
-from .test_native_step import Tokens, _some, _start, _step, _tokens, native, threads
+from .test_native_step import Tokens, _some, _start, _step, _tokens, native
 
-__all__ = ["threads"]  # a fixture: one thread, no gradients
+pytestmark = pytest.mark.usefixtures("threads")
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    """With them the definition runs."""
+    with torch.no_grad():
+        yield
 
 
 def _bits(state: Any) -> list[bytes]:
