@@ -379,7 +379,7 @@ def attention_backward(
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
     products = backward_products(query.dtype, max(D, E))
-    tiles = backward_tiles(products, max(D, E), L)
+    tiles = backward_tiles(products, query.device, max(D, E), L)
     sums = torch.promote_types(query.dtype, torch.float32)
     fresh = torch.empty_like if L else torch.zeros_like  # no query, no kernel
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
@@ -418,7 +418,8 @@ def attention_backward(
         }
         blocks = triton.cdiv(L, tiles.BLOCK_L)
         if blocks > 1 and (dkey is not None or dvalue is not None):
-            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options, **backward_keys_tiles(products, max(D, E))._asdict())
+            passing = backward_keys_tiles(products, query.device, max(D, E))
+            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options, **passing._asdict())
             dkey = dvalue = None
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         if not (shares is None and dkey is None and dvalue is None):

@@ -194,7 +194,7 @@ def attention_forward(
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
     products = forward_products(query.dtype, max(D, E))
-    tiles = forward_tiles(products, max(D, E), L)
+    tiles = forward_tiles(products, query.device, max(D, E), L)
     with on_device(query):
         out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
         lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)

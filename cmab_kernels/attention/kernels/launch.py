@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ...tiles import tuned
 from ...triton_common import Products, allows_tf32
 
 
@@ -33,7 +34,7 @@ class Tiles(NamedTuple):
 
 
 # By precision and widest head: the largest tiles that fit in registers and shared memory, as tests/attention/test_cubin.py sees it.
-# Lengths play no part, but that a block is no larger than the queries need.
+# Lengths play no part, but that a block is no larger than the queries need. What was tuned on a GPU comes first (cmab_kernels/tiles.json).
 _FORWARD = {
     "half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
@@ -57,19 +58,20 @@ _BACKWARD_KEYS = {
 }
 
 
-def _tiles(table: dict[str, dict[int, Tiles]], products: Products, width: int) -> Tiles:
-    return next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
+def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
+    chosen = tuned(kernel, device, products.kind, width)
+    return Tiles(*chosen) if chosen else next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
 
 
-def forward_tiles(products: Products, width: int, queries: int) -> Tiles:
-    return _tiles(_FORWARD, products, width).at_most(queries)
+def forward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
+    return _tiles("attention.forward", _FORWARD, products, device, width).at_most(queries)
 
 
-def backward_tiles(products: Products, width: int, queries: int) -> Tiles:
+def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
     """Of one pass over the keys, with a block of queries at hand."""
-    return _tiles(_BACKWARD, products, width).at_most(queries)
+    return _tiles("attention.backward", _BACKWARD, products, device, width).at_most(queries)
 
 
-def backward_keys_tiles(products: Products, width: int) -> Tiles:
+def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
     """Of one pass over the queries, with a tile of keys at hand."""
-    return _tiles(_BACKWARD_KEYS, products, width)
+    return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...tiles import HOPPER, capability_of, tuned
 from ...triton_common import Products, allows_tf32, run_length
 
 MOST_PROGRAMS = 256
@@ -50,7 +51,8 @@ class GramTiles(NamedTuple):
     num_stages: int
 
 
-# By precision and widest tile: what fits in registers and shared memory, as tests/intention/test_cubin.py sees it.
+# By precision and widest tile: what fits in registers and shared memory, as tests/intention/test_cubin.py sees it. What was tuned on a GPU
+# comes first (cmab_kernels/tiles.json).
 _GRAM = {
     "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (64, 16, 4, 4)},
     "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},
@@ -61,7 +63,7 @@ _GRAM = {
 
 def _has_wgmma(device: torch.device) -> bool:
     """Whether it pays to form tiles 64 columns wide: with Hopper's matrix instructions, whose operands stay in shared memory."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return capability_of(device)[0] == HOPPER[0]
 
 
 def _tile_widths(widest: int, device: torch.device, *widths: int) -> tuple[int, ...]:
@@ -72,7 +74,8 @@ def _tile_widths(widest: int, device: torch.device, *widths: int) -> tuple[int, 
 def gram_tiles(products: Products, device: torch.device, width: int, value_width: int) -> GramTiles:
     table = _GRAM[products.kind]
     tile, value_tile = _tile_widths(max(table), device, width, value_width)
-    return GramTiles(tile, value_tile, *table[max(tile, value_tile)])
+    chosen = tuned("intention.gram", device, products.kind, max(tile, value_tile))
+    return GramTiles(tile, value_tile, *(chosen or table[max(tile, value_tile)]))
 
 
 ROWS = 512
@@ -109,14 +112,17 @@ _APPLY = {
 }
 
 
-def _row_tiles(table: dict[str, dict[int, tuple[int, int, int, int]]], products: Products, device: torch.device, *widths: int) -> RowTiles:
-    most, *rest = next(row for widest, row in table[products.kind].items() if max(widths) <= widest)
+def _row_tiles(
+    kernel: str, table: dict[str, dict[int, tuple[int, int, int, int]]], products: Products, device: torch.device, *widths: int
+) -> RowTiles:
+    chosen = tuned(kernel, device, products.kind, max(widths))
+    most, *rest = chosen or next(row for widest, row in table[products.kind].items() if max(widths) <= widest)
     return RowTiles(*_tile_widths(most, device, *widths), *rest)
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, value_width: int) -> RowTiles:
-    return _row_tiles(_BACKWARD, products, device, width, value_width)
+    return _row_tiles("intention.backward", _BACKWARD, products, device, width, value_width)
 
 
 def apply_tiles(products: Products, device: torch.device, width: int, value_width: int) -> RowTiles:
-    return _row_tiles(_APPLY, products, device, width, value_width)
+    return _row_tiles("intention.apply", _APPLY, products, device, width, value_width)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import alignment, load_tile, mask_bytes, on_device, product, tile_at
-from .launch import BACKWARD_WARPS, FORWARD_WARPS, options, scratch_squares, strides
+from .launch import options, scratch_squares, strides
 from .pinv import store_rows
 from .squares import A, Z, differentiate, get, iterate, iterate_in_scratch
 
@@ -146,10 +146,10 @@ def _tile(width: int) -> int:
     return min(max(triton.next_power_of_2(width), 16), WIDEST_TILE)
 
 
-def _common(query: Tensor, values: Tensor, iterations: int, warps: dict[str, int]) -> dict[str, Any]:
+def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict[str, Any]:
     width, value_width = query.shape[-1], values.shape[-1]
     tiles = {"D": width, "E": value_width, "TILE_D": _tile(width), "TILE_E": _tile(value_width)}
-    return {**tiles, "LARGEST": torch.finfo(query.dtype).max, "ITERATIONS": iterations, **options(query, warps)}
+    return {**tiles, "LARGEST": torch.finfo(query.dtype).max, "ITERATIONS": iterations, **options(query, kernel)}
 
 
 def landmark_values(
@@ -166,7 +166,7 @@ def landmark_values(
             scale,
             (*map(strides, given), (0, 0) if absent is None else absent.stride()),
             ALIGN=tuple(map(alignment, given)),
-            **_common(landmark_query, values, iterations, FORWARD_WARPS),
+            **_common(landmark_query, values, iterations, "nystrom.forward"),
         )
     return out
 
@@ -177,7 +177,7 @@ def landmark_values_backward(
     """(dlandmark_query, dlandmark_key, dvalues), contiguous; 0 in the rows of absent landmarks."""
     given = landmark_query, landmark_key, values
     dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)
-    chosen = _common(landmark_query, values, iterations, BACKWARD_WARPS)
+    chosen = _common(landmark_query, values, iterations, "nystrom.backward")
     scratch = scratch_squares(values, iterations, chosen["SIZE"])
     with on_device(values):
         _landmark_values_backward[(values.shape[0],)](

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...tiles import tuned
 from ...triton_common import Products, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
@@ -28,12 +29,20 @@ def products(dtype: torch.dtype, size: int) -> Products:
     return Products(dtype, "bf16x6" if dtype == torch.float32 and size > 32 else "ieee")
 
 
-# By kind of products: what leaves the fewest values without a register, as tests/nystrom/test_cubin.py sees it.
-FORWARD_WARPS = {"ieee": 4, "bf16x6": 8, "double": 8}
-BACKWARD_WARPS = {"ieee": 4, "bf16x6": 4, "double": 8}
+# By kind of products: what leaves the fewest values without a register, as tests/nystrom/test_cubin.py sees it. What was tuned on a GPU
+# comes first (cmab_kernels/tiles.json).
+_WARPS = {
+    "nystrom.forward": {"ieee": 4, "bf16x6": 8, "double": 8},
+    "nystrom.backward": {"ieee": 4, "bf16x6": 4, "double": 8},
+}
 
 
-def options(like: Tensor, warps: dict[str, int]) -> dict[str, Any]:
+def _warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
+    chosen = tuned(kernel, device, products.kind, size)
+    return chosen[0] if chosen else _WARPS[kernel][products.kind]
+
+
+def options(like: Tensor, kernel: str) -> dict[str, Any]:
     """What every kernel is given: the size of the matrices, padded for the products, and how they are multiplied."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
     chosen = products(like.dtype, size)
@@ -42,7 +51,7 @@ def options(like: Tensor, warps: dict[str, int]) -> dict[str, Any]:
         "SIZE": size,
         "OPERAND": triton_dtype(chosen.operand),
         "PRECISION": chosen.input_precision,
-        "num_warps": warps[chosen.kind],
+        "num_warps": _warps(kernel, chosen, like.device, size),
         "num_stages": 1,
     }
 

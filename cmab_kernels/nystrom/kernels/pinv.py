@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import alignment, load_tile, on_device, rows_at, tile_at
-from .launch import BACKWARD_WARPS, FORWARD_WARPS, options, scratch_squares, strides
+from .launch import options, scratch_squares, strides
 from .squares import differentiate, iterate, iterate_in_scratch
 
 
@@ -69,7 +69,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
         _pinv[(matrix.shape[0],)](
-            matrix, inverse, strides(matrix), ITERATIONS=iterations, ALIGN=alignment(matrix), **options(matrix, FORWARD_WARPS)
+            matrix, inverse, strides(matrix), ITERATIONS=iterations, ALIGN=alignment(matrix), **options(matrix, "nystrom.forward")
         )
     return inverse
 
@@ -77,7 +77,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
     """The gradient of the matrices, contiguous."""
     dmatrix = matrix.new_empty(matrix.shape)
-    chosen = options(matrix, BACKWARD_WARPS)
+    chosen = options(matrix, "nystrom.backward")
     scratch = scratch_squares(matrix, iterations, chosen["SIZE"])
     with on_device(matrix):
         _pinv_backward[(matrix.shape[0],)](
