@@ -1,24 +1,32 @@
-"""Family A: what is measured, beside whom, and what is right."""
+"""Family A, attention of few queries over many keys: what is measured, beside whom, and what is right."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cmab_kernels
-from cmab_kernels import AttentionState, attention_state, latent_attention
-from cmab_kernels.nn import MultiheadAttention
+from cmab_kernels import latent_attention
 
-from .harness import Case, lacking_memory
+from .floors import Work, attention_work
+from .harness import COMPILED, Case, device, generator, lacking_memory, normal, ours
 
 SDPA = "scaled_dot_product_attention"
+NAIVE = "naive"
+FLEX = "flex_attention" + COMPILED
+NAIVE_COMPILED = NAIVE + COMPILED
+FLASH = "flash-attention"
+BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
+"""Of torch's attention, by name; on a CPU it takes its flash kernel by itself."""
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,12 +35,46 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, dim=-1) @ value
 
 
+def _backend(name: str) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return F.scaled_dot_product_attention(query, key, value)
+
+    return attend
+
+
+@cache
+def _compiled(name: str) -> Attend:
+    """Compiled in this process: a worker of its own would outlive the process that memory is measured in."""
+    from torch._inductor import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config.compile_threads = 1
+    return torch.compile(flex_attention if name == FLEX else naive_attention, dynamic=False)
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
+
+
 ATTENTION: dict[str, Attend] = {
-    "native": lambda q, k, v: latent_attention(q, k, v, impl="native"),
-    "reference": lambda q, k, v: latent_attention(q, k, v, impl="reference"),
+    **{name: partial(latent_attention, impl=name) for name in ("native", "triton", "reference")},
     SDPA: F.scaled_dot_product_attention,
-    "naive": naive_attention,
+    NAIVE: naive_attention,
+    **{f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": _backend(name) for name in BACKENDS["cuda"]},
+    FLEX: lambda q, k, v: _compiled(FLEX)(q, k, v),
+    NAIVE_COMPILED: lambda q, k, v: _compiled(NAIVE_COMPILED)(q, k, v),
+    FLASH: _flash_attention,
 }
+
+
+def _names(every_peer: bool) -> list[str]:
+    """Those for the device that is measured."""
+    backends = [f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}" for name in BACKENDS[device()]]
+    others = [*backends, NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])] if every_peer else []
+    return [name for name in (*ours(), SDPA, NAIVE, *others) if name in ATTENTION]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -68,8 +110,8 @@ class AttentionInputs(NamedTuple):
 class Attention:
     """Attention of `latents` queries over `keys` given keys and values, all of one width."""
 
-    heads: int
-    width: int
+    heads: int = 4
+    width: int = 16
     keys: int = 100_000
     batch: int = 1
     latents: int = 128
@@ -78,37 +120,56 @@ class Attention:
     transposed: bool = False
     """Laid out (B, N, H, D), as projections leave it, and not (B, H, N, D)."""
     quick: bool = False
+    every_peer: bool = False
+    """Those too that take seconds to compile."""
     baselines: tuple[str, ...] = (SDPA,)
     threads: int | None = None
+
+    scan = "latent_attention"
+    others = ()
 
     def __str__(self) -> str:
         direction = "forward+backward" if self.backward else "forward"
         layout = "-transposed" if self.transposed else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{direction}-{dtype}-B{self.batch}-{self.heads}x{self.width}-L{self.latents}-N{self.keys}{layout}"
+        threads = f"-{self.threads}-threads" if self.threads else ""
+        return f"{direction}-{name_of(self.dtype)}-B{self.batch}-{self.heads}x{self.width}-L{self.latents}-N{self.keys}{layout}{threads}"
+
+    @property
+    def parameters(self) -> Mapping[str, int | str]:
+        sizes = {"B": self.batch, "H": self.heads, "L": self.latents, "N": self.keys, "D": self.width}
+        layout = "(B, N, H, D)" if self.transposed else "(B, H, N, D)"
+        return {"pass": pass_of(self.backward), **sizes, "dtype": name_of(self.dtype), "layout": layout}
+
+    @property
+    def work(self) -> Work:
+        forward, backward = (
+            attention_work(self._scores(), self._scores() // self.latents, self.width, self.width, name_of(self.dtype), pass_, device())
+            for pass_ in (False, True)
+        )
+        return forward + backward if self.backward else forward
 
     @property
     def implementations(self) -> Mapping[str, Callable[[AttentionInputs], Sequence[Tensor]]]:
         direction = _forward_and_backward if self.backward else _forward
-        return {name: direction(attend) for name, attend in ATTENTION.items() if self._fits(name)}
+        return {name: direction(ATTENTION[name]) for name in _names(self.every_peer) if self._fits(name)}
 
     def _fits(self, name: str) -> bool:
         """What stores the scores is left out where they alone take gigabytes."""
-        return name not in ("naive", "reference") or self._scores() <= 2**28
+        return not _stores_scores(name) or self._scores() <= 2**28
 
     def _scores(self) -> int:
         return self.batch * self.heads * self.latents * self.keys
 
     def inputs(self, seed: int) -> AttentionInputs:
-        random = torch.Generator().manual_seed(seed)
+        random = generator(seed)
 
-        def normal(length: int) -> Tensor:
+        def rows(length: int) -> Tensor:
             shape = (length, self.heads) if self.transposed else (self.heads, length)
-            made = torch.randn(self.batch, *shape, self.width, generator=random).to(self.dtype).requires_grad_(self.backward)
+            made = normal(random, self.batch, *shape, self.width).to(self.dtype).requires_grad_(self.backward)
             return made.transpose(1, 2) if self.transposed else made
 
-        query, key, value = normal(self.latents), normal(self.keys), normal(self.keys)
-        dout = torch.randn(query.shape if self.backward else 0, generator=random).to(self.dtype)
+        query, key, value = rows(self.latents), rows(self.keys), rows(self.keys)
+        dout = normal(random, *(query.shape if self.backward else (0,))).to(self.dtype)
         return AttentionInputs(query, key, value, dout)
 
     def oracle(self, inputs: AttentionInputs) -> Mapping[str, Sequence[Tensor]]:
@@ -118,10 +179,32 @@ class Attention:
         return replace(self, keys=min(self.keys, 4096), batch=min(self.batch, 4))
 
     def refusal(self, implementation: str) -> str | None:
-        sample = torch.empty(1, self.heads, 1, self.width, dtype=self.dtype)
-        reasons = {row.impl: row.reason for row in cmab_kernels.explain("latent_attention", *3 * [sample]) if not row.usable}
-        stored = 16 * self._scores() if implementation in ("naive", "reference") else 0
-        return reasons.get(implementation) or lacking_memory(stored + 3 * 2**30)
+        if implementation == FLASH and importlib.util.find_spec("flash_attn") is None:
+            return "not installed: pip install flash-attn"
+        if implementation == FLEX and self.backward and device() == "cpu":
+            return "torch has no backward of it on a CPU"
+        if implementation == FLEX and self.dtype == torch.float64:
+            return "torch has no float64 of it"
+        sample = torch.empty(1, self.heads, 1, self.width, dtype=self.dtype, device=device())
+        stored = 16 * self._scores() if _stores_scores(implementation) else 0
+        return refusal("latent_attention", implementation, *3 * [sample]) or lacking_memory(stored + 3 * 2**30)
+
+
+def _stores_scores(name: str) -> bool:
+    return name in (NAIVE, NAIVE_COMPILED, "reference", f"{SDPA}, math")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def pass_of(backward: bool) -> str:
+    return "forward + backward" if backward else "forward"
+
+
+def refusal(operator: str, implementation: str, *tensors: Tensor) -> str | None:
+    """Why `explain` says that `implementation`, if it is one of ours, cannot run such tensors."""
+    return {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}.get(implementation)
 
 
 def _forward(attend: Attend) -> Callable[[AttentionInputs], Sequence[Tensor]]:
@@ -136,154 +219,27 @@ def _forward_and_backward(attend: Attend) -> Callable[[AttentionInputs], Sequenc
     return run
 
 
-class UpdateInputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-@dataclass(frozen=True)
-class Update:
-    """One more key, after `keys` of which only the state was kept."""
-
-    heads: int = 4
-    width: int = 16
-    keys: int = 100_000
-    latents: int = 128
-    dtype: torch.dtype = torch.float32
-    quick: bool = True
-    baselines: tuple[str, ...] = ("eager torch",)
-    threads: int | None = None
-
-    def __str__(self) -> str:
-        return f"update-float32-{self.heads}x{self.width}-L{self.latents}-one-key-after-{self.keys}"
-
-    @property
-    def implementations(self) -> Mapping[str, Callable[[UpdateInputs], Sequence[Tensor]]]:
-        return {
-            "native": _update_by("native"),
-            "reference": _update_by("reference"),
-            "eager torch": eager_update,
-            SDPA: lambda i: (F.scaled_dot_product_attention(i.query, i.key, i.value),),
-        }
-
-    def inputs(self, seed: int) -> UpdateInputs:
-        query, key, value, _ = Attention(self.heads, self.width, self.keys + 1, latents=self.latents).inputs(seed)
-        scores = query.double() @ key[:, :, :-1].double().mT * self.width**-0.5
-        out = torch.softmax(scores, dim=-1) @ value[:, :, :-1].double()
-        return UpdateInputs(query, key, value, out.float(), scores.logsumexp(-1))
-
-    def oracle(self, inputs: UpdateInputs) -> Mapping[str, Sequence[Tensor]]:
-        return dict.fromkeys(self.implementations, exact(*inputs[:3]))
-
-    def small(self) -> Update:
-        return replace(self, keys=4096)
-
-    def refusal(self, implementation: str) -> str | None:
-        return Attention(self.heads, self.width).refusal(implementation)
-
-
-def _update_by(impl: str) -> Callable[[UpdateInputs], Sequence[Tensor]]:
-    def update(i: UpdateInputs) -> Sequence[Tensor]:
-        return (attention_state(i.query, i.key[:, :, -1:], i.value[:, :, -1:], state=AttentionState(i.out, i.lse), impl=impl).out,)
-
-    return update
-
-
-def eager_update(i: UpdateInputs) -> Sequence[Tensor]:
-    """The update as one writes it in torch: merge the new key's score into the sum."""
-    score = (i.query @ i.key[:, :, -1:].mT).double() * i.query.shape[-1] ** -0.5
-    lse = torch.logaddexp(i.lse.unsqueeze(-1), score)
-    return (i.out * (i.lse.unsqueeze(-1) - lse).exp().float() + (score - lse).exp().float() @ i.value[:, :, -1:],)
-
-
-class ModuleInputs(NamedTuple):
-    latents: Tensor
-    context: Tensor
-
-
-@dataclass(frozen=True)
-class Module:
-    """The whole of nn.MultiheadAttention, projections and all, of `latents` over a context."""
-
-    heads: int = 4
-    width: int = 64
-    keys: int = 100_000
-    latents: int = 128
-    dtype: torch.dtype = torch.float32
-    quick: bool = True
-    baselines: tuple[str, ...] = ("nn.MultiheadAttention",)
-    threads: int | None = None
-
-    def __str__(self) -> str:
-        return f"module-float32-{self.heads}-heads-C{self.width}-L{self.latents}-N{self.keys}"
-
-    @property
-    def implementations(self) -> Mapping[str, Callable[[ModuleInputs], Sequence[Tensor]]]:
-        return {"cmab_kernels.nn.MultiheadAttention": self._run_ours, "nn.MultiheadAttention": self._run_torch}
-
-    @cached_property
-    def _theirs(self) -> nn.MultiheadAttention:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return nn.MultiheadAttention(self.width, self.heads, batch_first=True)
-
-    @cached_property
-    def _ours(self) -> MultiheadAttention:
-        ours = MultiheadAttention(self.width, self.heads, batch_first=True)
-        ours.load_state_dict(self._theirs.state_dict())
-        return ours
-
-    def _run_torch(self, inputs: ModuleInputs) -> Sequence[Tensor]:
-        return _attend_without_gradient(self._theirs, inputs)
-
-    def _run_ours(self, inputs: ModuleInputs) -> Sequence[Tensor]:
-        return _attend_without_gradient(self._ours, inputs)
-
-    def inputs(self, seed: int) -> ModuleInputs:
-        random = torch.Generator().manual_seed(seed)
-        latents, context = (torch.randn(1, length, self.width, generator=random) for length in (self.latents, self.keys))
-        return ModuleInputs(latents, context)
-
-    def oracle(self, inputs: ModuleInputs) -> Mapping[str, Sequence[Tensor]]:
-        """The definition, with the parameters of the module."""
-        module = deepcopy(self._theirs).double()
-        parts = zip(module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), (inputs.latents, *2 * [inputs.context]), strict=True)
-        heads = [F.linear(x.double(), w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2).detach() for w, b, x in parts]
-        (out,) = exact(*heads)
-        return dict.fromkeys(self.implementations, (module.out_proj(out.transpose(1, 2).flatten(-2)).detach(),))
-
-    def small(self) -> Module:
-        return replace(self, keys=4096)
-
-    def refusal(self, implementation: str) -> str | None:
-        return lacking_memory(20 * self.width * self.keys)
-
-
-@torch.no_grad()
-def _attend_without_gradient(module: nn.Module, inputs: ModuleInputs) -> Sequence[Tensor]:
-    return (module(inputs.latents, inputs.context, inputs.context, need_weights=False)[0],)
-
-
 WIDTHS = ((8, 8), (4, 16), (1, 64))
 """(heads, width) of the model width 64."""
+NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
 CASES: list[Case] = [
-    *(Attention(heads, width, quick=True) for heads, width in WIDTHS),
-    *(Attention(heads, width, transposed=True, quick=width == 16) for heads, width in WIDTHS),
-    *(Attention(heads, width, dtype=torch.bfloat16, quick=width > 8) for heads, width in WIDTHS),
-    Attention(4, 16, dtype=torch.bfloat16, transposed=True),
-    *(Attention(heads, width, backward=True, quick=True) for heads, width in WIDTHS),
-    Attention(4, 16, backward=True, transposed=True),
+    *(Attention(keys=keys, quick=True, every_peer=keys == 100_000) for keys in NUMBERS),
+    *(Attention(keys=keys, backward=True, quick=keys == 100_000, every_peer=keys == 100_000) for keys in NUMBERS),
+    *(Attention(heads, width, backward=backward, quick=True) for heads, width in WIDTHS if heads != 4 for backward in (False, True)),
+    *(Attention(heads, width, transposed=True) for heads, width in WIDTHS),
+    *(Attention(heads, width, dtype=torch.bfloat16, quick=True) for heads, width in WIDTHS if heads != 8),
+    Attention(8, 8, dtype=torch.bfloat16),
     *(Attention(heads, width, backward=True, dtype=torch.bfloat16) for heads, width in WIDTHS),
-    Attention(4, 16, keys=197, batch=100, backward=True, quick=True),
-    Attention(4, 16, keys=197, batch=100, backward=True, transposed=True),
-    Attention(4, 16, keys=197, batch=100),
-    Attention(4, 16, keys=1_000_000, quick=True),
-    Attention(4, 16, keys=1_000_000, dtype=torch.bfloat16),
-    Attention(4, 16, keys=1_000_000, backward=True, quick=True),
-    Update(),
-    Module(),
+    *(Attention(dtype=dtype) for dtype in (torch.float64, torch.float16)),
+    *(Attention(heads=heads) for heads in (1, 2, 8)),
+    *(Attention(width=width) for width in (8, 32, 64, 128)),
+    *(Attention(latents=latents, backward=backward) for latents in (8, 32, 512) for backward in (False, True)),
+    *(Attention(threads=1, backward=backward) for backward in (False, True)),
+    *(Attention(keys=197, batch=batch, backward=True, quick=batch == 100) for batch in (1, 10, 100)),
+    *(Attention(keys=197, batch=batch) for batch in (1, 10, 100)),
+    Attention(keys=197, batch=100, backward=True, transposed=True),
+    Attention(keys=1_000_000, dtype=torch.bfloat16),
+    Attention(backward=True, transposed=True),
+    Attention(dtype=torch.bfloat16, transposed=True),
 ]

@@ -6,6 +6,7 @@ group (harness.measure), and each row then replays its own samples to pytest-ben
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,24 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import Case, Row, measure
-from .provenance import processor, software
-from .report import table
+from .harness import Case, Row, is_ours, measure, measure_on
+from .provenance import of_row, processor, rates, software
+from .scans import scans
+from .table import brief, table
 
 RESULTS = Path(__file__).with_name("results")
 SCRATCH = "latest"
-BUDGET = {True: 2.0, False: 10.0}
+FORMAT = 1
+"""Of the JSON that a run writes."""
+
+BUDGET = {True: 1.0, False: 3.0}
 """Seconds of timing a group, for a quick run and for a full one."""
 
 GROUPS = pytest.StashKey[dict[str, dict[str, Row]]]()
 FIGURES = pytest.StashKey[dict[str, float]]()
 REPLACES = pytest.StashKey[bool]()
 SOFTWARE = pytest.StashKey[dict[str, Any]]()
+STARTED = pytest.StashKey[float]()
 
 
 class ReplayClock:
@@ -50,9 +56,12 @@ CLOCK = ReplayClock()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cmab_kernels")
-    group.addoption("--quick", action="store_true", help="the cases that matter most, in four minutes")
+    group.addoption("--quick", action="store_true", help="the cases that matter most, in five minutes")
+    group.addoption("--scan", action="append", metavar="NAME", help="only this operator or module (may be repeated)")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     group.addoption("--save", metavar="NAME", default=SCRATCH, help="write results/NAME.json (default: %(default)s, which git ignores)")
-    group.addoption("--force", action="store_true", help="let --save replace a file")
+    group.addoption("--json", metavar="PATH", type=Path, help="write this file instead")
+    group.addoption("--force", action="store_true", help="let --save or --json replace a file")
     group.addoption(
         "--threads",
         type=int,
@@ -63,30 +72,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    if unknown := sorted(set(option.scan or ()) - scans().keys()):
+        raise pytest.UsageError(f"--scan {unknown[0]}: there is no such scan; there are {', '.join(sorted(scans()))}")
+    if option.device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: there is no GPU that torch can use; leave it out to measure the CPU")
+    path = _path(config)
+    config.stash[REPLACES] = path.exists()
+    if path.exists() and path != RESULTS / f"{SCRATCH}.json" and not option.force:
+        raise pytest.UsageError(f"{path} is there already: save under another name, or replace it with --force")
     config.stash[GROUPS], config.stash[FIGURES] = {}, {}
     config.stash[SOFTWARE] = software()  # if anything is amiss, before measuring and not after
-    torch.set_num_threads(config.option.threads)
-    path = RESULTS / f"{config.option.save}.json"
-    config.stash[REPLACES] = path.exists()
-    if path.exists() and config.option.save != SCRATCH and not config.option.force:
-        raise pytest.UsageError(f"{path.name} is in bench/results already: save under another name, or replace it with --force")
-    if not config.option.collectonly:
-        config.option.benchmark_json = path
+    config.stash[STARTED] = time.monotonic()
+    torch.set_num_threads(option.threads)
+    measure_on(option.device)
+    if not option.collectonly:
+        option.benchmark_json = path
+
+
+def _path(config: pytest.Config) -> Path:
+    return config.option.json or RESULTS / f"{config.option.save}.json"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.quick:
-        config.hook.pytest_deselected(items=[item for item in items if not _matters(item)])
-        items[:] = [item for item in items if _matters(item)]
+    wanted = [item for item in items if _wanted(item, config)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = wanted
     for item in items:
         if case := _case(item):
             item.add_marker(pytest.mark.benchmark(timer=CLOCK, group=str(case)))
 
 
-def _matters(item: pytest.Item) -> bool:
-    """For a quick run: the definition, which is slow, is no peer."""
+def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
     case = _case(item)
-    return case is not None and case.quick and item.callspec.params["implementation"] != "reference"  # type: ignore[attr-defined]
+    if case is None:
+        return not config.option.quick and not config.option.scan
+    if config.option.scan and case.scan not in config.option.scan:
+        return False
+    # For a quick run: the definition, which is slow, is no peer.
+    return not config.option.quick or (case.quick and item.callspec.params["implementation"] != "reference")  # type: ignore[attr-defined]
 
 
 def _case(item: pytest.Item) -> Case | None:
@@ -103,15 +127,38 @@ def replay(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Calla
         if str(case) not in groups:
             names = [item.callspec.params["implementation"] for item in request.session.items if str(_case(item)) == str(case)]
             groups[str(case)] = measure(case, names, BUDGET[request.config.option.quick])
+            _tell_progress(request, str(case))
         measured = groups[str(case)][implementation]
         if measured.problem:
             benchmark.skipped = True
             (pytest.fail if measured.wrong else pytest.skip)(f"{case}-{implementation}: {measured.problem}")
-        benchmark.extra_info.update(implementation=implementation, **measured.info)
+        parameters = {**case.parameters, "threads": measured.info["threads"]}
+        benchmark.extra_info.update(
+            implementation=implementation, ours=is_ours(implementation), scan=case.scan, parameters=parameters, **measured.info
+        )
         samples = iter(measured.samples)
         benchmark.pedantic(lambda: CLOCK.advance(next(samples)), setup=CLOCK.reset, rounds=len(measured.samples))
 
     return row
+
+
+def _tell_progress(request: pytest.FixtureRequest, group: str) -> None:
+    """A line for each group: how far it is, and what came out."""
+    groups = request.config.stash[GROUPS]
+    total = len({str(case) for item in request.session.items if (case := _case(item))})
+    elapsed = time.monotonic() - request.config.stash[STARTED]
+    left = elapsed / len(groups) * (total - len(groups))
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line(f"[{len(groups):>{len(str(total))}}/{total}] {group:<62} {brief(groups[group]):<28}{_left(left)}")
+
+
+def _left(seconds: float) -> str:
+    return f"about {seconds / 60:.0f} min left" if seconds > 90 else f"about {seconds:.0f} s left"
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """No dots between the lines of progress."""
+    return ("passed", "", "PASSED") if report.when == "call" and report.passed else None
 
 
 @pytest.fixture
@@ -132,12 +179,19 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     groups = config.stash[GROUPS]
+    output_json["cmab_kernels_bench"] = FORMAT
     output_json["quick"] = config.option.quick
     output_json["threads"] = config.option.threads
+    output_json["device"] = config.option.device
+    output_json["rates"] = rates(
+        config.option.device, {row.info["threads"] for rows in groups.values() for row in rows.values() if row.info}
+    )
     output_json["figures"] = config.stash[FIGURES]
     output_json["not_measured"] = {
         f"{group}-{name}": row.problem for group, rows in groups.items() for name, row in rows.items() if row.problem
     }
+    for row in output_json["benchmarks"]:
+        row["extra_info"]["provenance"] = of_row(row, output_json)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -146,4 +200,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, figure in config.stash[FIGURES].items():
         terminalreporter.write_line(f"\n{name}: {figure:.1e}")
     if any(row.samples for rows in config.stash[GROUPS].values() for row in rows.values()):
-        terminalreporter.write_line(f"bench/results/{config.option.save}.json {'replaced' if config.stash[REPLACES] else 'written'}")
+        terminalreporter.write_line(f"{_path(config)} {'replaced' if config.stash[REPLACES] else 'written'}")

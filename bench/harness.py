@@ -17,8 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from cmab_kernels.measure import Task, available_memory, interleave, peak_memory
 
-ERROR_BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+from .floors import Work, floor
+from .rates import rates_of
+
+ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative RMS error of a result beyond which it is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
+
+KERNELS = {"cpu": ("native",), "cuda": ("triton", "cuda")}
+"""Implementations of this package by the device that they run on."""
 
 COLD_BYTES = 2**28
 """Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
@@ -30,6 +36,13 @@ TIME_LIMIT = 60.0
 """Seconds for a first call, in a process of its own: peers have been seen to hang."""
 
 
+_device = "cpu"
+
+
+COMPILED = ", compiled"
+"""Ends the names of what `torch.compile` made."""
+
+
 class Case(Protocol):
     """One operation at one shape: what is the same for all rows of a group."""
 
@@ -39,8 +52,22 @@ class Case(Protocol):
     """None: as many as the run has."""
     baselines: tuple[str, ...]
     """Ratios are to the fastest of these implementations."""
+    others: tuple[str, ...]
+    """Implementations that compute something else: shown for comparison, with no share of the floor."""
 
     def __str__(self) -> str: ...
+
+    @property
+    def scan(self) -> str:
+        """The public operator, or the module, that is measured."""
+
+    @property
+    def parameters(self) -> Mapping[str, int | str]:
+        """The sizes and choices that matter to the operator, by the letters of the formulas: a plot goes along one of them."""
+
+    @property
+    def work(self) -> Work | None:
+        """What the result cannot be had without, of one step where a call does several; None where no floor means anything."""
 
     @property
     def implementations(self) -> Mapping[str, Callable[[Any], Sequence[Tensor]]]:
@@ -69,6 +96,38 @@ class Row:
     wrong: bool = False
 
 
+def device() -> str:
+    """That is measured."""
+    return _device
+
+
+def measure_on(device: str) -> None:
+    """Not torch's default device: that is a mode, through which every call would go."""
+    global _device
+    _device = device
+
+
+def generator(seed: int) -> torch.Generator:
+    """For `normal`: the same numbers on every device."""
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def normal(random: torch.Generator, *shape: int) -> Tensor:
+    """On the device that is measured."""
+    return torch.randn(*shape, generator=random, device="cpu").to(device())
+
+
+def ours() -> tuple[str, ...]:
+    """The kernels for the device that is measured, and their definition."""
+    return (*KERNELS[device()], "reference")
+
+
+def is_ours(implementation: str) -> bool:
+    """A kernel or a module of this package; the definition is none."""
+    kernels = {name for names in KERNELS.values() for name in names}
+    return implementation.split(",")[0] in kernels or implementation.startswith("cmab_kernels")
+
+
 def measure(case: Case, names: Iterable[str], budget: float) -> dict[str, Row]:
     """Each implementation of `case`: memory, result and FLOPs one by one, then time with all of them in turn for about `budget` seconds."""
     inputs = case.inputs(seed=0)
@@ -78,6 +137,7 @@ def measure(case: Case, names: Iterable[str], budget: float) -> dict[str, Row]:
         sound = {name: row for name, row in rows.items() if not row.problem}
         if sound:
             _time(case, sound, [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))], budget)
+            _compare(case, sound)
     return rows
 
 
@@ -98,10 +158,11 @@ def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> 
         return Row(problem=reason)
     run = partial(case.implementations[name], inputs)
     try:
-        peak = peak_memory(prepare, case, name, warm_up=(case.small(), name), limit=TIME_LIMIT)
+        before = case if name.endswith(COMPILED) else case.small()  # what compiles for a shape must have done so
+        peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = count_flops(run)
-    except (RuntimeError, TimeoutError) as error:
-        return Row(problem=str(error), wrong=True)
+    except (RuntimeError, TimeoutError) as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
+        return Row(problem=str(error).strip().partition("\n")[0], wrong=name in ours() or is_ours(name))
     error = relative_error(results, expected)
     if not error <= ERROR_BOUND[case.dtype]:
         return Row(problem=f"wrong: relative RMS error {error:.1e}, allowed {ERROR_BOUND[case.dtype]:.0e}", wrong=True)
@@ -170,12 +231,24 @@ def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: fl
     calls = {name: _rotating(case.implementations[name], copies) for name in rows}
     repeats = dict.fromkeys(calls, 1)
     for _ in range(2):  # the first call of some microseconds takes ten times as long
-        once = {name: samples[-1] for name, samples in interleave(calls, 2, repeats=repeats).items()}
+        once = {name: samples[-1] for name, samples in interleave(calls, 2, device(), repeats).items()}
         repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
     rounds = max(5, min(50, int(budget / sum(repeats[name] * once[name] for name in calls))))
-    for name, samples in interleave(calls, rounds, repeats=repeats).items():
+    for name, samples in interleave(calls, rounds, device(), repeats).items():
         rows[name].samples = [sample / steps_of(case, name) for sample in samples]
         rows[name].info |= {"repeats": repeats[name], "gflops": rows[name].info["flops"] / statistics.median(rows[name].samples) / 1e9}
+
+
+def _compare(case: Case, rows: Mapping[str, Row]) -> None:
+    """Each with its floor, and with the fastest of the baselines."""
+    if case.work:
+        least = floor(case.work, rates_of(device()))
+        for name in rows.keys() - set(case.others):
+            rows[name].info |= {
+                "floor": least.seconds,
+                "bound": least.bound,
+                "share": least.seconds / statistics.median(rows[name].samples),
+            }
     baseline = min(rows.keys() & set(case.baselines), key=lambda name: statistics.median(rows[name].samples), default=None)
     if baseline:
         for row in rows.values():
@@ -197,5 +270,5 @@ def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]
 
 def lacking_memory(needed: float) -> str | None:
     """Says so when `needed` bytes would take more than half of what is left."""
-    left = available_memory()
+    left = available_memory(device())
     return f"needs {needed / 2**30:.1f} GiB, of {left / 2**30:.1f} available" if needed > left / 2 else None

@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""What a run shows on the terminal: a line a group on the way, and the table at its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from cmab_kernels.measure import readable
 
-from .harness import Row
+from .harness import Row, is_ours
 
 
 def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
@@ -17,6 +17,15 @@ def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
         yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
         for name, row in rows.items():
             yield f"  {name:<62}{f'-- {row.problem}' if row.problem else _figures(row)}"
+
+
+def brief(rows: Mapping[str, Row]) -> str:
+    """Of one group: our median and its ratio to the baseline, or the first problem."""
+    ours = next((row for name, row in rows.items() if is_ours(name) and row.samples), None)
+    if ours is None:
+        return next((row.problem for row in rows.values() if row.problem), "")
+    ratio = f", {ours.info['ratio']:.3g} of {ours.info['baseline']}" if "ratio" in ours.info else ""
+    return f"{readable(statistics.median(ours.samples))}{ratio}"
 
 
 def _figures(row: Row) -> str:

@@ -1,14 +1,15 @@
-"""Family C beside its peers. A row is one implementation of one case; see intention.py."""
+"""Every public operator and module beside its peers. A row is one implementation of one case; see scans.py."""
 
 import pytest
 
-from .intention import CASES, errors_of_additions
+from .intention import errors_of_additions
+from .scans import CASES
 
 ROWS = [pytest.param(case, name, id=f"{case}-{name}") for case in CASES for name in case.implementations]
 
 
 @pytest.mark.parametrize(("case", "implementation"), ROWS)
-def bench_intention(case, implementation, replay):
+def bench(case, implementation, replay):
     replay(case, implementation)
 
 

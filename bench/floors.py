@@ -1,0 +1,144 @@
+"""The least time that a result leaves: its exponentials, products and memory traffic over what a machine gives of each.
+
+Formulas count what any implementation must do, not what one does: each score's exponential once, keys and values moved once. What is
+small beside them (queries, latents, states) is left out, and so is all that a cache holds from one call to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, nystrom_attention_operations, pinv_operations
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+PADS = {"cpu": (1, 1), "cuda": (16, 8)}
+"""What a GPU's matrix units round the inner and the outer width of a product up to; a CPU's lanes are queries, whose number is no width."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a result cannot be had without: exponentials, floating-point operations of products, bytes that no cache holds."""
+
+    exponentials: float = 0.0
+    products: float = 0.0
+    bytes: float = 0.0
+    dtype: str = "float32"
+    """Of the products' operands."""
+
+    def __add__(self, other: Work) -> Work:
+        """Of one dtype."""
+        return replace(
+            self,
+            exponentials=self.exponentials + other.exponentials,
+            products=self.products + other.products,
+            bytes=self.bytes + other.bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Exponentials and bytes a second, and floating-point operations a second by the dtype of the operands."""
+
+    exponentials: float
+    memory: float
+    matrix: Mapping[str, float]
+    together: bool = False
+    """Exponentials and products take turns on the same units, as on a CPU."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds by what takes them."""
+
+    exponentials: float
+    matrix: float
+    memory: float
+    together: bool = False
+
+    @property
+    def seconds(self) -> float:
+        if self.together:
+            return max(self.exponentials + self.matrix, self.memory)
+        return max(self.exponentials, self.matrix, self.memory)
+
+    @property
+    def bound(self) -> str:
+        """What the time goes to; where two take turns, the greater of them."""
+        if self.together and self.memory < self.seconds:
+            return max("exponentials", "matrix", key=lambda name: getattr(self, name))
+        return max("exponentials", "matrix", "memory", key=lambda name: getattr(self, name))
+
+
+def floor(work: Work, rates: Rates) -> Floor:
+    return Floor(
+        work.exponentials / rates.exponentials, work.products / rates.matrix[work.dtype], work.bytes / rates.memory, rates.together
+    )
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------------------------
+
+
+def attention_work(scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu") -> Work:
+    """Of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
+
+    Forward: an exponential and two products a score, Q K' and P V. Backward by itself: the exponential again, five products (Q K', dO V',
+    dS' Q, dS K, P' dO), and gradients as large as what is read.
+    """
+    inner, outer = (-(-size // pad) * pad for size, pad in zip((width, value_width), PADS[device], strict=True))
+    widths, passes = (3 * inner + 2 * outer, 2) if backward else (inner + outer, 1)
+    return Work(scores, 2 * scores * widths, passes * pairs * (width + value_width) * BYTES[dtype], dtype)
+
+
+# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+
+
+def ridge_work(keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False) -> Work:
+    """The sums K'K (half of it: it is symmetric) and K'V over `keys` = B H N keys; backward their gradients K (dG + dG') + V dM', K dM.
+
+    `exact`: products in float64, as a state's are.
+    """
+    squares, crossed = keys * width * width, keys * width * value_width
+    products = 2 * squares + 4 * crossed if backward else squares + 2 * crossed
+    moved = (2 if backward else 1) * keys * (width + value_width) * BYTES[dtype]
+    return Work(0.0, products, moved, "float64" if exact else dtype)
+
+
+def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: bool = False) -> Work:
+    """`rows` = B H M queries times a solution; backward both of its gradients."""
+    passes = 2 if backward else 1
+    return Work(0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype)
+
+
+def solve_work(systems: int, width: int, columns: int, dtype: str) -> Work:
+    """Cholesky and two triangular solves."""
+    return Work(0.0, systems * (width**3 / 3 + 2 * width**2 * columns), systems * width * (width + 2 * columns) * BYTES[dtype], dtype)
+
+
+def inverse_work(systems: int, width: int, dtype: str) -> Work:
+    """Cholesky, and the inverse from its factor."""
+    return Work(0.0, systems * width**3, systems * 2 * width**2 * BYTES[dtype], dtype)
+
+
+# ---- Nyström ---------------------------------------------------------------------------------------------------------------------------
+
+
+def pinv_work(matrices: int, landmarks: int, iterations: int, dtype: str) -> Work:
+    return Work(0.0, matrices * pinv_operations(landmarks, iterations), matrices * 2 * landmarks**2 * BYTES[dtype], dtype)
+
+
+def nystrom_work(heads: int, tokens: int, landmarks: int, width: int, value_width: int, iterations: int, dtype: str) -> Work:
+    """A whole window, forward: as many queries as keys. Queries, keys and values are read, the output is written."""
+    exponentials = 2 * tokens * landmarks + landmarks**2
+    products = nystrom_attention_operations(tokens, landmarks, width, value_width, iterations)
+    return Work(heads * exponentials, heads * products, heads * tokens * 2 * (width + value_width) * BYTES[dtype], dtype)
+
+
+def step_work(scheme: str, heads: int, window: int, landmarks: int, width: int, dtype: str) -> Work:
+    """One token of a continual step, the mean over a stream; the state stays in a cache. `scheme` is one of a step in costs.SCHEMES."""
+    assert scheme in SCHEMES and scheme not in ("full", "nystrom"), scheme
+    outputs = window if "retroactive" in scheme else 1
+    row = window if outputs == 1 else 3 * window  # of exact attention; for retroactive outputs what comes into n sums and leaves them too
+    exponentials = (2 + outputs) * landmarks if " " in scheme else row
+    products = executed_on_average(scheme, window, landmarks, width)
+    return Work(heads * exponentials, heads * products, heads * (3 + outputs) * width * BYTES[dtype], dtype)
