@@ -1,4 +1,4 @@
-"""Modules of family A, projections and all: the drop-in `nn.MultiheadAttention`, and a Constant Memory Attention Block with one more point."""
+"""Modules of family A, projections and all: the drop-in `nn.MultiheadAttention`, and a CMAB that takes in one more point."""
 
 from __future__ import annotations
 

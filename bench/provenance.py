@@ -18,15 +18,6 @@ from .rates import rates_of
 
 PEERS = ("nystrom-attention", "continual-inference", "flash-attn", "flash-linear-attention")
 PACKAGES = ("torch", "triton", "numpy", "pytest-benchmark", *PEERS)
-    "torch",
-    "triton",
-    "numpy",
-    "pytest-benchmark",
-    "nystrom-attention",
-    "continual-inference",
-    "flash-attn",
-    "flash-linear-attention",
-)
 CPU_FIELDS = ("brand_raw", "arch", "vendor_id_raw", "family", "model", "stepping", "hz_advertised_friendly", "l2_cache_size")
 
 
