@@ -16,10 +16,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl
 
+from bench.gpu.cubin import Launch, as_if_on, compiled, faults, record
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
 from cmab_kernels.triton_common import Products
-from tests.cubin import Launch, compiled, faults, record
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_gram", "_gram_backward", "_apply")
@@ -44,7 +44,7 @@ def _launches(
         kernels.gram_backward(dgram, dmoment, k, v, weights, mask, (True, True, True), exact)
         kernels.apply_rows(k, dmoment)
 
-    with mock.patch.object(launch, "_has_wgmma", lambda device: capability == 90):
+    with as_if_on(capability):
         return record(call)
 
 

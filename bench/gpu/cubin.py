@@ -1,15 +1,16 @@
 """What the launches of a call compile to, for GPUs that need not be at hand.
 
-`record(call)` keeps the launches of a call on CPU tensors instead of running them, and `compiled(launch, capability)` compiles one as the
-launcher would have, with the same specialisation of its arguments, and reads the figures of the machine code.
+`record(call)` keeps the launches of a call on CPU tensors instead of running them, `machine_code(launch, capability)` compiles one as the
+launcher would have, with the same specialisation of its arguments, and `compiled` reads the figures of the machine code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,13 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from cmab_kernels import tiles
+from cmab_kernels.intention.kernels import launch as intention_launch
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLS = 0.005
 """The share of instructions to local memory that is let pass: ptxas parks a few values there to fit one block more on a processor."""
 
-_TOOLS = Path(nvidia.__file__).parent / "bin"
+_CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Launch(NamedTuple):
@@ -34,6 +38,16 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+
+class MachineCode(NamedTuple):
+    """Of a launch: registers of a thread, bytes of shared memory and warps of a block, disassembled instructions, Triton's first form."""
+
+    registers: int
+    shared: int
+    warps: int
+    sass: str
+    ttir: str
 
 
 class Figures(NamedTuple):
@@ -61,6 +75,17 @@ class Figures(NamedTuple):
         )
 
 
+@contextlib.contextmanager
+def as_if_on(capability: int) -> Iterator[None]:
+    """Block sizes are chosen as they are on a GPU of this compute capability."""
+
+    def capability_of(_: object) -> tuple[int, int]:
+        return divmod(capability, 10)
+
+    with mock.patch.object(tiles, "capability_of", capability_of), mock.patch.object(intention_launch, "capability_of", capability_of):
+        yield
+
+
 def record(call: Callable[[], Any]) -> list[Launch]:
     """The launches of `call`, none of them run."""
     launches: list[Launch] = []
@@ -82,29 +107,32 @@ def source(launch: Launch, capability: int) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
 
 
-def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
-    """Figures of the launch for one compute capability; `folder` is for the object file."""
+def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
+    """For one compute capability; `folder` is for the object file."""
     code, options = source(launch, capability)
     kernel = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = folder / f"{launch.kernel.__name__}.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    registers = re.findall(r"REG:(\d+)", cuobjdump("--dump-resource-usage", cubin))[-1]
+    sass = cuobjdump("--dump-sass", cubin)
+    return MachineCode(int(registers), kernel.metadata.shared, kernel.metadata.num_warps, sass, kernel.asm["ttir"])
+
+
+def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
+    """Figures of the launch for one compute capability; `folder` is for the object file."""
+    code = machine_code(launch, capability, folder)
     instructions = Counter(
-        re.findall(
-            r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)",
-            _tool("cuobjdump", "--dump-sass", cubin),
-            re.M,
-        )
+        re.findall(r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", code.sass, re.M),
     )
     return Figures(
         launch.kernel.__name__.strip("_"),
         capability,
-        int(re.findall(r"REG:(\d+)", usage)[-1]),
-        kernel.metadata.shared,
+        code.registers,
+        code.shared,
         sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL")),
         sum(count for name, count in instructions.items() if "MMA" in name.split(".")[0]),
         instructions,
-        kernel.asm["ttir"],
+        code.ttir,
     )
 
 
@@ -127,5 +155,6 @@ def narrow_offsets(ttir: str) -> list[str]:
     return [f"32-bit offsets: {line}" for line in narrow]
 
 
-def _tool(name: str, *arguments: object) -> str:
-    return subprocess.run([_TOOLS / name, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+def cuobjdump(*arguments: object) -> str:
+    """What Triton's own says; it reads what nvcc makes as well."""
+    return subprocess.run([_CUOBJDUMP, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
