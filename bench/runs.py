@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,9 @@ FORMAT = 1
 
 LENGTHS = ("N", "n")
 """Axes that matter most: keys, or tokens of a window."""
+
+DEFINITION = "reference"
+"""What ours is tested against: it is slow, and no peer."""
 
 POINTS = 3
 """Fewer are no curve."""
@@ -48,8 +52,13 @@ class Row:
 
     @property
     def kernel(self) -> bool:
-        """One of ours that is meant to be fast: no definition."""
-        return self.ours and self.implementation != "reference"
+        """One of ours that is meant to be fast."""
+        return self.ours and self.implementation != DEFINITION
+
+    @property
+    def peer(self) -> bool:
+        """Nothing of ours: its time changes only with the machine and the software around it."""
+        return not self.ours and self.implementation != DEFINITION
 
     @property
     def spread(self) -> float:
@@ -161,11 +170,20 @@ class Run:
         return {name: tuple(row for row in self.rows if row.scan == name) for name in names}
 
     @cached_property
+    def kernels(self) -> frozenset[str]:
+        """Names of ours."""
+        return frozenset(row.implementation for row in self.rows if row.kernel)
+
+    def called(self, implementation: str) -> str:
+        """For readers who do not know that `native` is ours."""
+        ours = implementation in self.kernels and not implementation.startswith("cmab_kernels")
+        return f"cmab_kernels, {implementation}" if ours else implementation
+
+    @cached_property
     def implementations(self) -> tuple[str, ...]:
         """Ours first, then by how often they appear."""
-        ours = {row.implementation: row.kernel for row in self.rows}
-        count = {name: sum(row.implementation == name for row in self.rows) for name in ours}
-        return tuple(sorted(ours, key=lambda name: (not ours[name], -count[name], name)))
+        count = Counter(row.implementation for row in self.rows)
+        return tuple(sorted(count, key=lambda name: (name not in self.kernels, -count[name], name)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------------------
@@ -331,10 +349,13 @@ def series(run: Run, scan: str, axis: str) -> list[Series]:
     sets: dict[tuple[tuple[str, Value], ...], list[Row]] = {}
     for row in run.scans[scan]:
         if axis in row.parameters:
-            rest = tuple((name, value) for name, value in row.parameters.items() if name != axis)
-            sets.setdefault(tuple(sorted(rest)), []).append(row)
-    found = [Series(scan, axis, dict(rest), _lines(rows, axis)) for rest, rows in sets.items()]
+            sets.setdefault(tuple(sorted(_without(row.parameters, axis).items())), []).append(row)
+    found = [Series(scan, axis, _without(rows[0].parameters, axis), _lines(rows, axis)) for rows in sets.values()]
     return [one for one in found if one.lines]
+
+
+def _without(parameters: Mapping[str, Value], axis: str) -> dict[str, Value]:
+    return {name: value for name, value in parameters.items() if name != axis}
 
 
 def _lines(rows: Sequence[Row], axis: str) -> dict[str, tuple[Row, ...]]:

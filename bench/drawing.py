@@ -1,0 +1,249 @@
+"""How figures are drawn: one panel each, as wide as a phone, with the same colour for the same implementation everywhere.
+
+A panel becomes an SVG for a page, whose text stays text and takes the page's colours, or stands with others on a sheet, which is a PNG.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from .runs import DEFINITION, Run
+
+INK, FAINT, PAPER = "#1f2328", "#d8dee5", "#fffffe"
+"""Text, grid and ground of a sheet: on a page, its own."""
+
+OURS = "#d55e00"
+PEERS = ("#0072b2", "#009e73", "#9a4ea3", "#a6761d", "#3d8fb8", "#c2578a")
+"""After Okabe and Ito, dark enough for a white ground and light enough for a black one. Markers tell apart what colours do not."""
+
+GREY = "#7d8590"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+WIDTH = 4.4
+"""Inches of a panel: 390 pixels of a phone show its text at its size."""
+
+LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
+"""Inches: beside the axes; of the title, of a line under it, of the axes' heading; of ticks and the axis' name; of a line of the legend."""
+
+DPI = 160
+LEGEND: dict[str, Any] = {"fontsize": 7.5, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cmab_kernels",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """Of a line."""
+
+    colour: str
+    marker: str
+    dashes: Any = "-"
+    width: float = 1.4
+    rank: int = 2
+    """Higher ones lie on top."""
+
+    def line(self) -> dict[str, Any]:
+        size = 4.5 if self.width > 2 else 3.5
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "markersize": size,
+            "linestyle": self.dashes,
+            "linewidth": self.width,
+            "zorder": self.rank,
+        }
+
+
+def styles(run: Run) -> dict[str, Style]:
+    """For each implementation of a run: ours of one colour and broad, its variants dashed, the definition grey."""
+    ours = [name for name in run.implementations if name in run.kernels]
+    peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
+    chosen = {name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4) for i, name in enumerate(ours)}
+    chosen |= {name: Style(PEERS[i % 6], MARKERS[(i + 1) % 7]) for i, name in enumerate(peers)}
+    return chosen | {DEFINITION: Style(GREY, "x", DASHES[2], 1.1, 1)}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: what is written over it, what it says to those who do not see it, and who draws it."""
+
+    name: str
+    """Of letters, digits, - and _: no other panel's."""
+    title: str
+    about: str
+    alt: str
+    draw: Callable[[Axes], None]
+    legend: Mapping[str, Style]
+    height: float = 2.1
+    """Inches of the axes."""
+    left: float = LEFT
+
+    @property
+    def about_lines(self) -> list[str]:
+        return textwrap.wrap(self.about, 66)
+
+    @property
+    def legend_rows(self) -> int:
+        return math.ceil(len(self.legend) / 2) if len(self.legend) > 1 else len(self.legend)
+
+    @property
+    def inches(self) -> float:
+        return TITLE + LINE * len(self.about_lines) + UNIT + self.height + BOTTOM + ENTRY * self.legend_rows
+
+    def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
+        """With its upper left corner `x` and `y` inches from the figure's: nothing has to be measured and moved."""
+        wide, high = figure.get_size_inches()
+
+        def at(right: float, down: float) -> tuple[float, float]:
+            return (x + right) / wide, 1 - (y + down) / high
+
+        figure.text(*at(0.1, 0.07), self.title, fontsize=9.5, fontweight="bold", va="top")
+        for number, line in enumerate(self.about_lines):
+            figure.text(*at(0.1, TITLE + LINE * number), line, fontsize=7.5, va="top")
+        bottom = TITLE + LINE * len(self.about_lines) + UNIT + self.height
+        axes = figure.add_axes((*at(self.left, bottom), (WIDTH - self.left - RIGHT) / wide, self.height / high))
+        self.draw(axes)
+        handles = [Line2D([], [], label=name, **style.line()) for name, style in self.legend.items()]
+        if handles:
+            columns, corner = min(2, len(handles)), at(0.1, bottom + BOTTOM - 0.04)
+            figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=columns, **LEGEND)
+
+
+def svg(panel: Panel) -> str:
+    """For a page: text is text, in the colours of the page, and no identifier is another panel's."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((WIDTH, panel.inches))
+        panel.onto(figure)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = written.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{panel.name}-", text)
+    text = text.replace(INK, "currentColor").replace(FAINT, "var(--line)").replace(PAPER, "var(--ground)")
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{html.escape(panel.alt)}">', text)
+    return text.strip()
+
+
+def sheet(panels: Sequence[Panel], path: Path, columns: int = 3) -> None:
+    """All panels in one PNG, each under the shortest column."""
+    depths = [0.0] * min(columns, len(panels))
+    places = []
+    for panel in panels:
+        column = depths.index(min(depths))
+        places.append((panel, column * WIDTH, depths[column]))
+        depths[column] += panel.inches
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((WIDTH * len(depths), max(depths)), facecolor=PAPER)
+        for panel, x, y in places:
+            panel.onto(figure, x, y)
+        figure.savefig(path, format="png", dpi=DPI, metadata={"Software": None})
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------------------------
+
+STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
+
+
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Between three and six round numbers, as far as there are."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps in STEPS:
+        found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(found) >= 3:
+            break
+    return found[:: math.ceil(len(found) / most)] if found else [low]
+
+
+def log_scale(axis: Any, values: Iterable[float], say: Callable[[float], str], pad: float = 1.35) -> None:
+    """With room around `values`, and a few ticks that say what they are."""
+    low, high = min(values := list(values)) / pad, max(values) * pad
+    which = axis.axis_name
+    getattr(axis.axes, f"set_{which}scale")("log")
+    getattr(axis.axes, f"set_{which}lim")(low, high)
+    _ticks(axis, log_ticks(low, high), say)
+
+
+def _ticks(axis: Any, places: Sequence[float], say: Callable[[float], str]) -> None:
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_major_formatter(FixedFormatter([say(place) for place in places]))
+    axis.set_minor_locator(NullLocator())
+
+
+def sizes_axis(axes: Axes, values: Sequence[int]) -> None:
+    """Ticks at the sizes that were measured, but none on another's label; even steps if they grow by factors."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low >= 8:
+        axes.set_xscale("log")
+        axes.set_xlim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+        place: Callable[[float], float] = math.log
+    else:
+        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        place = float
+    shown: list[int] = []
+    for value in values:
+        apart = 0.05 + 0.012 * len(size(value))
+        if not shown or place(value) - place(shown[-1]) > apart * (place(high) - place(low)):
+            shown.append(value)
+    _ticks(axes.xaxis, shown, size)
+
+
+def size(value: float) -> str:
+    """1,024; 100k; 2M."""
+    for unit, letter in ((1_000_000, "M"), (1_000, "k")):
+        if value >= unit and value % unit == 0:
+            return f"{value / unit:,.0f}{letter}"
+    return f"{value:,.0f}"
+
+
+def mebibytes(value: float) -> str:
+    return f"{value:,.3g} MiB" if value < 1000 else f"{value:,.0f} MiB"
+
+
+def counted(value: float) -> str:
+    """Operations or elements in thousands, millions and so on."""
+    exponent = max(0, min(4, math.floor(math.log10(value) / 3)))
+    return f"{value / 1000**exponent:.3g}" + ("", " k", " M", " G", " T")[exponent]
+
+
+def name_y(axes: Axes, name: str) -> None:
+    """Over the axes, where it is read without turning one's head."""
+    axes.set_title(name, loc="left", fontsize=7, pad=4)
+
+
+def times(value: float) -> str:
+    """How many times."""
+    return f"{value:,.0f}x" if value >= 10 else f"{value:.2g}x"

@@ -1,0 +1,414 @@
+"""What is drawn of a run: memory, time and share of the floor along each axis, speed-ups, and the operation counts of the papers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedFormatter, FixedLocator
+
+from cmab_kernels.measure import readable
+from cmab_kernels.nystrom.costs import (
+    SCHEMES,
+    attention_state_elements,
+    executed_on_average,
+    paper_memory,
+    paper_operations,
+    state_elements,
+)
+
+from . import drawing
+from .drawing import INK, OURS, PAPER, PEERS, STYLE, Panel, Style, styles
+from .runs import DEFINITION, BadRun, Row, Run, Series, apart, axes, fastest, series, shared, speed_up, words
+
+MIB = 2**20
+RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
+"""MiB below which peaks of memory cannot be told apart: less is drawn there."""
+
+NAMES = {"N": "N, keys", "n": "n, tokens of the window", "m": "m, landmarks", "D": "D, width of a head", "E": "E, width of the values"}
+NAMES |= {"H": "H, heads", "B": "B, batch", "L": "L, queries", "t": "t, tokens a call", "threads": "threads", "d": "d, width"}
+"""What axes are called."""
+
+
+def panels(run: Run, scan: str) -> list[Panel]:
+    """Of one operator: its curves along each axis, then what it gains over each peer."""
+    along = axes(run, scan)
+    curves = [panel for number, axis in enumerate(along) for panel in _curves(run, scan, axis, main=number == 0)]
+    return [*curves, *speed_ups(run, scan)]
+
+
+def _curves(run: Run, scan: str, axis: str, main: bool) -> Iterator[Panel]:
+    """Memory and share of the floor against the main axis only; time against all."""
+    for number, one in enumerate(series(run, scan, axis)):
+        rows = [row for line in one.lines.values() for row in line]
+        draw = {"Time": partial(_draw_time, one)}
+        if main:
+            draw = {"Memory": partial(_draw_memory, one, RESOLUTION[run.device])} | draw
+            if any(row.share for row in rows):
+                draw["Share of the floor"] = partial(_draw_share, one)
+        for title, drawn in draw.items():
+            yield _curve(run, one, number, title, drawn)
+
+
+def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapping[str, Style], Axes], None]) -> Panel:
+    chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}
+    if title == "Share of the floor":
+        chosen = {name: style for name, style in chosen.items() if any(row.share for row in one.lines[name])}
+    return Panel(
+        name=slug(one.scan, title, one.axis, str(number)),
+        title=f"{title} against {one.axis}: {one.scan}",
+        about=words(one.fixed),
+        alt=f"{title} of {one.scan} against {one.axis}, {words(one.fixed)}. {_said(one, title)}",
+        draw=partial(drawn, chosen),
+        legend={run.called(name): style for name, style in chosen.items()},
+    )
+
+
+def _said(one: Series, title: str) -> str:
+    """The ends of each curve, in words."""
+    tell: Callable[[Row], str] = {
+        "Time": lambda row: readable(row.median),
+        "Memory": lambda row: drawing.mebibytes(max(0, row.scratch) / MIB),
+        "Share of the floor": lambda row: f"{row.share or 0:.0%}",
+    }[title]
+    ends = ((name, rows[0], rows[-1]) for name, rows in one.lines.items())
+    return "; ".join(
+        f"{name}: {tell(first)} at {one.axis} = {_value(first, one)}, {tell(last)} at {_value(last, one)}" for name, first, last in ends
+    )
+
+
+def _value(row: Row, one: Series) -> str:
+    value = row.parameters[one.axis]
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+def slug(*parts: str) -> str:
+    """A name for files and identifiers."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(parts)).strip("-").lower()
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
+    bounds = []
+    for name, style in chosen.items():
+        rows = one.lines[name]
+        where = _places(one, rows)
+        axes.plot(where, [row.median for row in rows], **_joined(one, style))
+        _shade(axes, one, where, [row.low for row in rows], [row.high for row in rows], style)
+        bounds += [bound for row in rows for bound in (row.low, row.high)]
+    drawing.log_scale(axes.yaxis, bounds, readable)
+    _name_axis(axes, one)
+    drawing.name_y(axes, "time, median and quartiles")
+
+
+def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: Axes) -> None:
+    """What cannot be measured is drawn as the least that can."""
+    every = []
+    for name, style in chosen.items():
+        rows = one.lines[name]
+        peaks = [max(least, row.scratch / MIB) for row in rows]
+        axes.plot(_places(one, rows), peaks, **_joined(one, style))
+        every += peaks
+    drawing.log_scale(axes.yaxis, [least, 20 * least, *every], drawing.mebibytes, pad=2)
+    axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
+    note = f"less than {drawing.mebibytes(least)} cannot be told from nothing"
+    axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="x-small", ha="right", va="bottom")
+    _name_axis(axes, one)
+    drawing.name_y(axes, "peak of memory beyond inputs and results")
+
+
+def _draw_share(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
+    every = [1.0]
+    for name, style in chosen.items():
+        rows = [row for row in one.lines[name] if row.share]
+        shares = [row.share or 0.0 for row in rows]
+        where = _places(one, rows)
+        axes.plot(where, shares, **_joined(one, style))
+        floors = [share * row.median for share, row in zip(shares, rows, strict=True)]
+        low, high = (
+            [floor / end for floor, end in zip(floors, ends, strict=True)] for ends in zip(*((r.high, r.low) for r in rows), strict=True)
+        )
+        _shade(axes, one, where, low, high, style)
+        every += shares
+    axes.set_ylim(0, 1.08 * max(every))
+    ticks = [0, 0.25, 0.5, 0.75, 1]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FixedFormatter([f"{tick:.0%}" for tick in ticks]))
+    _name_axis(axes, one)
+    drawing.name_y(axes, "the least time that the machine allows, of the time taken")
+
+
+def _shade(axes: Axes, one: Series, where: Sequence[float], low: Sequence[float], high: Sequence[float], style: Style) -> None:
+    """Between the quartiles."""
+    if one.numeric:
+        axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
+    else:
+        axes.vlines(where, low, high, color=style.colour, linewidth=3, alpha=0.4)
+
+
+def _joined(one: Series, style: Style) -> dict[str, Any]:
+    """There is nothing between two words."""
+    return style.line() | ({} if one.numeric else {"linestyle": "", "markersize": 7})
+
+
+def _places(one: Series, rows: Sequence[Row]) -> list[float]:
+    """Of points on the axis: sizes, or places in a list of words."""
+    values = one.values
+    return [float(value) if one.numeric else values.index(value) for value in (row.parameters[one.axis] for row in rows)]  # type: ignore[arg-type]
+
+
+def _name_axis(axes: Axes, one: Series) -> None:
+    axes.set_xlabel(NAMES.get(one.axis, one.axis), labelpad=2)
+    if one.numeric:
+        drawing.sizes_axis(axes, [int(value) for value in one.values])
+    else:
+        axes.set_xlim(-0.3, len(one.values) - 0.7)
+        axes.xaxis.set_major_locator(FixedLocator(range(len(one.values))))
+        axes.xaxis.set_major_formatter(FixedFormatter([str(value) for value in one.values]))
+
+
+# ---- speed-ups -------------------------------------------------------------------------------------------------------------------------
+
+CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
+"""Around labels that lie over lines."""
+
+SLOWER = "#8a5a83"
+"""Bars of what we lose."""
+
+
+def speed_ups(run: Run, scan: str) -> list[Panel]:
+    """One chart a peer: how many times as long it takes as ours, group by group."""
+    rows = run.scans[scan]
+    peers = [name for name in run.implementations if any(row.peer and row.implementation == name for row in rows)]
+    return [panel for peer in peers if (panel := _speed_up(run, scan, peer))]
+
+
+def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
+    pairs = [pair for group in run.groups.values() if group[0].scan == scan if (pair := _pair(group, peer))]
+    if not pairs:
+        return None
+    alike = shared([ours for ours, _ in pairs])
+    bars = [(apart(ours, alike), speed_up(ours, theirs)) for ours, theirs in pairs]
+    slowest, most = min(bar[1][0] for bar in bars), max(bar[1][0] for bar in bars)
+    return Panel(
+        name=slug(scan, "over", peer),
+        title=f"{scan}: how many times as fast",
+        about=f"as {peer}, {words(alike)}. Bars to the left of 1: slower. Whiskers: quartiles of the rounds.",
+        alt=f"{scan}, speed-up over {peer}: between {drawing.times(slowest)} and {drawing.times(most)} in {len(bars)} groups.",
+        draw=partial(_draw_bars, bars),
+        legend={},
+        height=0.34 * len(bars) + 0.1,
+        left=0.16,
+    )
+
+
+def _pair(group: Sequence[Row], peer: str) -> tuple[Row, Row] | None:
+    theirs = next((row for row in group if row.implementation == peer), None)
+    ours = fastest(group)
+    return (ours, theirs) if ours and theirs else None
+
+
+def _draw_bars(bars: Sequence[tuple[str, tuple[float, float, float]]], axes: Axes) -> None:
+    """The label of a bar stands over it: beside it, there would be no room on a phone."""
+    bounds = [1.0, *(bound for _, found in bars for bound in found)]
+    drawing.log_scale(axes.xaxis, [0.7 * min(bounds), 1.25 * max(bounds)], drawing.times)
+    for place, (label, (median, low, high)) in enumerate(bars):
+        axes.barh(place, median - 1, left=1, height=0.34, color=OURS if median >= 1 else SLOWER, hatch=None if median >= 1 else "////")
+        axes.plot((low, high), (place, place), color=INK, linewidth=1, marker="|", markersize=5)
+        axes.text(max(high, 1.0), place, f" {drawing.times(median)}", fontsize=7.5, va="center", fontweight="bold")
+        axes.text(0.005, place - 0.27, label, fontsize=7, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_ylim(len(bars) - 0.5, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("times as fast", labelpad=2)
+
+
+def overview(run: Run) -> Panel | None:
+    """Every operator on one line: a dot for each group, against the fastest of its peers."""
+    found = {scan: [gain for _, gain in gains(run, scan)] for scan in run.scans}
+    found = {scan: values for scan, values in found.items() if values}
+    if not found:
+        return None
+    return Panel(
+        name="overview",
+        title="How many times as fast as the fastest peer",
+        about="A dot is one group; the bar is the median of an operator. To the left of 1 we are slower.",
+        alt="; ".join(f"{scan}: {drawing.times(min(v))} to {drawing.times(max(v))}" for scan, v in found.items()),
+        draw=partial(_draw_overview, found),
+        legend={},
+        height=0.34 * len(found) + 0.1,
+        left=0.16,
+    )
+
+
+def gains(run: Run, scan: str) -> list[tuple[Row, float]]:
+    """Of each group with a baseline that is not ours: our fastest kernel, and how many times as long that baseline takes."""
+    found = []
+    for group in run.groups.values():
+        ours = fastest(group)
+        if group[0].scan == scan and ours and ours.ratio and any(row.implementation == ours.baseline and row.peer for row in group):
+            found.append((ours, 1 / ours.ratio))
+    return found
+
+
+def _draw_overview(found: Mapping[str, Sequence[float]], axes: Axes) -> None:
+    every = [1.0, *(gain for values in found.values() for gain in values)]
+    drawing.log_scale(axes.xaxis, [0.7 * min(every), 1.25 * max(every)], drawing.times)
+    for place, (scan, values) in enumerate(found.items()):
+        axes.plot(values, [place] * len(values), linestyle="", marker="o", markersize=5, color=OURS, alpha=0.55, markeredgewidth=0)
+        axes.plot(statistics.median(values), place, marker="|", markersize=11, markeredgewidth=2, color=INK)
+        axes.text(0.005, place - 0.27, scan, fontsize=7.5, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_ylim(len(found) - 0.5, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("times as fast", labelpad=2)
+
+
+# ---- the papers' counts ----------------------------------------------------------------------------------------------------------------
+
+AT = {"n": 120, "m": 4, "d": 192}
+"""Where the paper on continual Nyström attention counts; one of them varies at a time."""
+
+SCANNED = {"n": (16, 32, 64, 120, 256, 512, 1024, 2048, 4096), "d": (16, 32, 64, 128, 192, 384, 768, 1536), "m": (1, 2, 4, 8, 16, 32, 64)}
+
+SCHEME_STYLES = {
+    "full": Style(PEERS[0], "s", width=1.8),
+    "nystrom": Style(PEERS[1], "^", width=1.8),
+    "retroactive": Style(PEERS[3], "D", drawing.DASHES[1]),
+    "single": Style(PEERS[3], "D"),
+    "continual retroactive": Style(PEERS[2], "v", drawing.DASHES[1]),
+    "continual single": Style(PEERS[2], "v", width=1.8),
+    "fixed retroactive": Style(OURS, "o", drawing.DASHES[1], 1.8, 4),
+    "fixed single": Style(OURS, "o", "-", 2.6, 4),
+}
+CALLED = {
+    "full": "full attention",
+    "nystrom": "Nyström attention",
+    "retroactive": "continual, retroactive",
+    "single": "continual, single output",
+    "continual retroactive": "continual landmarks, retroactive",
+    "continual single": "continual landmarks, single",
+    "fixed retroactive": "fixed landmarks, retroactive",
+    "fixed single": "fixed landmarks, single",
+}
+"""Schemes as a reader meets them."""
+KEPT = SCHEMES[2:]
+"""Schemes that keep something between steps."""
+
+Count = Callable[[str, int, int, int], float]
+
+
+def kept_here(scheme: str, n: int, m: int, d: int) -> float:
+    """Elements of a head that a state of ours keeps."""
+    return state_elements(n, m, d, d) if " " in scheme else attention_state_elements(n, d, d, scheme == "retroactive")
+
+
+def kept_paper(scheme: str, n: int, m: int, d: int) -> float:
+    return paper_memory(scheme, n, m, d).between
+
+
+def peak_paper(scheme: str, n: int, m: int, d: int) -> float:
+    return paper_memory(scheme, n, m, d).peak
+
+
+COUNTS: dict[str, tuple[str, str, Count, Sequence[str]]] = {
+    "operations-paper": ("Operations of a step, as the paper counts", "operations", paper_operations, SCHEMES),
+    "operations-executed": ("Operations of a step, as executed here", "operations", executed_on_average, SCHEMES),
+    "memory-paper": ("Kept between steps, as the paper counts", "elements of a head", kept_paper, KEPT),
+    "memory-here": ("Kept between steps, by the states here", "elements of a head", kept_here, KEPT),
+    "memory-peak": ("Held at most within a step, as the paper counts", "elements of a head", peak_paper, KEPT),
+}
+"""name -> title, unit, formula, schemes"""
+
+
+def cost_panels() -> list[Panel]:
+    """Each count against n, d and m; of no run, but of the formulas in cmab_kernels.nystrom.costs."""
+    return [_cost_panel(name, axis) for name in COUNTS for axis in SCANNED]
+
+
+def _cost_panel(name: str, axis: str) -> Panel:
+    title, unit, count, schemes = COUNTS[name]
+    rest = {letter: value for letter, value in AT.items() if letter != axis}
+    values = {scheme: [count(scheme, **{**AT, axis: value}) for value in SCANNED[axis]] for scheme in schemes}
+    ends = "; ".join(f"{CALLED[scheme]}: {drawing.counted(of[0])} to {drawing.counted(of[-1])}" for scheme, of in values.items())
+    return Panel(
+        name=slug("costs", name, axis),
+        title=title,
+        about=f"{words(rest)}; one head, one token, mean over a stream",
+        alt=f"{title}, against {axis} from {SCANNED[axis][0]} to {SCANNED[axis][-1]:,}, {words(rest)}. {ends}",
+        draw=partial(_draw_counts, values, axis, unit),
+        legend={CALLED[scheme]: SCHEME_STYLES[scheme] for scheme in schemes},
+    )
+
+
+def _draw_counts(values: Mapping[str, Sequence[float]], axis: str, unit: str, axes: Axes) -> None:
+    for scheme, counts in values.items():
+        axes.plot(SCANNED[axis], counts, **SCHEME_STYLES[scheme].line())
+    drawing.log_scale(axes.yaxis, [count for counts in values.values() for count in counts], drawing.counted)
+    drawing.sizes_axis(axes, SCANNED[axis])
+    axes.set_xlabel(NAMES[axis], labelpad=2)
+    drawing.name_y(axes, unit)
+
+
+# ---- for the README --------------------------------------------------------------------------------------------------------------------
+
+FIRST = (("latent_attention", "N", "forward + backward"), ("latent_attention", "N", "forward"), ("continual_nystrom_step", "n", None))
+"""(scan, axis, pass) of what a first look should show: the first of them that a run has."""
+
+
+def headline(run: Run) -> Series | None:
+    """The curves with most points of the first of FIRST that the run has."""
+    for scan, axis, direction in FIRST:
+        found = series(run, scan, axis) if scan in run.scans else []
+        found = [one for one in found if one.fixed.get("pass") == direction and run.kernels & one.lines.keys()]
+        if found:
+            return max(found, key=lambda one: (len(one.values), len(one.lines)))
+    return None
+
+
+def _shown(run: Run) -> Series:
+    """Our kernels beside their peers; the definition is for tests."""
+    if not (one := headline(run)):
+        raise BadRun(
+            f"{run.path}: no curve of {' or '.join(dict.fromkeys(scan for scan, _, _ in FIRST))} for the README; measure one of them"
+        )
+    return replace(one, lines={name: rows for name, rows in one.lines.items() if name != DEFINITION})
+
+
+def digest(run: Run) -> str:
+    """Of the rows that the README's plot shows."""
+    rows = [(name, row.group, row.median, row.low, row.high, row.scratch) for name, rows in _shown(run).lines.items() for row in rows]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def readme_plot(run: Run, path: Path) -> None:
+    """Memory and time side by side, for a page 800 pixels wide; the file says which run it is of, and of which rows."""
+    one = _shown(run)
+    chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}
+    with matplotlib.rc_context(STYLE | {"font.size": 12}):
+        figure = Figure((8, 4.5), facecolor=PAPER)
+        figure.text(0.015, 0.975, one.scan, fontsize=15, fontweight="bold", va="top")
+        figure.text(0.015, 0.895, f"{words(one.fixed)}; {run.processor}", fontsize=11, va="top")
+        draw = {"memory beyond inputs, results": partial(_draw_memory, one, RESOLUTION[run.device]), "time": partial(_draw_time, one)}
+        for (title, drawn), left in zip(draw.items(), (0.125, 0.615), strict=True):
+            axes = figure.add_axes((left, 0.255, 0.365, 0.495))
+            drawn(chosen, axes)
+            axes.set_title(title, loc="left", fontsize=12, x=-0.2)
+        handles = [Line2D([], [], label=run.called(name).split(",")[0], **style.line()) for name, style in chosen.items()]
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.01, 0.02), ncols=3, **drawing.LEGEND | {"fontsize": 11.5})
+        figure.savefig(path, format="png", dpi=200, metadata={"Software": None, "Run": run.name, "Digest": digest(run)})
