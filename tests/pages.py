@@ -1,0 +1,66 @@
+"""Pages of Markdown as their tests read them: programs, code, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def docs() -> list[Path]:
+    return sorted(DOCS.glob("*.md"))
+
+
+def programs(page: Path) -> list[str]:
+    """The python blocks in order, each on the lines that it has in the page: so a traceback points there."""
+    text = page.read_text()
+    blocks = [found for found in _FENCED.finditer(text) if found[1] == "python"]
+    return ["\n" * text.count("\n", 0, found.start(2)) + found[2] for found in blocks]
+
+
+def run(page: Path) -> None:
+    """One program after the other in one namespace, as a reader types them."""
+    torch.use_deterministic_algorithms(False)
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for program in programs(page):
+        exec(compile(program, str(page), "exec"), namespace)
+
+
+def prose(page: Path) -> str:
+    """All but the fenced blocks."""
+    return _FENCED.sub("", page.read_text())
+
+
+def code(page: Path) -> list[str]:
+    """What is set as code: fenced blocks, and spans in the prose."""
+    return [found[2] for found in _FENCED.finditer(page.read_text())] + _SPAN.findall(prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub names them."""
+    names: list[str] = []
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(page), flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        names.append(re.sub(r"[^\w\- ]", "", shown).replace(" ", "-"))
+    return {name if names.index(name) == i else f"{name}-{names[:i].count(name)}" for i, name in enumerate(names)}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Relative links to what is not there: a file, or a heading of one."""
+    for link in _LINK.findall(_SPAN.sub("", prose(page))):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link

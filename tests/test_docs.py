@@ -1,0 +1,120 @@
+"""The pages of docs/: their programs run, their links lead somewhere, and nothing public is left out."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import cmab_kernels
+from cmab_kernels import backends, nn
+from cmab_kernels.intention import variants
+
+from . import pages
+
+PAGES = {page.name: page for page in pages.docs()}
+SECONDS = 5.0
+
+
+@pytest.fixture
+def restored_tables() -> Iterator[None]:
+    """A page that adds an operator leaves none behind."""
+    before = [(table, dict(table)) for table in (backends.FAMILIES, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
+    yield
+    for table, entries in before:
+        table.clear()
+        table.update(entries)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("restored_tables")
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if pages.programs(page)])
+def test_programs(name: str, threads: Callable[[int], None]) -> None:
+    started = time.process_time()
+    pages.run(PAGES[name])
+    assert time.process_time() - started < SECONDS
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links(name: str) -> None:
+    assert not list(pages.broken_links(PAGES[name]))
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = pages.prose(pages.DOCS / "README.md")
+    assert [name for name in PAGES if name != "README.md" and f"]({name})" not in index] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    words = {word for page in PAGES.values() for part in pages.code(page) for word in re.findall(r"\w+", part)}
+    assert {*cmab_kernels.__all__, *nn.__all__, *variants.__all__} - words == set()
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    named = {part for page in PAGES.values() for part in pages.code(page) if re.fullmatch(r"tests/[\w/]+\.py(::\w+)?", part)}
+    assert len(named) > 20
+    for name in sorted(named):
+        path, _, function = name.partition("::")
+        assert (pages.ROOT / path).exists(), name
+        assert re.search(rf"^def {function}\b", (pages.ROOT / path).read_text(), flags=re.MULTILINE) or not function, name
+
+
+# ---- environment variables
+
+READS = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["']([A-Z]\w+)["'](?!\] =)""")
+"""In Python and in C++; an assignment is none."""
+DEFAULTS = re.compile(r"^(\w+) \?=", flags=re.MULTILINE)
+"""Variables of a Makefile that the environment may set."""
+
+
+def _variables_read() -> set[str]:
+    found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | set(READS.findall((pages.ROOT / "setup.py").read_text()))
+    for folder in ("cmab_kernels", "csrc", "tests", "bench", "python"):
+        for path in (pages.ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".cpp", ".h", ".cu"}:
+                found.update(READS.findall(path.read_text()))
+    return found
+
+
+def _section(page: Path, heading: str) -> str:
+    """What stands under a heading, down to the next."""
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert found, f"{page.name} has no section {heading!r}"
+    return found[1]
+
+
+def _first_column(table: str) -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
+
+
+def test_environment_variables_are_those_that_are_read() -> None:
+    """Neither one that is not documented, nor one that nobody reads any more."""
+    documented = _first_column(_section(pages.DOCS / "environment.md", "Read by this project"))
+    assert documented == _variables_read()
+
+
+# ---- that the checks see what they are for
+
+FAULTY = {
+    "a file": ("[there](nothing.md)", ["nothing.md"]),
+    "a heading": ("# A page\n[up](#a-page), [gone](#gone)", ["#gone"]),
+    "a heading elsewhere": ("[it](other.md#one-1), [gone](other.md#two)", ["other.md#two"]),
+    "code": ("`[a](b.md)` and\n```text\n[c](d.md)\n```\n", []),
+}
+
+
+@pytest.mark.parametrize("page, broken", FAULTY.values(), ids=FAULTY)
+def test_a_broken_link_is_seen(tmp_path: Path, page: str, broken: list[str]) -> None:
+    (tmp_path / "other.md").write_text("# One\n\n## One\n")
+    (tmp_path / "page.md").write_text(page)
+    assert list(pages.broken_links(tmp_path / "page.md")) == broken
+
+
+def test_a_failing_program_is_shown_where_it_stands(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\n```\n\n```python\nx += 1\nassert x == 1\n```\n")
+    with pytest.raises(AssertionError) as raised:
+        pages.run(page)
+    assert raised.traceback[-1].lineno + 1 == 9
