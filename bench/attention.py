@@ -127,6 +127,8 @@ class Attention:
 
     scan = "latent_attention"
     others = ()
+    counted = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}  # noqa: RUF012  a constant, as frozen as the rest
+    """What is compiled -> what does the same products."""
 
     def __str__(self) -> str:
         direction = "forward+backward" if self.backward else "forward"

@@ -108,8 +108,7 @@ class Update:
     def inputs(self, seed: int) -> StateInputs:
         query, key, value, _ = Attention(self.heads, self.width, self.keys + self.new, latents=self.latents, dtype=self.dtype).inputs(seed)
         kept = slice(None) if self.removes else slice(0, self.keys)
-        state = attended(query, key[:, :, kept], value[:, :, kept])
-        return StateInputs(query, key, value, state.out.to(torch.promote_types(self.dtype, torch.float32)), state.lse)
+        return StateInputs(query, key, value, *attention_state(query, key[:, :, kept], value[:, :, kept]))
 
     def oracle(self, inputs: StateInputs) -> Mapping[str, Sequence[Tensor]]:
         state = attended(inputs.query, *(part[:, :, self._rest()] for part in (inputs.key, inputs.value)))

@@ -156,12 +156,11 @@ def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> 
     """All but the time."""
     if reason := case.refusal(name):
         return Row(problem=reason)
-    run = partial(case.implementations[name], inputs)
     try:
         before = case if name.endswith(COMPILED) else case.small()  # what compiles for a shape must have done so
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
-        results, flops = count_flops(run)
-    except (RuntimeError, TimeoutError) as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
+        results, flops = _results(case, name, inputs)
+    except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
         return Row(problem=str(error).strip().partition("\n")[0], wrong=name in ours() or is_ours(name))
     error = relative_error(results, expected)
     if not error <= ERROR_BOUND[case.dtype]:
@@ -180,6 +179,15 @@ def steps_of(case: Case, name: str) -> int:
 def prepare(case: Case, name: str) -> Task:
     """A case as a task whose memory can be measured in a process of its own."""
     return partial(case.implementations[name], case.inputs(seed=0))
+
+
+def _results(case: Case, name: str, inputs: Any) -> tuple[Sequence[Tensor], int]:
+    """And the operations; the counter cannot see into what is compiled, whose are those of `counted`."""
+    run = partial(case.implementations[name], inputs)
+    if not name.endswith(COMPILED):
+        return count_flops(run)
+    counted: Mapping[str, str] = case.counted  # type: ignore[attr-defined]  # of those alone that have such names
+    return run(), count_flops(partial(case.implementations[counted[name]], inputs))[1]
 
 
 def count_flops(run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], int]:
