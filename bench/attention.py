@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import cmab_kernels
 from cmab_kernels import latent_attention
 
 from .floors import Work, attention_work
-from .harness import COMPILED, Case, device, generator, lacking_memory, normal, ours
+from .harness import COMPILED, Case, device, generator, lacking_memory, normal
+from .operators import Implementation, OperatorCase, direction, kernels, passes, refused, sample
 
 SDPA = "scaled_dot_product_attention"
 NAIVE = "naive"
@@ -74,7 +74,7 @@ def _names(every_peer: bool) -> list[str]:
     """Those for the device that is measured."""
     backends = [f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}" for name in BACKENDS[device()]]
     others = [*backends, NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])] if every_peer else []
-    return [name for name in (*ours(), SDPA, NAIVE, *others) if name in ATTENTION]
+    return [*kernels("latent_attention"), SDPA, NAIVE, *others]
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -107,7 +107,7 @@ class AttentionInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(OperatorCase):
     """Attention of `latents` queries over `keys` given keys and values, all of one width."""
 
     heads: int = 4
@@ -115,45 +115,39 @@ class Attention:
     keys: int = 100_000
     batch: int = 1
     latents: int = 128
-    dtype: torch.dtype = torch.float32
     backward: bool = False
     transposed: bool = False
     """Laid out (B, N, H, D), as projections leave it, and not (B, H, N, D)."""
-    quick: bool = False
     every_peer: bool = False
     """Those too that take seconds to compile."""
     baselines: tuple[str, ...] = (SDPA,)
     threads: int | None = None
 
     scan = "latent_attention"
-    others = ()
     counted = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}  # noqa: RUF012  a constant, as frozen as the rest
     """What is compiled -> what does the same products."""
 
     def __str__(self) -> str:
-        direction = "forward+backward" if self.backward else "forward"
+        way = "forward+backward" if self.backward else "forward"
         layout = "-transposed" if self.transposed else ""
-        threads = f"-{self.threads}-threads" if self.threads else ""
-        return f"{direction}-{name_of(self.dtype)}-B{self.batch}-{self.heads}x{self.width}-L{self.latents}-N{self.keys}{layout}{threads}"
+        return f"{way}-{self._dtype}-B{self.batch}-{self.heads}x{self.width}-L{self.latents}-N{self.keys}{layout}{self._threads}"
 
     @property
-    def parameters(self) -> Mapping[str, int | str]:
+    def sizes(self) -> Mapping[str, int | str]:
         sizes = {"B": self.batch, "H": self.heads, "L": self.latents, "N": self.keys, "D": self.width}
-        layout = "(B, N, H, D)" if self.transposed else "(B, H, N, D)"
-        return {"pass": pass_of(self.backward), **sizes, "dtype": name_of(self.dtype), "layout": layout}
+        return {"pass": direction(self.backward), **sizes, "layout": "(B, N, H, D)" if self.transposed else "(B, H, N, D)"}
 
     @property
     def work(self) -> Work:
         forward, backward = (
-            attention_work(self._scores(), self._scores() // self.latents, self.width, self.width, name_of(self.dtype), pass_, device())
+            attention_work(self._scores(), self._scores() // self.latents, self.width, self.width, self._dtype, pass_, device())
             for pass_ in (False, True)
         )
         return forward + backward if self.backward else forward
 
     @property
-    def implementations(self) -> Mapping[str, Callable[[AttentionInputs], Sequence[Tensor]]]:
-        direction = _forward_and_backward if self.backward else _forward
-        return {name: direction(ATTENTION[name]) for name in _names(self.every_peer) if self._fits(name)}
+    def implementations(self) -> Mapping[str, Implementation]:
+        return {name: passes(ATTENTION[name], 3, self.backward) for name in _names(self.every_peer) if self._fits(name)}
 
     def _fits(self, name: str) -> bool:
         """What stores the scores is left out where they alone take gigabytes."""
@@ -187,38 +181,13 @@ class Attention:
             return "torch has no backward of it on a CPU"
         if implementation == FLEX and self.dtype == torch.float64:
             return "torch has no float64 of it"
-        sample = torch.empty(1, self.heads, 1, self.width, dtype=self.dtype, device=device())
         stored = 16 * self._scores() if _stores_scores(implementation) else 0
-        return refusal("latent_attention", implementation, *3 * [sample]) or lacking_memory(stored + 3 * 2**30)
+        rows = sample(1, self.heads, 1, self.width, dtype=self.dtype)
+        return refused("latent_attention", implementation, *3 * [rows]) or lacking_memory(stored + 3 * 2**30)
 
 
 def _stores_scores(name: str) -> bool:
     return name in (NAIVE, NAIVE_COMPILED, "reference", f"{SDPA}, math")
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def pass_of(backward: bool) -> str:
-    return "forward + backward" if backward else "forward"
-
-
-def refusal(operator: str, implementation: str, *tensors: Tensor) -> str | None:
-    """Why `explain` says that `implementation`, if it is one of ours, cannot run such tensors."""
-    return {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}.get(implementation)
-
-
-def _forward(attend: Attend) -> Callable[[AttentionInputs], Sequence[Tensor]]:
-    return lambda inputs: (attend(*inputs[:3]),)
-
-
-def _forward_and_backward(attend: Attend) -> Callable[[AttentionInputs], Sequence[Tensor]]:
-    def run(inputs: AttentionInputs) -> Sequence[Tensor]:
-        out = attend(*inputs[:3])
-        return out.detach(), *torch.autograd.grad(out, inputs[:3], inputs.dout)
-
-    return run
 
 
 WIDTHS = ((8, 8), (4, 16), (1, 64))

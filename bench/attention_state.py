@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from cmab_kernels import AttentionState, attention_state, merge_states, remove_from_state
 
-from .attention import SDPA, Attention, name_of
+from .attention import SDPA, Attention
 from .floors import BYTES, Work, attention_work
-from .harness import Case, device, generator, normal, ours
-
-EAGER = "eager torch"
+from .harness import Case, device, generator, normal
+from .operators import EAGER, Implementation, OperatorCase, kernels
 
 
 class StateInputs(NamedTuple):
@@ -57,7 +56,7 @@ def _run(impl: str, removes: bool, new: int, i: StateInputs) -> Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(OperatorCase):
     """`new` keys after `keys` of which only the state was kept, or taken out of the state of them all."""
 
     heads: int = 4
@@ -66,8 +65,6 @@ class Update:
     new: int = 1
     latents: int = 128
     removes: bool = False
-    dtype: torch.dtype = torch.float32
-    quick: bool = False
     threads: int | None = None
 
     baselines = (EAGER,)
@@ -76,27 +73,26 @@ class Update:
     def __str__(self) -> str:
         what = "removal" if self.removes else "update"
         count = "one-key" if self.new == 1 else f"{self.new}-keys"
-        shape = f"{name_of(self.dtype)}-{self.heads}x{self.width}-L{self.latents}"
-        return f"{what}-{shape}-{count}-{'of' if self.removes else 'after'}-{self.keys}"
+        shape = f"{self._dtype}-{self.heads}x{self.width}-L{self.latents}"
+        return f"{what}-{shape}-{count}-{'of' if self.removes else 'after'}-{self.keys}{self._threads}"
 
     @property
     def scan(self) -> str:
         return "remove_from_state" if self.removes else "attention_state"
 
     @property
-    def parameters(self) -> Mapping[str, int | str]:
-        sizes = {"H": self.heads, "L": self.latents, "N": self.keys, "t": self.new, "D": self.width}
-        return {"pass": "forward", **sizes, "dtype": name_of(self.dtype)}
+    def sizes(self) -> Mapping[str, int | str]:
+        return {"H": self.heads, "L": self.latents, "N": self.keys, "t": self.new, "D": self.width}
 
     @property
     def work(self) -> Work:
         pairs = self.heads * self.new
-        return attention_work(self.latents * pairs, pairs, self.width, self.width, name_of(self.dtype), device=device())
+        return attention_work(self.latents * pairs, pairs, self.width, self.width, self._dtype, device=device())
 
     @property
-    def implementations(self) -> Mapping[str, Callable[[StateInputs], Sequence[Tensor]]]:
+    def implementations(self) -> Mapping[str, Implementation]:
         return {
-            **{name: partial(_run, name, self.removes, self.new) for name in ours() if name != "cuda"},
+            **{name: partial(_run, name, self.removes, self.new) for name in kernels(self.scan)},
             EAGER: lambda i: eager_update(i, self.new, self.removes),
             SDPA: lambda i: (F.scaled_dot_product_attention(i.query, *(part[:, :, self._rest()] for part in (i.key, i.value))),),
         }
@@ -129,7 +125,7 @@ class MergeInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(OperatorCase):
     """States of parts, as processes or moments leave them, into the state of the whole."""
 
     parts: int = 2
@@ -137,21 +133,17 @@ class Merge:
     width: int = 16
     latents: int = 128
     batch: int = 1
-    dtype: torch.dtype = torch.float32
-    quick: bool = False
     threads: int | None = None
 
     scan = "merge_states"
     baselines = (EAGER,)
-    others = ()
 
     def __str__(self) -> str:
         return f"merge-{self.parts}-states-float32-B{self.batch}-{self.heads}x{self.width}-L{self.latents}"
 
     @property
-    def parameters(self) -> Mapping[str, int | str]:
-        sizes = {"B": self.batch, "H": self.heads, "L": self.latents, "D": self.width, "states": self.parts}
-        return {"pass": "forward", **sizes, "dtype": name_of(self.dtype)}
+    def sizes(self) -> Mapping[str, int | str]:
+        return {"B": self.batch, "H": self.heads, "L": self.latents, "D": self.width, "states": self.parts}
 
     @property
     def work(self) -> Work:
@@ -160,7 +152,7 @@ class Merge:
         return Work(bytes=(self.parts + 1) * rows * (self.width * BYTES["float32"] + BYTES["float64"]))
 
     @property
-    def implementations(self) -> Mapping[str, Callable[[MergeInputs], Sequence[Tensor]]]:
+    def implementations(self) -> Mapping[str, Implementation]:
         """One formula in torch on every device: it has no kernel of its own."""
         return {
             "cmab_kernels.merge_states": lambda i: tuple(merge_states(*map(AttentionState, i.outs, i.lses))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMAB, MultiheadAttention
 
-from .attention import SDPA, exact, pass_of
+from .attention import SDPA, exact
 from .floors import BYTES, Work, attention_work
 from .harness import Case, device, generator, lacking_memory, normal
+from .operators import Implementation, OperatorCase, direction
 
 TORCH = "nn.MultiheadAttention"
 OURS = "cmab_kernels.nn.MultiheadAttention"
@@ -31,7 +32,7 @@ class ModuleInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Module:
+class Module(OperatorCase):
     """The whole of nn.MultiheadAttention of `latents` over a context; backward to parameters and inputs."""
 
     heads: int = 4
@@ -39,22 +40,18 @@ class Module:
     keys: int = 100_000
     latents: int = 128
     backward: bool = False
-    dtype: torch.dtype = torch.float32
-    quick: bool = False
     threads: int | None = None
 
     scan = "nn.MultiheadAttention"
     baselines = (TORCH,)
-    others = ()
 
     def __str__(self) -> str:
-        direction = "-forward+backward" if self.backward else ""
-        return f"module{direction}-float32-{self.heads}-heads-C{self.width}-L{self.latents}-N{self.keys}"
+        way = "-forward+backward" if self.backward else ""
+        return f"module{way}-float32-{self.heads}-heads-C{self.width}-L{self.latents}-N{self.keys}"
 
     @property
-    def parameters(self) -> Mapping[str, int | str]:
-        sizes = {"H": self.heads, "L": self.latents, "N": self.keys, "C": self.width}
-        return {"pass": pass_of(self.backward), **sizes, "dtype": "float32"}
+    def sizes(self) -> Mapping[str, int | str]:
+        return {"pass": direction(self.backward), "H": self.heads, "L": self.latents, "N": self.keys, "C": self.width}
 
     @property
     def work(self) -> Work:
@@ -67,7 +64,7 @@ class Module:
         return Work(sum(w.exponentials for w in attention), sum(w.products for w in attention) + projections, moved)
 
     @property
-    def implementations(self) -> Mapping[str, Callable[[ModuleInputs], Sequence[Tensor]]]:
+    def implementations(self) -> Mapping[str, Implementation]:
         return {OURS: lambda inputs: self._run(self._ours, inputs), TORCH: lambda inputs: self._run(self._theirs, inputs)}
 
     @cached_property
@@ -128,31 +125,28 @@ class BlockInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(OperatorCase):
     """A Constant Memory Attention Block that has read `keys` points, given one more: by its state, and from all points again."""
 
     heads: int = 4
     width: int = 64
     keys: int = 100_000
     latents: int = 128
-    dtype: torch.dtype = torch.float32
-    quick: bool = False
     threads: int | None = None
 
     scan = "nn.CMAB"
     baselines = (WITH_SDPA,)
-    others = ()
     work = None  # most of an update is the layers behind the attention
 
     def __str__(self) -> str:
         return f"cmab-one-point-after-{self.keys}-float32-{self.heads}-heads-C{self.width}-L{self.latents}"
 
     @property
-    def parameters(self) -> Mapping[str, int | str]:
-        return {"pass": "forward", "H": self.heads, "L": self.latents, "N": self.keys, "C": self.width, "dtype": "float32"}
+    def sizes(self) -> Mapping[str, int | str]:
+        return {"H": self.heads, "L": self.latents, "N": self.keys, "C": self.width}
 
     @property
-    def implementations(self) -> Mapping[str, Callable[[BlockInputs], Sequence[Tensor]]]:
+    def implementations(self) -> Mapping[str, Implementation]:
         return {UPDATE: self._update, FORWARD: self._forward, WITH_SDPA: self._with_sdpa}
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import attention, harness, intention, nystrom, readme_table
+import cmab_kernels
+from bench import attention, attention_state, harness, intention, module, readme_table
 from bench.conftest import CLOCK
+from bench.floors import Rates
+from bench.scans import CASES, scans
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
 from .cases import MIB, failing, planted
@@ -142,7 +146,7 @@ def test_threads_are_those_of_the_case_while_it_is_measured(monkeypatch):
 
 def test_ratios_are_to_the_fastest_baseline(monkeypatch):
     took = {"naive": 3.0, attention.SDPA: 1.0}
-    monkeypatch.setattr(harness, "interleave", lambda calls, rounds, **_: {name: [took[name]] * rounds for name in calls})
+    monkeypatch.setattr(harness, "interleave", lambda calls, rounds, *_, **__: {name: [took[name]] * rounds for name in calls})
     monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
     for baselines in (("naive", attention.SDPA), (attention.SDPA, "naive")):
         rows = harness.measure(replace(SHAPES[0], baselines=baselines), took, budget=0.01)
@@ -162,8 +166,17 @@ def test_a_number_that_is_none_is_an_error_wherever_it_is():
 
 
 SMALL = [
-    attention.Update(keys=40),
-    attention.Module(keys=40),
+    attention.Attention(2, 8, keys=50, latents=4, batch=3),
+    attention.Attention(2, 8, keys=50, latents=4, backward=True, every_peer=True),
+    attention.Attention(2, 8, keys=50, latents=4, dtype=torch.float64),
+    attention_state.Update(keys=40),
+    attention_state.Update(keys=40, new=7),
+    attention_state.Update(keys=40, new=3, removes=True),
+    attention_state.Update(keys=40, new=3, dtype=torch.float64),
+    attention_state.Merge(3, batch=2),
+    module.Module(keys=40),
+    module.Module(keys=40, backward=True),
+    module.Block(keys=40),
     intention.Solve(8, 8, 5),
     intention.Solve(8, 1, 5),
     intention.Layer(100, heads=2, width=8),
@@ -216,9 +229,72 @@ def test_float64_sums_stay_exact_where_float32_sums_do_not():
 
 
 def test_cases_have_names_of_their_own():
-    names = [str(case) for case in (*attention.CASES, *intention.CASES, *nystrom.CASES)]
+    names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
     assert {label for table in readme_table.TABLES for label in table.labels} <= set(names)
+
+
+# ---- scans -----------------------------------------------------------------------------------------------------------------------------
+
+WITHOUT_WORK = {"empty_ridge", "empty_state", "explain", "move_state", "use_impl"}
+"""Public functions that compute nothing."""
+
+
+def test_every_public_operator_is_scanned_and_a_quick_run_knows_it():
+    operators = {name for name in cmab_kernels.__all__ if name[0].islower()} - WITHOUT_WORK
+    assert operators <= scans().keys()
+    assert all(any(case.quick for case in cases) for cases in scans().values())
+
+
+def points(cases: list[harness.Case], axis: str) -> int:
+    """The most cases that differ along this axis alone."""
+    lines = Counter(tuple(sorted((k, str(v)) for k, v in c.parameters.items() if k != axis)) for c in cases if axis in c.parameters)
+    return max(lines.values(), default=0)
+
+
+AXES = {
+    "latent_attention": {"N": 4, "L": 4, "H": 4, "D": 4, "dtype": 4, "B": 3, "threads": 2, "layout": 2, "pass": 2},
+    "attention_state": {"N": 4, "t": 4, "L": 4, "dtype": 3, "threads": 2},
+    "remove_from_state": {"t": 4},
+    "merge_states": {"states": 3, "B": 3},
+    "nn.MultiheadAttention": {"N": 4, "H": 4, "pass": 2},
+    "nn.CMAB": {"N": 4},
+}
+
+
+@pytest.mark.parametrize("scan", AXES)
+def test_an_axis_is_one_parameter_that_varies_alone(scan):
+    with harness.threads(2):
+        assert {axis: points(scans()[scan], axis) for axis in AXES[scan]} == AXES[scan]
+
+
+def test_names_say_what_the_parameters_say():
+    """Two cases of a scan whose parameters are alike would be one point with two values."""
+    for cases in scans().values():
+        seen = [(tuple(sorted(case.parameters.items(), key=str)), case.threads) for case in cases]
+        assert len(set(seen)) == len(seen), [str(case) for case in cases]
+
+
+def test_a_row_says_how_near_it_is_to_the_floor(monkeypatch):
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
+    monkeypatch.setattr(harness, "rates_of", lambda device: Rates(1.0, 1.0, {"float32": 1.0}, together=True))
+    monkeypatch.setattr(harness, "interleave", lambda calls, rounds, *_, **__: {name: [1e9] * rounds for name in calls})
+    case = replace(SHAPES[0], others=("naive",))
+    rows = harness.measure(case, [attention.SDPA, "naive"], budget=0.01)
+    scores = 3 * 2 * 4 * 50
+    assert rows[attention.SDPA].info["floor"] == scores + 2 * scores * 16 and rows[attention.SDPA].info["bound"] == "matrix"
+    assert rows[attention.SDPA].info["share"] == rows[attention.SDPA].info["floor"] / 1e9
+    assert "share" not in rows["naive"].info
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("naive", False), ("native", True), ("reference", True)])
+def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(name, wrong, monkeypatch):
+    def hang(*_, **__):
+        raise TimeoutError("not done after 60 s")
+
+    monkeypatch.setattr(harness, "peak_memory", hang)
+    row = harness.measure(SHAPES[0], [name], budget=0.01)[name]
+    assert (row.problem, row.wrong, row.samples) == ("not done after 60 s", wrong, [])
 
 
 # ---- the README ------------------------------------------------------------------------------------------------------------------------
