@@ -34,14 +34,14 @@ GREY = "#7d8590"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
-WIDTH = 4.4
+WIDTH = 3.75
 """Inches of a panel: 390 pixels of a phone show its text at its size."""
 
 LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
 """Inches: beside the axes; of the title, of a line under it, of the axes' heading; of ticks and the axis' name; of a line of the legend."""
 
 DPI = 160
-LEGEND: dict[str, Any] = {"fontsize": 7.5, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
+LEGEND: dict[str, Any] = {"fontsize": 7.2, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -112,15 +112,18 @@ class Panel:
 
     @property
     def about_lines(self) -> list[str]:
-        return textwrap.wrap(self.about, 66)
+        return textwrap.wrap(self.about.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), 58)
 
     @property
-    def legend_rows(self) -> int:
-        return math.ceil(len(self.legend) / 2) if len(self.legend) > 1 else len(self.legend)
+    def legend_columns(self) -> int:
+        """Two, if the names are short enough."""
+        return 2 if max(map(len, self.legend), default=0) <= 22 else 1
 
     @property
     def inches(self) -> float:
-        return TITLE + LINE * len(self.about_lines) + UNIT + self.height + BOTTOM + ENTRY * self.legend_rows
+        return (
+            TITLE + LINE * len(self.about_lines) + UNIT + self.height + BOTTOM + ENTRY * math.ceil(len(self.legend) / self.legend_columns)
+        )
 
     def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
         """With its upper left corner `x` and `y` inches from the figure's: nothing has to be measured and moved."""
@@ -137,8 +140,8 @@ class Panel:
         self.draw(axes)
         handles = [Line2D([], [], label=name, **style.line()) for name, style in self.legend.items()]
         if handles:
-            columns, corner = min(2, len(handles)), at(0.1, bottom + BOTTOM - 0.04)
-            figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=columns, **LEGEND)
+            corner = at(0.1, bottom + BOTTOM - 0.04)
+            figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=self.legend_columns, **LEGEND)
 
 
 def svg(panel: Panel) -> str:
@@ -157,7 +160,7 @@ def svg(panel: Panel) -> str:
     return text.strip()
 
 
-def sheet(panels: Sequence[Panel], path: Path, columns: int = 3) -> None:
+def sheet(panels: Sequence[Panel], path: Path, columns: int = 4) -> None:
     """All panels in one PNG, each under the shortest column."""
     depths = [0.0] * min(columns, len(panels))
     places = []
@@ -215,7 +218,7 @@ def sizes_axis(axes: Axes, values: Sequence[int]) -> None:
         place = float
     shown: list[int] = []
     for value in values:
-        apart = 0.05 + 0.012 * len(size(value))
+        apart = 0.05 + 0.018 * len(size(value))
         if not shown or place(value) - place(shown[-1]) > apart * (place(high) - place(low)):
             shown.append(value)
     _ticks(axes.xaxis, shown, size)

@@ -1,0 +1,253 @@
+"""Two runs side by side: which of our rows changed by more than the noise.
+
+Peers are the control. Their code is the same in both runs, so how much their times moved is what a machine does by itself: the median of
+it is the drift of the whole machine, which is taken out, and what is left of it is the noise between runs. The quartiles of the samples are
+the noise within one. Where the machine, the threads or torch differ, times say nothing about our code: then ratios to the baseline are
+compared, which say a little.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cmab_kernels.measure import readable
+
+from .runs import Row, Run
+
+BOUND = 4.0
+"""Standard deviations, which are themselves known to a fifth: of some hundred rows in which nothing changed, no more than one in ten such
+comparisons tells a single one to be faster or slower."""
+
+CONTROLS = 8
+"""Rows of peers below which the noise between runs is not known."""
+
+UNKNOWN = 0.05
+"""Standard deviation between runs that is taken where too few peers tell: 5 %, what a shared machine was seen to do."""
+
+MEMORY_BYTES, MEMORY_SHARE = 2**19, 0.02
+"""A peak has changed by more than both."""
+
+LESS_EXACT = 3.0
+"""Times the error: beyond what another order of sums makes."""
+
+ROUNDING = 1e-15
+"""Errors below this are none."""
+
+QUARTILES = 1.349
+"""Interquartile range of a normal distribution of standard deviation 1."""
+
+Verdict = Literal["faster", "slower", "same within noise", "new", "gone", "not comparable"]
+By = Literal["time", "ratio"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one row of ours. `change` is new over old, the drift of the machine taken out; within `noise` of 1 it says nothing."""
+
+    group: str
+    implementation: str
+    scan: str
+    old: Row | None
+    new: Row | None
+    verdict: Verdict
+    change: float | None = None
+    noise: float | None = None
+    """Factor: 1.06 is 6 %."""
+    why: str = ""
+
+    @property
+    def memory(self) -> str:
+        """more, less, or nothing."""
+        if not (self.old and self.new):
+            return ""
+        before, after = self.old.extra_memory, self.new.extra_memory
+        if abs(after - before) <= max(MEMORY_BYTES, MEMORY_SHARE * before):
+            return ""
+        return "more" if after > before else "less"
+
+    @property
+    def less_exact(self) -> bool:
+        return bool(self.old and self.new) and self.new.error > LESS_EXACT * max(self.old.error, ROUNDING)  # type: ignore[union-attr]
+
+    @property
+    def wrong(self) -> bool:
+        """It gave a right result before, and does not now."""
+        return self.verdict == "gone" and self.why.startswith("wrong")
+
+    @property
+    def notable(self) -> bool:
+        return self.verdict not in ("same within noise", "not comparable") or bool(self.memory) or self.less_exact
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two runs, with what it rests on."""
+
+    old: Run
+    new: Run
+    by: By
+    different: tuple[str, ...]
+    """What makes times incomparable: empty where they are compared."""
+    drift: float
+    """Factor by which peers were slower: of the machine, not of our code."""
+    between: float
+    """Standard deviation between runs, of the logarithm."""
+    controls: int
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(change.verdict for change in self.changes)
+
+
+def compare(old: Run, new: Run) -> Comparison:
+    """Every row of ours in scans that both runs have."""
+    different = tuple(_different(old, new))
+    by: By = "ratio" if different else "time"
+    before, after = ({(row.group, row.implementation): row for row in run.rows} for run in (old, new))
+    moved = [_moved(before[key], row, by) for key, row in after.items() if row.peer and key in before]
+    known = [move for move in moved if move is not None]
+    drift = statistics.median(known) if len(known) >= CONTROLS and by == "time" else 0.0
+    between = _deviation([move - drift for move in known]) if len(known) >= CONTROLS else UNKNOWN
+    scans = old.scans.keys() & new.scans.keys()
+    keys = [key for key, row in {**before, **after}.items() if row.kernel and row.scan in scans]
+    changes = [_change(before.get(key), after.get(key), by, drift, between, new.not_measured.get("-".join(key), "")) for key in keys]
+    expected = changes if new.quick == old.quick else [change for change in changes if (change.old and change.new) or change.why]
+    notes = tuple(_notes(old, new, len(known), len(changes) - len(expected)))
+    return Comparison(old, new, by, different, math.exp(drift), between, len(known), tuple(expected), notes)
+
+
+def _different(old: Run, new: Run) -> Iterator[str]:
+    told = {
+        "machine": [run.processor for run in (old, new)],
+        "device": [run.device for run in (old, new)],
+        "cores": [run.machine.get("cores") for run in (old, new)],
+        "threads": [run.threads for run in (old, new)],
+        "torch": [run.versions.get("torch") for run in (old, new)],
+    }
+    for name, (before, after) in told.items():
+        if before != after:
+            yield f"{name}: {before}, now {after}"
+
+
+def _moved(old: Row, new: Row, by: By) -> float | None:
+    """Logarithm of new over old, of what is compared; None where there is nothing to compare."""
+    if by == "time":
+        return math.log(new.median / old.median) if new.threads == old.threads else None
+    if old.ratio is None or new.ratio is None or old.baseline != new.baseline or new.implementation == new.baseline:
+        return None
+    return math.log(new.ratio / old.ratio)
+
+
+def _within(row: Row, by: By) -> float:
+    """Standard deviation within a run, of the logarithm."""
+    low, high = (row.low, row.high) if by == "time" or row.ratio_quartiles is None else row.ratio_quartiles
+    return math.log(high / low) / QUARTILES
+
+
+def _deviation(moves: Sequence[float]) -> float:
+    """By what nine in ten stay within: a few rows that a neighbour disturbed do not decide it."""
+    ninth = statistics.quantiles([abs(move) for move in moves], n=10, method="inclusive")[-1]
+    return ninth / 1.645
+
+
+def _change(old: Row | None, new: Row | None, by: By, drift: float, between: float, why: str) -> Change:
+    row = new or old
+    assert row is not None
+    name = (row.group, row.implementation, row.scan)
+    if not (old and new):
+        return Change(*name, old, new, "new" if new else "gone", why=why)
+    moved = _moved(old, new, by)
+    if moved is None:
+        return Change(*name, old, new, "not comparable", why="other threads" if by == "time" else "no common baseline")
+    change, noise = moved - drift, BOUND * math.hypot(between, *(_within(row, by) / math.sqrt(len(row.samples)) for row in (old, new)))
+    verdict: Verdict = "same within noise" if abs(change) <= noise else "slower" if change > 0 else "faster"
+    return Change(*name, old, new, verdict, math.exp(change), math.exp(noise))
+
+
+def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
+    """What a reader must know before believing it."""
+    for run, other in ((old, new), (new, old)):
+        if only := sorted(run.scans.keys() - other.scans.keys()):
+            yield f"only in the {'old' if run is old else 'new'} run: {', '.join(only)}"
+    if left_out:
+        yield f"one of the runs is quick: {left_out} rows that only the other has are left out"
+    if controls < CONTROLS:
+        yield f"only {controls} rows of peers are in both runs: noise between runs is taken as {UNKNOWN:.0%}, and drift is not taken out"
+
+
+# ---- on the terminal -------------------------------------------------------------------------------------------------------------------
+
+
+def basis(comparison: Comparison) -> list[str]:
+    """What the verdicts rest on, in sentences."""
+    old, new = comparison.old, comparison.new
+    lines = [f"{new.name} ({new.date}, commit {new.commit}) beside {old.name} ({old.date}, commit {old.commit})"]
+    if comparison.by == "ratio":
+        lines.append(
+            f"Times cannot be compared ({'; '.join(comparison.different)}). What is compared are ratios to the baseline, which differ "
+            "between machines and versions of torch for reasons of their own."
+        )
+    elif comparison.controls >= CONTROLS:
+        lines.append(
+            f"The machine: {comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} times as long, which "
+            f"is taken out of all changes; what is left of theirs has a standard deviation of {comparison.between:.1%}."
+        )
+    lines.append(f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both.")
+    return [*lines, *(f"{note[0].upper()}{note[1:]}." for note in comparison.notes)]
+
+
+def table(comparison: Comparison) -> Iterator[str]:
+    """A line a row, what changed first; of rows that did not, how many."""
+    yield from basis(comparison)
+    yield ""
+    yield f"{'group, implementation':<72}{'old':>10}{'new':>10}{'change':>9}{'noise':>8}  verdict"
+    for change in ordered(comparison):
+        name = f"{change.group}, {change.implementation}"
+        yield f"{name:<72}{shown(change.old, comparison.by):>10}{shown(change.new, comparison.by):>10}{percent(change.change):>9}" + (
+            f"{percent(change.noise):>8}  {spoken(change)}"
+        )
+    yield ""
+    yield "; ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common()) or "no row of ours is in both runs"
+
+
+def ordered(comparison: Comparison) -> list[Change]:
+    """What is worst first."""
+    return sorted(
+        comparison.changes, key=lambda change: (not change.wrong, not change.less_exact, not change.notable, -(change.change or 1))
+    )
+
+
+def shown(row: Row | None, by: By) -> str:
+    """What is compared of a row."""
+    if row is None:
+        return "--"
+    if by == "time":
+        return readable(row.median)
+    return f"{row.ratio:.3g}" if row.ratio is not None else "--"
+
+
+def percent(factor: float | None) -> str:
+    """Of a change: +20%; of a great one: 3.1x."""
+    if factor is None:
+        return "--"
+    return f"{factor - 1:+.1%}" if 0.5 < factor < 2 else f"{factor:.2g}x"
+
+
+def spoken(change: Change) -> str:
+    """The verdict, with what changed beside time."""
+    said = [f"{change.verdict}{f' ({change.why})' if change.why else ''}"]
+    if change.wrong:
+        said = [f"NO RIGHT RESULT ANY MORE ({change.why})"]
+    if change.memory and change.old and change.new:
+        before, after = (row.extra_memory / 2**20 for row in (change.old, change.new))
+        said.append(f"{change.memory} memory: {before:.1f} to {after:.1f} MiB")
+    if change.less_exact and change.old and change.new:
+        said.append(f"LESS EXACT: error {change.old.error:.1e} to {change.new.error:.1e}")
+    return "; ".join(said)

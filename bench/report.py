@@ -1,0 +1,367 @@
+"""A run as one page: what was measured, what it comes to, figures, every row, and how each number came about. It needs nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from cmab_kernels.measure import readable
+from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
+
+from . import compare, plots
+from .compare import Change, Comparison
+from .drawing import Panel, sheet, svg, times
+from .runs import Row, Run, apart, fastest, shared, words
+
+STYLE = Path(__file__).with_suffix(".css")
+MIB = 2**20
+
+
+def write(run: Run, folder: Path, comparison: Comparison | None = None) -> list[Path]:
+    """report.html and a PNG for each operator."""
+    sheets = {scan: plots.panels(run, scan) for scan in run.scans}
+    page = folder / "report.html"
+    page.write_text(html(run, comparison, sheets), encoding="utf-8")
+    pictures = {name: panels for name, panels in (_extra_sheets(run) | sheets).items() if panels}
+    for name, panels in sorted(pictures.items()):
+        sheet(panels, folder / f"{plots.slug(name)}.png")
+    return [page, *(folder / f"{plots.slug(name)}.png" for name in sorted(pictures))]
+
+
+def _extra_sheets(run: Run) -> dict[str, list[Panel]]:
+    overview = plots.overview(run)
+    return {"overview": [overview] if overview else [], "operation_counts": plots.cost_panels()}
+
+
+def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[Panel]]) -> str:
+    """All that comes from a run is escaped."""
+    sections = {
+        "run": ("What was measured", _machine(run)),
+        "summary": ("Summary", _summary(run)),
+        "changes": ("What changed", _changes(comparison) if comparison else ""),
+        "figures": ("Figures", _figures(run, sheets)),
+        "counts": ("Operation counts", _counts()),
+        "rows": ("Every row", _rows(run)),
+        "missing": ("What was not measured", _missing(run)),
+        "definitions": ("How each figure is defined", _definitions(run)),
+    }
+    shown = {name: section for name, section in sections.items() if section[1]}
+    body = "\n".join(f'<section id="{name}"><h2>{title}</h2>\n{content}\n</section>' for name, (title, content) in shown.items())
+    kind = "A quick run" if run.quick else "A full run"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>cmab_kernels, measured on {escape(run.processor)}, {escape(run.date)}</title>
+<style>
+{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<header>
+<h1>cmab_kernels, measured</h1>
+<p class="lead">{kind} on {escape(run.processor)}, {escape(run.date)}.</p>
+</header>
+<nav aria-label="Contents"><ul>{"".join(_link(run, name, title) for name, (title, _) in shown.items())}</ul></nav>
+<main>
+{body}
+</main>
+<footer>Written by <code>python -m cmab_kernels bench</code> from <code>{escape(run.path.name)}</code>.</footer>
+</body>
+</html>
+"""
+
+
+def _link(run: Run, name: str, title: str) -> str:
+    within = (
+        "".join(f'<li><a href="#{_anchor("figures", scan)}">{escape(scan)}</a></li>' for scan in run.scans) if name == "figures" else ""
+    )
+    return f'<li><a href="#{name}">{title}</a>{f"<ul>{within}</ul>" if within else ""}</li>'
+
+
+def _anchor(section: str, scan: str) -> str:
+    return plots.slug(section, scan)
+
+
+def _pairs(pairs: Mapping[str, str], kind: str = "") -> str:
+    """A list of names and what they stand for, which is HTML already."""
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value)
+    return f'<dl class="{kind}">{rows}</dl>' if kind else f"<dl>{rows}</dl>"
+
+
+def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
+    """In a box of its own that scrolls, so that the page does not; `rows` are HTML already."""
+    cells = "".join(f'<th scope="col">{name}</th>' for name in head)
+    body = "\n".join(rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{cells}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+def _line(cells: Sequence[str], kind: str = "") -> str:
+    """The first cell names the row."""
+    row = f' class="{kind}"' if kind else ""
+    return f'<tr{row}><th scope="row">{cells[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
+
+
+# ---- what was measured, and what it comes to -------------------------------------------------------------------------------------------
+
+
+def _machine(run: Run) -> str:
+    machine = run.machine
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items() if version)
+    sets = [
+        f"{name} {machine[key]}"
+        for name, key in (("native", "native_instruction_set"), ("torch", "torch_instruction_set"))
+        if machine.get(key)
+    ]
+    told = {
+        "processor": run.processor,
+        "cores": str(machine.get("cores", "")),
+        "device": {"cpu": "CPU", "cuda": "GPU"}.get(run.device, run.device),
+        "instructions": ", ".join(sets),
+        "threads": f"{run.threads}, where a row does not say otherwise",
+        "versions": versions,
+        "commit": run.commit + (", with changes that are in no commit" if run.commit.endswith("+") else ""),
+        "date": run.date,
+        "extent": f"{'quick' if run.quick else 'full'}: {len(run.scans)} operators, {len(run.groups)} groups, {len(run.rows)} rows",
+        "file": run.path.name,
+    }
+    return _pairs({name: escape(value) for name, value in told.items()})
+
+
+def _summary(run: Run) -> str:
+    gains = {scan: found for scan in run.scans if (found := plots.gains(run, scan))}
+    if not gains:
+        return f"{_wrong(run)}<p>No group has a kernel of ours beside a peer.</p>"
+    every = [pair for found in gains.values() for pair in found]
+    slower = [pair for pair in every if _clearly_slower(pair[0])]
+    even = [pair for pair in every if _even(pair[0])]
+    best, worst = max(every, key=lambda pair: pair[1]), min(every, key=lambda pair: pair[1])
+    overview = plots.overview(run)
+    assert overview is not None
+    return f"""{_wrong(run)}
+<p>In {len(every) - len(slower) - len(even)} of {len(every)} groups with a peer, cmab_kernels is faster than the fastest of them;
+in {len(even)} the quartiles leave it open; in {len(slower)} it is slower. It gains most, {times(best[1])}, in {_where(best[0])}, and
+least, {times(worst[1])}, in {_where(worst[0])}.</p>
+<div class="figures"><figure>{svg(overview)}</figure></div>
+{_table("Speed-up of each operator", ("operator", "groups", "least", "median", "most", "as fast as"), _summary_rows(gains))}
+<h3>Where cmab_kernels is slower</h3>
+{_slower(slower, even)}"""
+
+
+def _where(row: Row) -> str:
+    return f"<code>{escape(row.scan)}</code> ({escape(words(row.parameters))})"
+
+
+def _summary_rows(gains: Mapping[str, Sequence[tuple[Row, float]]]) -> Iterator[str]:
+    for scan, found in gains.items():
+        values = [gain for _, gain in found]
+        peers = ", ".join(dict.fromkeys(str(row.baseline) for row, _ in found))
+        ends = [_gain(value) for value in (min(values), statistics.median(values), max(values))]
+        yield _line((f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)))
+
+
+def _gain(value: float) -> str:
+    return f'<span class="slower">{times(value)}</span>' if value < 1 else times(value)
+
+
+def _even(row: Row) -> bool:
+    return row.ratio_quartiles is not None and row.ratio_quartiles[0] <= 1 <= row.ratio_quartiles[1]
+
+
+def _clearly_slower(row: Row) -> bool:
+    return row.ratio is not None and row.ratio > 1 and not _even(row)
+
+
+def _slower(slower: Sequence[tuple[Row, float]], even: Sequence[tuple[Row, float]]) -> str:
+    """Plainly, the worst first."""
+    if not slower and not even:
+        return "<p>In no group.</p>"
+    lines = [
+        f'<li>{_where(row)}: <span class="slower">{row.ratio:.3g} times the time</span> of {escape(str(row.baseline))} '
+        f"({row.ratio_quartiles[0]:.3g} to {row.ratio_quartiles[1]:.3g})</li>"
+        for row, _ in sorted(slower, key=lambda pair: pair[1])
+        if row.ratio_quartiles
+    ]
+    undecided = [
+        f"<li>{_where(row)}: {row.ratio:.3g} times the time of {escape(str(row.baseline))}, within the quartiles</li>" for row, _ in even
+    ]
+    return f"<ul>{''.join(lines + undecided)}</ul>"
+
+
+def _wrong(run: Run) -> str:
+    """Before all else."""
+    if not run.wrong:
+        return ""
+    lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())
+    return f'<p class="bad">Results that are wrong, and have no speed:</p><ul class="bad">{lines}</ul>'
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _figures(run: Run, sheets: Mapping[str, Sequence[Panel]]) -> str:
+    parts = ["<p class='note'>Bands and whiskers are quartiles. Axes are logarithmic, but for the share of the floor.</p>"]
+    for scan in run.scans:
+        drawn = _drawn(sheets[scan]) or "<p class='note'>Fewer than three points along any axis, and no peer: see the rows.</p>"
+        parts.append(f'<h3 id="{_anchor("figures", scan)}">{escape(scan)}</h3>\n{drawn}')
+    return "\n".join(parts)
+
+
+def _drawn(panels: Sequence[Panel]) -> str:
+    return f'<div class="figures">{"".join(f"<figure>{svg(panel)}</figure>" for panel in panels)}</div>' if panels else ""
+
+
+def _counts() -> str:
+    at = plots.AT
+    rows = (
+        _line((escape(plots.CALLED[scheme]), f"{paper_operations(scheme, **at):,.0f}", f"{executed_on_average(scheme, **at):,.0f}"))
+        for scheme in SCHEMES
+    )
+    return f"""
+<p>Of no run: these are formulas. Those of the paper on continual Nyström attention are what its figure 4 shows; beside them stands
+what is executed here, two operations for each multiply-add of a product. The two do not count alike: in the paper, full attention counts
+two a multiply-add, Nyström attention one.</p>
+{_table("Operations of a step", (f"a step at {escape(words(at))}", "paper", "here"), rows)}
+{_drawn(plots.cost_panels())}
+<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no token can leave: so
+their curves lie on each other. The paper's counts for fixed landmarks leave the window out.</p>"""
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------------------------
+
+HEAD = (
+    "implementation",
+    "time",
+    "spread",
+    "ratio (quartiles)",
+    "extra memory",
+    "beyond results",
+    "GFLOP/s",
+    "share of floor",
+    "error",
+)
+
+
+def _rows(run: Run) -> str:
+    parts = ["<p class='note'>Ours are coloured. Ratios are to the fastest baseline of the group, whose own is 1.</p>"]
+    for scan, rows in run.scans.items():
+        groups = {name: members for name, members in run.groups.items() if members[0].scan == scan}
+        alike = shared(rows)
+        lines = [line for members in groups.values() for line in _group(members, alike)]
+        about = f'<p class="note">{escape(words(alike))}</p>' if alike and len(groups) > 1 else ""
+        parts.append(f'<h3 id="{_anchor("rows", scan)}">{escape(scan)}</h3>\n{about}\n{_table(f"Rows of {scan}", HEAD, lines)}')
+    return "\n".join(parts)
+
+
+def _group(members: Sequence[Row], alike: Mapping[str, int | str]) -> Iterator[str]:
+    title = f"{escape(apart(members[0], alike))} <code>{escape(members[0].group)}</code>"
+    yield f'<tr><th class="group" colspan="{len(HEAD)}" scope="rowgroup"><span>{title}</span></th></tr>'
+    best = fastest(members)
+    for row in members:
+        yield _line(_cells(row), "ours" if row is best else "")
+
+
+def _cells(row: Row) -> Sequence[str]:
+    quartiles = row.ratio_quartiles
+    return (
+        escape(row.implementation),
+        readable(row.median),
+        f"{row.spread:.1%}",
+        f"{row.ratio:.3g} ({quartiles[0]:.3g} to {quartiles[1]:.3g})" if quartiles else "&ndash;",
+        f"{row.extra_memory / MIB:.1f} MiB",
+        f"{row.scratch / MIB:+.1f} MiB",
+        f"{row.info['gflops']:,.3g}",
+        f"{row.share:.1%} ({escape(str(row.info.get('bound', '')))})" if row.share else "&ndash;",
+        f"{row.error:.0e}",
+    )
+
+
+def _missing(run: Run) -> str:
+    quick = "<p>A quick run leaves out most sizes, and the definition that the kernels are tested against.</p>" if run.quick else ""
+    if not run.not_measured:
+        return quick + "<p>All that was asked for was measured.</p>"
+    rows = (
+        f'<tr><th scope="row"><code>{escape(name)}</code></th><td class="words">{escape(why)}</td></tr>'
+        for name, why in run.not_measured.items()
+    )
+    return quick + _table("What was not measured, and why", ("row", "why"), rows)
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------------------------------
+
+
+def _changes(comparison: Comparison) -> str:
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common()) or "no row of ours is in both runs"
+    basis = "".join(f"<li>{escape(line)}</li>" for line in compare.basis(comparison))
+    head = ("row", "verdict", "change", "noise", "old", "new")
+    told = [_change(change, comparison) for change in compare.ordered(comparison) if change.notable]
+    quiet = [_change(change, comparison) for change in compare.ordered(comparison) if not change.notable]
+    first = _table("Changes beyond the noise", head, told) if told else "<p>Nothing changed by more than the noise.</p>"
+    rest = f"<details><summary>{len(quiet)} rows without a change</summary>{_table('The others', head, quiet)}</details>" if quiet else ""
+    return f"<p>{escape(counts)}.</p><ul>{basis}</ul>{first}{rest}"
+
+
+def _change(change: Change, comparison: Comparison) -> str:
+    kind = {"slower": "slower", "gone": "slower", "faster": "faster"}.get(change.verdict, "")
+    kind = "bad" if change.wrong or change.less_exact or change.memory == "more" else kind
+    old, new = (compare.shown(row, comparison.by) for row in (change.old, change.new))
+    verdict = f'<span class="{kind}">{escape(compare.spoken(change))}</span>'
+    name = f"{escape(change.implementation)}<br><code>{escape(change.group)}</code>"
+    return _line((name, verdict, compare.percent(change.change), f"&plusmn;{_noise(change)}", old, new))
+
+
+def _noise(change: Change) -> str:
+    return compare.percent(change.noise).lstrip("+")
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------------------------
+
+DEFINED = {
+    "time": "Median of the samples, of one step where a row is of a stream. All implementations of a group take turns within a round, "
+    "and take turns in going first; a sample is the mean of as many calls as take 2 ms, or of one. Calls go round copies of the inputs, "
+    "so that a cache does not pass for memory.",
+    "spread": "Interquartile range of the samples over their median.",
+    "ratio": "Of medians, to the fastest baseline of the group; quartiles are of the ratios within each round.",
+    "times as fast": "Time of a peer over the time of the fastest of our kernels in the group.",
+    "extra memory": "Peak beyond the inputs, results included: on a GPU the allocator's, on a CPU the resident high-water mark of a "
+    "process of its own that has loaded libraries and built inputs before. Beyond results: less the results, which nobody can do without.",
+    "GFLOP/s": "Operations of matrix products and factorisations, as torch's counter counts them, over the time. Where an implementation "
+    "computes more than it must, this is no merit.",
+    "share of the floor": "The floor is the time that the machine needs for the exponentials, products and memory traffic without which "
+    "there is no result, at the rates below; its share of the time taken is 100 % where nothing can be faster. In brackets: its bound.",
+    "error": "Relative root mean square of the difference to a float64 oracle, of the worst result. What errs beyond the bound of its "
+    "dtype is wrong, and has no speed.",
+}
+
+
+def _definitions(run: Run) -> str:
+    figures = _pairs({name: f"{value:.1e}" for name, value in run.raw["figures"].items()})
+    single = f"<h3>Single figures</h3>{figures}" if run.raw["figures"] else ""
+    return f"{_pairs({name: escape(text) for name, text in DEFINED.items()}, 'definitions')}\n{_rates(run)}\n{single}"
+
+
+def _rates(run: Run) -> str:
+    """That floors were computed with."""
+    rates = run.raw["rates"]
+    if not rates:
+        return ""
+    dtypes = list(dict.fromkeys(dtype for rate in rates.values() for dtype in rate["matrix"]))
+    head = ("threads" if run.device == "cpu" else "device", "exponentials", "memory", *map(escape, dtypes))
+    rows = (
+        _line(
+            (
+                escape(name),
+                f"{rate['exponentials'] / 1e9:,.3g} G/s",
+                f"{rate['memory'] / 1e9:,.3g} GB/s",
+                *(f"{rate['matrix'][dtype] / 1e9:,.4g} GFLOP/s" if dtype in rate["matrix"] else "&ndash;" for dtype in dtypes),
+            )
+        )
+        for name, rate in rates.items()
+    )
+    return f"<h3>Rates of this machine</h3>{_table('Rates that floors are computed with', head, rows)}"

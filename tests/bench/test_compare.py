@@ -1,0 +1,174 @@
+"""What changed between two runs is told from what a machine does by itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import compare as c
+from bench import runs
+
+from . import synthetic
+from .synthetic import EAGER, MIB, SDPA, Raw
+
+TARGET = "latent-forward-float32-D16-N100000"
+
+
+def both(tmp_path: Path, old: Raw, new: Raw) -> c.Comparison:
+    return c.compare(*(runs.load(synthetic.write(tmp_path / f"{name}.json", raw)) for name, raw in (("old", old), ("new", new))))
+
+
+def planted(factor: float, group: str = TARGET, implementation: str = "native") -> synthetic.Speed:
+    return lambda *row: factor if row == (group, implementation) else 1.0
+
+
+def found(comparison: c.Comparison, group: str = TARGET, implementation: str = "native") -> c.Change:
+    (change,) = (one for one in comparison.changes if (one.group, one.implementation) == (group, implementation))
+    return change
+
+
+def notable(comparison: c.Comparison) -> list[tuple[str, str]]:
+    return [(change.group, change.implementation) for change in comparison.changes if change.notable]
+
+
+def edited(raw: Raw, implementation: str = "native", group: str = TARGET, **info: Any) -> Raw:
+    """With fields of one row's extra_info replaced."""
+    for row in raw["benchmarks"]:
+        if (row["group"], row["extra_info"]["implementation"]) == (group, implementation):
+            row["extra_info"] |= info
+    return raw
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.2, "slower"), (1 / 1.2, "faster")])
+def test_a_planted_change_of_a_fifth_is_seen(factor, verdict, tmp_path: Path):
+    comparison = both(tmp_path, synthetic.run(1), synthetic.run(2, planted(factor)))
+    change = found(comparison)
+    assert change.verdict == verdict and change.change == pytest.approx(factor, rel=0.08) and 1 < change.noise < 1.18
+    assert notable(comparison) == [(TARGET, "native")]
+    assert comparison.by == "time" and not comparison.different and comparison.controls > 20
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
+def test_noise_is_not_taken_for_a_change(noise, tmp_path: Path):
+    for seed in range(10, 40, 2):
+        comparison = both(tmp_path, synthetic.run(seed, noise=noise), synthetic.run(seed + 1, noise=noise))
+        assert not notable(comparison), seed
+        assert comparison.between == pytest.approx(math.sqrt(2) * noise, rel=0.6)
+
+
+def test_a_slower_machine_is_no_slower_kernel(tmp_path: Path):
+    comparison = both(tmp_path, synthetic.run(1), synthetic.run(2, lambda *_: 1.3))
+    assert not notable(comparison) and comparison.drift == pytest.approx(1.3, rel=0.03)
+    on_top = both(tmp_path, synthetic.run(1), synthetic.run(2, lambda *row: 1.3 * planted(1.2)(*row)))
+    assert notable(on_top) == [(TARGET, "native")]
+    assert f"took {on_top.drift:.3f} times as long" in "\n".join(c.basis(on_top))
+
+
+def test_a_peer_that_a_neighbour_disturbed_does_not_hide_a_change(tmp_path: Path):
+    disturbed = {("latent-forward-float32-D8-N100000", SDPA): 3.0}
+    comparison = both(tmp_path, synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, planted(1.2)(*row))))
+    assert notable(comparison) == [(TARGET, "native")]
+
+
+def test_noise_within_a_row_is_its_own(tmp_path: Path):
+    """A row whose samples scatter must change by more than one whose samples do not."""
+    raw = synthetic.run(2)
+    for row in raw["benchmarks"]:
+        if (row["group"], row["extra_info"]["implementation"]) == (TARGET, "native"):
+            row["stats"]["data"] = [sample * (0.5, 1.0, 2.0)[i % 3] for i, sample in enumerate(row["stats"]["data"])]
+    comparison = both(tmp_path, synthetic.run(1), raw)
+    other = found(comparison, "latent-forward-float32-D16-N10000")
+    assert found(comparison).noise > 1.5 > 1.2 > other.noise
+
+
+def test_other_machines_are_compared_by_ratios(tmp_path: Path):
+    other = synthetic.run(2, lambda group, name: 3 * planted(1.5)(group, name))
+    other["machine_info"]["versions"]["torch"] = "2.14.0"
+    comparison = both(tmp_path, synthetic.run(1), other)
+    assert comparison.by == "ratio" and comparison.different == ("torch: 2.13.0, now 2.14.0",) and comparison.drift == 1.0
+    assert notable(comparison) == [(TARGET, "native")] and found(comparison).change == pytest.approx(1.5, rel=0.1)
+    assert found(comparison, "pinv-m16").verdict == "not comparable"
+    assert "Times cannot be compared (torch: 2.13.0, now 2.14.0)" in "\n".join(c.basis(comparison))
+
+
+@pytest.mark.parametrize("what", ["threads", "machine", "device"])
+def test_threads_and_processors_make_times_incomparable(what, tmp_path: Path):
+    new = synthetic.run(2)
+    if what == "threads":
+        new["threads"] = 1
+    elif what == "device":
+        new["device"] = "cuda"
+    for row in new["benchmarks"]:
+        if what == "machine":
+            row["extra_info"]["provenance"] = {**row["extra_info"]["provenance"], "device": "Another"}
+    comparison = both(tmp_path, synthetic.run(1), new)
+    assert comparison.by == "ratio" and comparison.different[0].startswith(what)
+
+
+def test_new_and_gone_rows_are_told(tmp_path: Path):
+    old, new = synthetic.run(1), synthetic.run(2)
+    old["benchmarks"] = [row for row in old["benchmarks"] if row["group"] != "step-fixed-n64"]
+    new["benchmarks"] = [row for row in new["benchmarks"] if (row["group"], row["extra_info"]["implementation"]) != (TARGET, "native")]
+    new["not_measured"][f"{TARGET}-native"] = "needs 9 GiB"
+    comparison = both(tmp_path, old, new)
+    assert found(comparison, "step-fixed-n64").verdict == "new"
+    gone = found(comparison)
+    assert gone.verdict == "gone" and gone.why == "needs 9 GiB" and not gone.wrong
+
+
+def test_a_result_that_is_wrong_now_comes_first(tmp_path: Path):
+    new = synthetic.run(2, planted(2.0, "step-fixed-n64"))
+    new["benchmarks"] = [row for row in new["benchmarks"] if (row["group"], row["extra_info"]["implementation"]) != (TARGET, "native")]
+    new["not_measured"][f"{TARGET}-native"] = "wrong: relative RMS error 1.0e-01, allowed 2e-05"
+    comparison = both(tmp_path, synthetic.run(1), new)
+    assert [change.group for change in c.ordered(comparison)[:2]] == [TARGET, "step-fixed-n64"]
+    assert "NO RIGHT RESULT ANY MORE (wrong: relative" in "\n".join(c.table(comparison))
+
+
+def test_rows_that_a_quick_run_leaves_out_are_not_gone(tmp_path: Path):
+    old, new = synthetic.run(1, quick=False), synthetic.run(2, quick=True)
+    new["benchmarks"] = [row for row in new["benchmarks"] if row["group"] != TARGET]
+    comparison = both(tmp_path, old, new)
+    assert not notable(comparison) and any("1 rows that only the other has" in note for note in comparison.notes)
+
+
+def test_scans_that_only_one_run_has_are_told_and_not_compared(tmp_path: Path):
+    new = synthetic.run(2)
+    new["benchmarks"] = [row for row in new["benchmarks"] if row["extra_info"]["scan"] == "latent_attention"]
+    comparison = both(tmp_path, synthetic.run(1), new)
+    assert {change.scan for change in comparison.changes} == {"latent_attention"}
+    assert "only in the old run: continual_nystrom_step, iterative_pinv" in comparison.notes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"), [(1.0, 1.4, ""), (1.0, 1.6, "more"), (3.0, 1.0, "less"), (100.0, 101.5, ""), (100.0, 103.0, "more")]
+)
+def test_memory_counts_beyond_half_a_mebibyte_and_two_percent(before, after, told, tmp_path: Path):
+    old, new = (edited(synthetic.run(seed), extra_memory=int(size * MIB)) for seed, size in ((1, before), (2, after)))
+    comparison = both(tmp_path, old, new)
+    assert found(comparison).memory == told and bool(notable(comparison)) == bool(told)
+    assert (f"{told} memory: {before:.1f} to {after:.1f} MiB" in "\n".join(c.table(comparison))) == bool(told)
+
+
+@pytest.mark.parametrize(("before", "after", "told"), [(1e-7, 2.9e-7, False), (1e-7, 3.1e-7, True), (0.0, 1e-16, False), (0.0, 1e-9, True)])
+def test_an_error_that_grew_threefold_is_told(before, after, told, tmp_path: Path):
+    old, new = (edited(synthetic.run(seed), error=error) for seed, error in ((1, before), (2, after)))
+    comparison = both(tmp_path, old, new)
+    assert found(comparison).less_exact == told and ("LESS EXACT" in "\n".join(c.table(comparison))) == told
+
+
+def test_few_controls_leave_the_noise_a_guess(tmp_path: Path):
+    raw = [synthetic.run(seed) for seed in (1, 2)]
+    for one in raw:
+        one["benchmarks"] = [row for row in one["benchmarks"] if row["extra_info"]["implementation"] in ("native", EAGER)][-12:]
+    comparison = both(tmp_path, *raw)
+    assert comparison.controls < c.CONTROLS and comparison.between == c.UNKNOWN and comparison.drift == 1.0
+    assert any("rows of peers are in both" in note for note in comparison.notes)
+
+
+def test_a_run_beside_itself_has_no_change(tmp_path: Path):
+    comparison = both(tmp_path, synthetic.run(1), synthetic.run(1))
+    assert not notable(comparison) and comparison.counts.keys() == {"same within noise"}
