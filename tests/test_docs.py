@@ -63,18 +63,29 @@ def test_the_tests_that_pages_name_exist() -> None:
 
 # ---- environment variables
 
-READS = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["']([A-Z]\w+)["'](?!\] =)""")
+READS = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["'](\w+)["'](?!\] =)""")
 """In Python and in C++; an assignment is none."""
+READS_SOME = re.compile(r"^.*environ(?:\.get\(|\[)[a-z_].*$", flags=re.MULTILINE)
+"""By a variable: its names must stand in the same line."""
+NAMES = re.compile(r"""["']([A-Z]\w+)["']""")
 DEFAULTS = re.compile(r"^(\w+) \?=", flags=re.MULTILINE)
 """Variables of a Makefile that the environment may set."""
 
 
+def _variables_in(source: str) -> set[str]:
+    found = set(READS.findall(source))
+    for line in READS_SOME.findall(source):
+        assert NAMES.findall(line), f"this test cannot see which environment variables are read: {line}"
+        found.update(NAMES.findall(line))
+    return found
+
+
 def _variables_read() -> set[str]:
-    found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | set(READS.findall((pages.ROOT / "setup.py").read_text()))
+    found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | _variables_in((pages.ROOT / "setup.py").read_text())
     for folder in ("cmab_kernels", "csrc", "tests", "bench", "python"):
         for path in (pages.ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".cpp", ".h", ".cu"}:
-                found.update(READS.findall(path.read_text()))
+            if path.suffix in {".py", ".cpp", ".h", ".cu"} and path != Path(__file__):
+                found |= _variables_in(path.read_text())
     return found
 
 
@@ -118,3 +129,21 @@ def test_a_failing_program_is_shown_where_it_stands(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as raised:
         pages.run(page)
     assert raised.traceback[-1].lineno + 1 == 9
+
+
+READ = {
+    "python": ('os.environ.get("A", "0") + os.environ["B"] + os.getenv("C")', {"A", "B", "C"}),
+    "c++": ('std::getenv("A")', {"A"}),
+    "some": ('[os.environ[name] for name in ("A1", "B1")]', {"A1", "B1"}),
+    "written": ('os.environ["A"] = "1"; {**os.environ, "B": "1"}', set()),
+}
+
+
+@pytest.mark.parametrize("source, names", READ.values(), ids=READ)
+def test_a_read_of_the_environment_is_seen(source: str, names: set[str]) -> None:
+    assert _variables_in(source) == names
+
+
+def test_a_read_by_a_name_that_is_not_there_is_refused() -> None:
+    with pytest.raises(AssertionError, match="cannot see"):
+        _variables_in("os.environ[name]")
