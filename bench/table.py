@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from cmab_kernels.measure import readable
 
 from .harness import Row, is_ours
+from .runs import Run
 
 
 def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
@@ -17,6 +18,14 @@ def table(groups: Mapping[str, Mapping[str, Row]]) -> Iterator[str]:
         yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
         for name, row in rows.items():
             yield f"  {name:<62}{f'-- {row.problem}' if row.problem else _figures(row)}"
+
+
+def rows_of(run: Run) -> dict[str, dict[str, Row]]:
+    """Of a saved run, as they were when it was measured."""
+    return {
+        group: {row.implementation: Row(samples=list(row.samples), info=dict(row.info)) for row in members}
+        for group, members in run.groups.items()
+    }
 
 
 def brief(rows: Mapping[str, Row]) -> str:

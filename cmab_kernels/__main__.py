@@ -1,8 +1,10 @@
-"""`python -m cmab_kernels info | demo [cmab | intention | stream]`."""
+"""`python -m cmab_kernels info | demo [cmab | intention | stream] | bench [SCAN ...]`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -23,13 +25,36 @@ def main() -> None:
     demo.add_argument("--points", type=int, nargs="+", help="of cmab: numbers of pixels to read (default: 1e4, 1e5, 1e6 and all)")
     demo.add_argument("--window", type=int, help="of stream: patches that attention looks back on (default: 640)")
     demo.add_argument("--landmarks", type=int, help="of stream: landmarks that stand for them (default: 16)")
+    bench = commands.add_parser("bench", help="time, memory and error of the operators beside their peers, as a table, a page and pictures")
+    bench.add_argument("scans", metavar="SCAN", nargs="*", help="operators or modules to measure (default: all)")
+    bench.add_argument("--quick", action="store_true", help="the cases that matter most, in five minutes")
+    bench.add_argument("--compare", metavar="OLD.json", type=Path, help="say what differs from this run by more than the noise")
+    bench.add_argument("--from", dest="saved", metavar="RUN.json", type=Path, help="measure nothing: show this run")
+    bench.add_argument("--output", metavar="FOLDER", type=Path, default=Path("bench_report"), help="default: %(default)s")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="what to measure (default: cpu)")
+    bench.add_argument("--threads", metavar="K", type=int, help="where a case does not say (default: up to 2)")
+    bench.add_argument("--force", action="store_true", help="replace files in the output folder")
     arguments = parser.parse_args()
     if arguments.command == "info":
         from .info import report
 
         print(report())
-    else:
+    elif arguments.command == "demo":
         _demo(parser, arguments)
+    else:
+        sys.exit(_bench(parser, arguments))
+
+
+def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from .bench import Refusal, Request, run
+
+    chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
+    try:
+        return run(Request(**chosen))
+    except Refusal as refusal:
+        parser.exit(2, f"{parser.prog} bench: {refusal}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog} bench: interrupted; nothing was written\n")
 
 
 OPTIONS = {"points": "cmab", "window": "stream", "landmarks": "stream"}
