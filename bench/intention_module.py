@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from cmab_kernels.nn import MultiheadIntention
@@ -15,7 +14,7 @@ from .harness import device
 from .intention_layer import regression_work
 from .intention_peers import ALPHA, cholesky_solve, regression, regularised
 from .operators import EAGER, Implementation
-from .self_attention import Exact, SelfAttention, Tokens
+from .self_attention import Exact, SelfAttention
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,14 @@ class IntentionModule(SelfAttention):
 
     @property
     def _peers(self) -> Mapping[str, Implementation]:
-        return {EAGER: self._eager}
-
-    def _eager(self, inputs: Tokens) -> Sequence[Tensor]:
-        def attend(tokens: Tensor) -> Tensor:
-            packed = F.linear(tokens, self.weights.in_proj_weight, self.weights.in_proj_bias)
-            query, key, value = packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-            out = query @ ((1 + ALPHA) * cholesky_solve(regularised(key.mT @ key), key.mT @ value))
-            return F.linear(out.transpose(1, 2).flatten(-2), self.weights.out_proj.weight, self.weights.out_proj.bias)
-
-        return self._run(inputs, attend, self.weights)
+        return {EAGER: lambda inputs: self._run(inputs, self._around(_eagerly), self.weights)}
 
     def _exactly(self) -> Mapping[str, Exact]:
         return dict.fromkeys((f"cmab_kernels.{self.scan}", EAGER), _scaled_regression)
+
+
+def _eagerly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query @ ((1 + ALPHA) * cholesky_solve(regularised(key.mT @ key), key.mT @ value))
 
 
 def _scaled_regression(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) -> Sequence[Tensor]:

@@ -6,10 +6,18 @@ which at small shapes is all that matters; matrices (M, rows, columns) lose thei
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cmab_kernels.nystrom.reference import segment_ends, segment_means
+
+from .operators import identity, wide
+
+ITERATIONS = 6
+"""Of the pseudo-inverse, wherever nothing else is said."""
 
 
 def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -17,13 +25,42 @@ def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
     size = matrix.abs()
     norms = size.sum(-2, keepdim=True).amax(-1, keepdim=True) * size.sum(-1, keepdim=True).amax(-2, keepdim=True)
     add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
-    seven, thirteen, fifteen = (number * torch.eye(matrix.shape[-1], dtype=matrix.dtype) for number in (7, 13, 15))
+    seven, thirteen, fifteen = (number * identity(matrix) for number in (7, 13, 15))
     z = matrix.mT / norms
     for _ in range(iterations):
         product = matrix @ z
         inner = add_product(fifteen, product, seven - product, alpha=-1)
         z = add_product(z, z, add_product(thirteen, product, inner, alpha=-1), beta=0, alpha=0.25)
     return z
+
+
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, number: int) -> Tensor:
+    """Whole windows (B, H, N, *): torch's fused attention on both sides of the pseudo-inverse, whose values half precision would not
+    resolve."""
+    scale, dtype = key.shape[-1] ** -0.5, wide(key.dtype)
+    near, far = (segment_means(part, number) for part in (query, key))
+    averaged = F.scaled_dot_product_attention(near.to(key.dtype), key, value).to(dtype)
+    return F.scaled_dot_product_attention(query.to(dtype), far, _inverse(near, far, scale) @ averaged).to(query.dtype)
+
+
+def eager_start(
+    query: Tensor, key: Tensor, value: Tensor, number: int, fixed: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """What a stream starts from after its first window (B, H, n, *): rings with a row to spare, sums with phi, the pseudo-inverse."""
+    near, far = fixed or (segment_means(part, number) for part in (query, key))
+    scale = key.shape[-1] ** -0.5
+    weights = (scale * near @ key.to(near.dtype).mT).exp_()
+    sums = torch.cat([weights @ value.to(near.dtype), weights.sum(-1, keepdim=True)], dim=-1)
+    return eager_rings(query, key, value), sums, _inverse(near, far, scale)
+
+
+def _inverse(near: Tensor, far: Tensor, scale: float) -> Tensor:
+    gamma = (scale * near @ far.mT).softmax(-1)
+    return eager_pinv(_one(gamma.flatten(0, -3)), ITERATIONS).view_as(gamma)
+
+
+def eager_rings(*tokens: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.pad(part, (0, 0, 0, 1)) for part in tokens)
 
 
 class Ring:
@@ -71,7 +108,7 @@ class EagerNystrom:
         weights = (self.queries @ keys.mT).exp_()
         weights[..., evicted] = 0
         self.sums = weights @ values
-        self.signs = torch.tensor([1.0, -1.0], dtype=key.dtype)
+        self.signs = key.new_tensor([1.0, -1.0])
         self._mean, self._phi = self.sums[..., :-1], self.sums[..., -1:]
         self._ends = {end % self.window for end in segment_ends(self.window, number)} if fixed is None else set()
         self._segment: list[tuple[Tensor, Tensor]] = []
@@ -110,6 +147,20 @@ class EagerNystrom:
         self.sums[..., -1:, :] = weights @ values
 
 
+class EagerRetroactive(EagerNystrom):
+    """With fixed landmarks, the outputs of the whole window: each query's weights of the landmarks are kept with its token."""
+
+    def __init__(self, query: Tensor, *rest: Any) -> None:
+        super().__init__(query, *rest)
+        self.weights = (_one(query) @ self.far).softmax(-1)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(n, E) or (M, n, E), oldest token first."""
+        super().step(query, key, value)
+        self.weights = torch.cat([self.weights[..., 1:, :], (query @ self.far).softmax(-1)], dim=-2)
+        return self.weights @ (self.inverse @ (self._mean / self._phi))
+
+
 class EagerBlocks:
     """The same with fixed landmarks for blocks of tokens: a band of each token's window, by matrix products alone."""
 
@@ -120,8 +171,7 @@ class EagerBlocks:
         self.queries, far = scale * _one(fixed[0]), _one(fixed[1])
         self.far = (scale * far).mT
         self.inverse = eager_pinv((self.queries @ far.mT).softmax(-1), iterations)
-        age = torch.arange(block)[:, None] + self.window - torch.arange(self.window + block)
-        self.band = ((age >= 0) & (age < self.window)).to(key.dtype)
+        self.band = band(block, self.window, key).to(key.dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = torch.cat([self.key, key], dim=-2), torch.cat([self.value, value], dim=-2)
@@ -144,7 +194,26 @@ class EagerExact:
         self.position += 1
         keys.copy_(key)
         values.copy_(value)
-        return torch.nn.functional.scaled_dot_product_attention(query, self.keys, self.values)
+        return F.scaled_dot_product_attention(query, self.keys, self.values)
+
+
+class EagerExactBlocks:
+    """The same for blocks of tokens, each with a band of the window as its mask."""
+
+    def __init__(self, key: Tensor, value: Tensor, block: int) -> None:
+        self.key, self.value, self.window = key, value, key.shape[2]
+        self.band = band(block, self.window, key)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
+        self.key, self.value = keys[:, :, -self.window :], values[:, :, -self.window :]
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=self.band)
+
+
+def band(tokens: int, window: int, like: Tensor) -> Tensor:
+    """(t, n + t): which of the keys before and among t tokens are in the window of each."""
+    age = torch.arange(tokens, device=like.device)[:, None] + window - torch.arange(window + tokens, device=like.device)
+    return (age >= 0) & (age < window)
 
 
 def _one(matrices: Tensor) -> Tensor:

@@ -33,11 +33,17 @@ def kernels(operator: str) -> tuple[str, ...]:
     return tuple(name for name in ours() if name in (*FAMILIES[OPERATORS[operator]], "reference"))
 
 
-def refused(operator: str, implementation: str, *tensors: Tensor) -> str | None:
-    """Why one of ours cannot run such tensors, or a package is not there."""
+def missing(implementation: str) -> str | None:
+    """Says so where an implementation is a package's that is not there."""
     if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
         return f"not installed: pip install {implementation.split(' ')[0]}"
-    return {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}.get(implementation.split(",")[0])
+    return None
+
+
+def refused(operator: str, implementation: str, *tensors: Tensor) -> str | None:
+    """Why one of ours cannot run such tensors, or a package is not there."""
+    reasons = {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}
+    return missing(implementation) or reasons.get(implementation.split(",")[0])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

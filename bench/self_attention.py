@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import exact
 from .floors import Work
 from .harness import device, generator, lacking_memory, normal
-from .operators import Implementation, OperatorCase, direction
+from .operators import Implementation, OperatorCase, direction, missing
 
 THEIRS = "nn.MultiheadAttention"
 
@@ -102,6 +102,18 @@ class SelfAttention(OperatorCase):
     def _by_theirs(self, inputs: Tokens) -> Sequence[Tensor]:
         return self._run(inputs, lambda x: self.weights.forward(x, x, x, need_weights=False)[0], self.weights)
 
+    def _around(self, attend: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        """A function of heads (B, H, N, D), between the projections."""
+
+        def whole(tokens: Tensor) -> Tensor:
+            heads = self._heads(F.linear(tokens, self.weights.in_proj_weight, self.weights.in_proj_bias))
+            return F.linear(_joined(attend(*heads)), self.weights.out_proj.weight, self.weights.out_proj.bias)
+
+        return whole
+
+    def _heads(self, packed: Tensor) -> Sequence[Tensor]:
+        return packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
     def _run(self, inputs: Tokens, attend: Callable[[Tensor], Tensor], module: nn.Module) -> Sequence[Tensor]:
         """The output and, with a backward, the gradients of the tokens and of what projects them."""
         with torch.set_grad_enabled(self.backward):
@@ -129,7 +141,7 @@ class SelfAttention(OperatorCase):
             for part in (inputs.tokens, self.weights.in_proj_weight, self.weights.out_proj.weight)
         )
         with torch.set_grad_enabled(self.backward):
-            heads = F.linear(tokens, enter).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+            heads = self._heads(F.linear(tokens, enter))
         given = [head.detach() for head in heads]
         if not self.backward:
             (out,) = attend(*given, None)
@@ -143,7 +155,7 @@ class SelfAttention(OperatorCase):
         return replace(self, length=256)
 
     def refusal(self, implementation: str) -> str | None:
-        return lacking_memory(100 * self.batch * self.length * self.features)
+        return missing(implementation) or lacking_memory(100 * self.batch * self.length * self.features)
 
 
 def _joined(heads: Tensor) -> Tensor:
