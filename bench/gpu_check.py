@@ -1,26 +1,18 @@
-"""Check and time the kernels on the GPU of this machine: `python bench/gpu_check.py`.
+"""Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-For all families: parity with a float64 oracle, repeats with equal bits, then the times beside the floor and torch's own. Section by
-section it writes `bench/results/gpu_check_<gpu>_<date>.json`; it prints a table last, and fails when a result is wrong. It takes 8 minutes
-at most.
+Of all families: parity with float64 oracles, equal bits, graphs, streams and launches, sanitizers; times beside their floors and peers; the
+block sizes that are fastest, which go to `cmab_kernels/tiles.json`. A call takes 8 minutes at most. What it has found stands in
+`bench/results/gpu_check_<gpu>_<date>.json`, and the same command goes on where it stopped: what is complete and right is not run again
+unless --sections names it. A table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import multiprocessing
-import os
-import platform
-import re
-import subprocess
+import signal
 import sys
-import tempfile
-import traceback
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -28,184 +20,87 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
+from bench.gpu.machine import machine, state  # noqa: E402
+from bench.gpu.printed import table  # noqa: E402
+from bench.gpu.results import Report, opened  # noqa: E402
+from bench.gpu.sections import Outcome, Section, run  # noqa: E402
+
+BUDGET = 480.0
+"""Seconds of a call."""
+TO_FINISH = 10.0
+"""Of them, to stop workers, to write and to print."""
+
 SECTIONS = {
-    "parity": 90,
-    "ridge_parity": 90,
-    "nystrom_parity": 50,
-    "continual_parity": 60,
-    "repeats": 60,
-    "ridge_timings": 30,
-    "continual_timings": 20,
-    "timings": 80,
+    "parity": Section("bench.gpu.parity:tasks", 120, workers=8),
+    "ridge_parity": Section("bench.gpu.ridge_parity:tasks", 90, workers=8),
+    "nystrom_parity": Section("bench.gpu.nystrom_parity:tasks", 90, workers=8),
+    "continual_parity": Section("bench.gpu.continual_parity:tasks", 60, workers=4),
+    "repeats": Section("bench.gpu.repeats:tasks", 90, workers=4),
+    "promises": Section("bench.gpu.promises:tasks", 90, row_limit=45, workers=2),
+    "timings": Section("bench.gpu.timings:tasks", 100, row_limit=30, judged=False),
+    "ridge_timings": Section("bench.gpu.ridge_timings:tasks", 50, row_limit=30, judged=False),
+    "nystrom_timings": Section("bench.gpu.nystrom_timings:tasks", 40, row_limit=30, judged=False),
+    "continual_timings": Section("bench.gpu.continual_timings:tasks", 30, row_limit=20, judged=False),
+    "sanitizer": Section("bench.gpu.sanitizer:tasks", 200, row_limit=120, workers=5),
+    "candidates": Section("bench.gpu.tune:candidate_tasks", 180, row_limit=45, workers=8),
+    "tune": Section("bench.gpu.tune:tasks", 180, row_limit=60),
+    "tuned_timings": Section("bench.gpu.timings:tuned_tasks", 60, row_limit=30, judged=False),
+    "compiled_timings": Section("bench.gpu.timings:compiled_tasks", 200, row_limit=75, judged=False),
 }
-"""name -> seconds that it may take; 8 minutes in all. Those without a family are of attention, the repeats of attention and Intention."""
-
-Row = dict[str, Any]
-
-
-def parity(device: str) -> Iterator[Row]:
-    from bench.gpu.parity import check, problems
-
-    for problem in problems():
-        yield check(problem, device)
-
-
-def ridge_parity(device: str) -> Iterator[Row]:
-    from bench.gpu.ridge_parity import check, problems
-
-    for problem in problems():
-        yield check(problem, device)
-
-
-def nystrom_parity(device: str) -> Iterator[Row]:
-    from bench.gpu.nystrom_parity import check, problems
-
-    for problem in problems():
-        yield check(problem, device)
-
-
-def continual_parity(device: str) -> Iterator[Row]:
-    from bench.gpu.continual_parity import run
-
-    yield from run(device)
-
-
-def repeats(device: str) -> Iterator[Row]:
-    from bench.gpu.repeats import run
-
-    yield from run(device)
-
-
-def ridge_timings(device: str) -> Iterator[Row]:
-    from bench.gpu.ridge_timings import run
-
-    yield from run(device)
-
-
-def continual_timings(device: str) -> Iterator[Row]:
-    from bench.gpu.continual_parity import timings
-
-    yield from timings(device)
-
-
-def timings(device: str) -> Iterator[Row]:
-    from bench.gpu.timings import run
-
-    yield from run(device)
-
-
-def _section(name: str, device: str, path: str) -> None:
-    """One section in a process of its own, each row on file when it is there: what hangs or crashes costs the rows behind it."""
-    with open(path, "a") as file:
-        try:
-            for row in globals()[name](device):
-                print(json.dumps(row), file=file, flush=True)
-        except BaseException:
-            print(json.dumps({"ok": False, "problem": traceback.format_exc().strip().splitlines()[-1]}), file=file, flush=True)
-            traceback.print_exc()
-
-
-def run_section(name: str, device: str, limit: float) -> list[Row]:
-    """The rows of a section; the last says so if it did not finish."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "rows.jsonl")
-        process = multiprocessing.get_context("spawn").Process(target=_section, args=(name, device, path))
-        process.start()
-        process.join(limit)
-        late = process.is_alive()
-        if late:
-            process.kill()
-            process.join()
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()] if os.path.exists(path) else []
-    if late:
-        rows.append({"ok": name.endswith("timings"), "problem": f"stopped after {limit:.0f} s"})
-    elif process.exitcode:
-        rows.append({"ok": False, "problem": f"ended with exit code {process.exitcode}"})
-    return rows
-
-
-def machine() -> Row:
-    """What the figures depend on."""
-    import triton
-
-    gpu = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": gpu.name,
-        "capability": f"{gpu.major}.{gpu.minor}",
-        "multiprocessors": gpu.multi_processor_count,
-        "memory": gpu.total_memory,
-        "l2": gpu.L2_cache_size,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def commit() -> str:
-    return _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-
-
-def _output(*command: str) -> str:
-    """What a command prints; "unknown" where it is missing or fails."""
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def passed(report: Row) -> bool:
-    """No wrong row, and no section that ended early."""
-    return all(row.get("ok", True) for rows in report["sections"].values() for row in rows)
-
-
-def table(report: Row) -> str:
-    lines = [", ".join(f"{name} {report['machine'][name]}" for name in ("gpu", "driver", "versions", "commit", "date"))]
-    sections = report["sections"]
-    for name, rows in sections.items():
-        if not name.endswith("timings"):
-            wrong = [row for row in rows if not row["ok"]]
-            lines.append(f"{name}: {len(rows) - len(wrong)} of {len(rows)} passed")
-            lines += [f"  WRONG {json.dumps(row)}" for row in wrong]
-    for row in (row for name in reversed(SECTIONS) if name.endswith("timings") for row in sections.get(name, [])):
-        if "rates" in row:
-            lines.append("measured: " + ", ".join(f"{name} {rate / 1e12:.2f} T/s" for name, rate in row["rates"].items()))
-        elif "seconds" in row:
-            lines.append(
-                f"{row['shape']:30} {row['pass']:18} {row['impl']:16} {row['seconds'] * 1e6:10.1f} us  floor {row['floor'] * 1e6:8.1f} us "
-                f"({row['bound']}) {row['share of floor']:6.1%}  memory {row['memory'] / 2**20:8.1f} MiB"
-            )
-        else:
-            lines.append(f"{row.get('shape', ''):30} {row.get('pass', ''):18} {row.get('impl', ''):16} {row['problem']}")
-    return "\n".join(lines)
+"""In the order in which a rare hour is best spent: right first, then how fast; what may crash or takes long to prepare last."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="which of %(default)s, separated by commas")
+    parser.add_argument("--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
+    parser.add_argument("--force", action="store_true", help="begin anew, and replace the file that is there")
     options = parser.parse_args(arguments)
-    chosen = options.sections.split(",")
-    if unknown := [name for name in chosen if name not in SECTIONS]:
-        parser.error(f"unknown sections: {', '.join(unknown)}")
+    named = list(dict.fromkeys(options.sections.split(","))) if options.sections else []
+    if unknown := [name for name in named if name not in SECTIONS]:
+        return _refuse(f"unknown sections: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     if not torch.cuda.is_available():
-        print("gpu_check: there is no GPU that torch can use", file=sys.stderr)
-        return 2
-    report: Row = {"machine": machine(), "sections": {}}
-    name = re.sub(r"[^A-Za-z0-9]+", "-", report["machine"]["gpu"]).strip("-").lower()
-    path = options.output / f"gpu_check_{name}_{report['machine']['date'][:10]}.json"
-    options.output.mkdir(parents=True, exist_ok=True)
-    for section in chosen:
-        report["sections"][section] = run_section(section, "cuda", SECTIONS[section])
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{section}: {len(report['sections'][section])} rows in {path}", flush=True)
-    print(table(report))
-    return 0 if passed(report) else 1
+        return _refuse("there is no GPU that torch can use")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        report = opened(options.output, machine(), options.force)
+        report.save()
+    except (OSError, ValueError) as error:
+        return _refuse(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    left = run_all(report, named, "cuda", started + BUDGET - TO_FINISH)
+    print(table(report, SECTIONS))
+    if left:
+        print(f"not run, for want of time: {', '.join(left)}; go on with --sections {','.join(left)}")
+    wrong = [name for name in named or SECTIONS if name not in left and not report.outcomes[name].right]
+    return 1 if left or wrong else 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"gpu_check: {reason}", file=sys.stderr)
+    return 2
+
+
+def run_all(report: Report, named: list[str], device: str, end: float) -> list[str]:
+    """The sections named, or all that are not yet complete and right; returns those whose limit did not fit any more."""
+    left = []
+    for name in named or SECTIONS:
+        section, outcome = SECTIONS[name], report.outcomes.get(name, Outcome())
+        if outcome.right and not named:
+            continue
+        if time.monotonic() + section.limit > end:
+            left.append(name)
+            continue
+        if outcome.right:
+            outcome = Outcome()
+        report.outcomes[name] = outcome
+        before = {other: made.rows for other, made in report.outcomes.items()}
+        run(section, device, outcome, before, report.save)
+        outcome.state = state()
+        report.save()
+        print(f"{name}: {len(outcome.rows)} rows in {report.path}{f', {outcome.problem}' if outcome.problem else ''}", flush=True)
+    return left
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""The continual steps against the definition in float64, row by row; captured, on side streams, in one launch each; and their times."""
+"""The continual steps against the definition in float64, row by row; captured, on side streams, in one launch each."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,17 +12,15 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from bench.nystrom_eager import EagerNystrom
 from tests.attention.accuracy import bound
 from tests.nystrom.accuracy import STREAMS
 
-from .parity import DTYPES
-from .timings import measured_rates, memory_of, seconds_of
+from .parity import DTYPES, key_of
+from .sections import Row, Task
+from .usable import why_not
 
 Tokens = tuple[Tensor, ...]
 CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
-LAUNCH = 2e-6
-"""Seconds that an empty kernel of a graph takes on the GPUs that we know."""
 
 
 @dataclass(frozen=True)
@@ -197,60 +193,8 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "66,000 heads", lambda: many_heads(device)
 
 
-def run(device: str) -> Iterator[dict[str, Any]]:
-    for problem in problems():
-        yield check(problem, device)
-    for name, passes in checks(device):
-        yield {"check": name, "ok": passes()}
-
-
-# ---- times
-
-
-def stream_seconds(advance: Callable[[], Any], steps: int = 200, rounds: int = 5) -> float:
-    """A step of a stream that is fed eagerly: the median of rounds."""
-    samples = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            advance()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - begin) / steps)
-    return statistics.median(samples[1:])
-
-
-def timings(device: str) -> Iterator[dict[str, Any]]:
-    """m = 16, n = d = 64, one head and 1,024, single outputs: a captured step, an eager one, and eager torch's."""
-    rate = measured_rates(device).copy
-    for heads in (1, 1024):
-        problem = Problem("float32")
-        tokens = tuple(torch.randn(1, heads, n, 64, device=device) for n in (64, 64, 64))
-        token = tuple(torch.randn(1, heads, 1, 64, device=device) for _ in range(3))
-        # Read: landmarks, inverse, sums and a token of each ring; written: sums, and a token.
-        moved = heads * 4 * (2 * 16 * 64 + 16 * 16 + 2 * 16 * 67 + 8 * 64)
-        floor = max(LAUNCH, moved / rate)
-        bound_by = "launch" if floor == LAUNCH else "memory"
-        for name, seconds, memory in _measured(problem, tokens, token, device):
-            row = {"shape": f"{heads} heads, m 16, n 64, d 64", "pass": "step", "impl": name, "floor": floor, "bound": bound_by}
-            yield row | {"seconds": seconds, "memory": memory, "share of floor": floor / seconds}
-
-
-def _measured(problem: Problem, tokens: Tokens, token: Tokens, device: str) -> Iterator[tuple[str, float, int]]:
-    streamed = [start(problem, tokens)]
-
-    def ours() -> None:
-        streamed[0] = step(problem, streamed[0], token, "cuda").state
-
-    state = start(problem, tokens)
-    yield (
-        "cuda, captured",
-        seconds_of([lambda: step(problem, state, token, "cuda")]),
-        memory_of(lambda: step(problem, state, token, "cuda")),
-    )
-    yield "cuda, eager", stream_seconds(ours), memory_of(ours)
-    with torch.device(device):
-        flat = tuple(t[0] for t in tokens)
-        eager = EagerNystrom(*flat, 64**-0.5, 16, None, 6)
-        new = tuple(t[0] if t.shape[1] > 1 else t[0, 0] for t in token)
-        yield "torch, eager", stream_seconds(lambda: eager.step(*new)), memory_of(lambda: eager.step(*new))
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    if reason := why_not("continual_attention_step", "cuda", device):
+        return [Task("continual steps", lambda: {"ok": True, "passed over": reason})]
+    parity = [Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()]
+    return [*parity, *(Task(name, lambda passes=passes: {"ok": passes()}) for name, passes in checks(device))]

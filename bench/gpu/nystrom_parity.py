@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from cmab_kernels.backends import choose, implementation
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_values_reference
 
-from .parity import DTYPES
+from .parity import DTYPES, key_of
+from .sections import Row, Task
 
 Shares = dict[str, float]
 SIZES = (1, 3, 16, 17, 32, 33, 64)
@@ -49,6 +50,15 @@ def problems() -> Iterator[Problem]:
             yield Problem(dtype, size, 33, 7, variant)
         yield Problem(dtype, 16, iterations=1)
     yield Problem("float32", 16, count=70_000)
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    from .window_parity import tasks as windows
+
+    return [
+        *(Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()),
+        *windows(device),
+    ]
 
 
 @dataclass

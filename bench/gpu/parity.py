@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from tests.attention.accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+
+from .sections import Row, Task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDTHS = (8, 16, 64, 128, 256)
@@ -42,6 +44,15 @@ def problems() -> Iterator[Problem]:
         yield Problem(dtype, 16, 16, variant=variant)
         yield Problem(dtype, 33, 7, latents=5, variant=variant)
         yield Problem(dtype, 64, 64, latents=200, keys=5000, variant=variant)
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return [Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()]
+
+
+def key_of(problem: Any) -> str:
+    """What differs from the defaults of its class, of any family."""
+    return ", ".join(f"{f.name} {getattr(problem, f.name)}" for f in fields(problem) if getattr(problem, f.name) != f.default)
 
 
 @dataclass

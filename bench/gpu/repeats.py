@@ -1,41 +1,68 @@
-"""The same bits on every run, on a side stream, in a replayed graph, alone and in a batch; grids and strides beyond 16 and 32 bits."""
+"""The same bits on every run, on a side stream, in a graph replayed a thousand times, alone and in a batch; grids and strides beyond 16 and
+32 bits.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.backends import choose, implementation
+from cmab_kernels.backends import implementation
+
+from .sections import Row, Task
+from .usable import why_not
 
 Bits = tuple[Tensor, ...]
-
-
 Call = Callable[..., Bits]
 """From inputs, each with the batch in front, to results, likewise."""
+REPLAYS = 1000
+
+
+def _gradients(results: Bits, leaves: Bits) -> Bits:
+    return torch.autograd.grad(results, leaves, tuple(torch.ones_like(t) for t in results))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Bits:
     leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
     state = ck.attention_state(*leaves, key_padding_mask=mask, impl="triton")
-    return (*state, *torch.autograd.grad(tuple(state), leaves, tuple(torch.ones_like(t) for t in state)))
+    return (*state, *_gradients(tuple(state), leaves))
 
 
-def _ridge(impl: str) -> Call:
-    """The sums, fast and exact, their gradients, and rows times a solution."""
+def _ridge(impl: str, device: str) -> Call:
+    """The sums, fast and exact, their gradients, rows times a solution, and where solves have a kernel, the solution with its sums."""
+    solves = not why_not("regularised_solve", "cuda", device)
 
     def call(k: Tensor, v: Tensor, weights: Tensor, mask: Tensor) -> Bits:
         module = implementation("ridge", impl)
         sums = module.gram(k, v, weights, mask, (True, True), False)
         exact = module.gram(k, v, weights, mask, (True, True), True)
         grads = module.gram_backward(*sums, k, v, weights, mask, (True, True, True), False)
-        return (*sums, *exact, *grads, module.apply_rows(k, sums[1]))
+        alpha = torch.ones(k.shape[:2], dtype=torch.float64, device=k.device)
+        solved = module.ridge_solve(k, v, weights, mask, alpha)[:2] if solves else ()
+        return (*sums, *exact, *grads, module.apply_rows(k, sums[1]), *solved)
 
     return call
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor) -> Bits:
+    leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
+    out = ck.nystrom_attention(*leaves, 16, impl="triton")
+    return (out, *_gradients((out,), leaves))
+
+
+def _pinv(matrix: Tensor) -> Bits:
+    leaf = matrix.detach().requires_grad_()
+    inverse = ck.iterative_pinv(leaf, impl="triton")
+    return (inverse, *_gradients((inverse,), (leaf,)))
+
+
+def _solve(gram: Tensor, rhs: Tensor) -> Bits:
+    leaf = rhs.detach().requires_grad_()
+    weight = ck.regularised_solve(gram, leaf, 1.0, impl="cuda").weight
+    return (weight, *_gradients((weight,), (leaf,)))
 
 
 def _same(a: Bits, b: Bits) -> bool:
@@ -53,6 +80,12 @@ def _ridge_inputs(dtype: torch.dtype, width: int, keys: int, device: str) -> Bit
     k, v = (torch.randn(2, 4, keys, width, device=device).to(dtype) for _ in range(2))
     weights = torch.rand(2, 4, keys, device=device, dtype=torch.promote_types(dtype, torch.float32))
     return k, v, weights, torch.rand(2, keys, device=device) < 0.1
+
+
+def _systems(dtype: torch.dtype, order: int, device: str) -> Bits:
+    torch.manual_seed(0)
+    a = torch.randn(2, 100, order, order, dtype=dtype, device=device)
+    return a @ a.mT / order, torch.randn(2, 100, order, 16, dtype=dtype, device=device)
 
 
 def again(call: Call, given: Bits, times: int) -> bool:
@@ -78,17 +111,20 @@ def side_stream(call: Call, given: Bits) -> bool:
 
 
 def replayed_graph(call: Call, given: Bits) -> bool:
-    """Captured once, replayed on other inputs in the same memory."""
+    """Captured once, replayed on other inputs in the same memory, again and again."""
     side_stream(call, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call(*given)
     for tensor in given:
-        if tensor.is_floating_point():
-            tensor.copy_(torch.rand(tensor.shape, device=tensor.device).to(tensor.dtype))
-    graph.replay()
-    torch.cuda.synchronize()
-    return _same(captured, call(*given))
+        tensor.copy_(tensor.flip(0))  # the batch's other half: as sound as it was
+    wanted = tuple(t.clone() for t in call(*given))
+    alike = torch.ones((), dtype=torch.bool, device=given[0].device)
+    for _ in range(REPLAYS):
+        graph.replay()
+        for ours, right in zip(captured, wanted, strict=True):
+            alike &= (ours == right).all()
+    return bool(alike)
 
 
 def many_heads(device: str) -> bool:
@@ -104,6 +140,12 @@ def many_systems(device: str) -> bool:
     return bool((gram - k.double().mT @ k.double()).abs().max() < 1e-4 and (moment - k.double().mT @ v.double()).abs().max() < 1e-4)
 
 
+def many_matrices(device: str) -> bool:
+    """The bits of the last of 66,000 as they are alone."""
+    matrix = torch.randn(66_000, 16, 16, device=device).softmax(-1)
+    return torch.equal(ck.iterative_pinv(matrix, impl="triton")[-1:], ck.iterative_pinv(matrix[-1:], impl="triton"))
+
+
 def distant_rows(call: Call, given: Bits, which: int) -> bool:
     """Keys 2**30 elements apart: the third lies beyond the reach of 32 bits."""
     step = 2**30
@@ -114,42 +156,40 @@ def distant_rows(call: Call, given: Bits, which: int) -> bool:
     return _same(call(*(distant if i == which else t for i, t in enumerate(given))), call(*given))
 
 
-def _usable(impl: str, device: str) -> bool:
-    try:
-        sample = torch.zeros(1, 1, 1, 1, device=device)
-        return choose("ridge", impl, sample, sample, sample) == impl
-    except RuntimeError:
-        return False
-
-
 def _of_each(name: str, call: Call, given: Bits, times: int) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield f"{times} repeats, {name}", lambda: again(call, given, times)
     yield f"alone and in a batch, {name}", lambda: alone(call, given)
     yield f"side stream, {name}", lambda: side_stream(call, given)
-    yield f"replayed graph, {name}", lambda: replayed_graph(call, given)
+    yield f"{REPLAYS:,} replays of a graph, {name}", lambda: replayed_graph(call, given)
 
 
 def checks(device: str, times: int = 200) -> Iterator[tuple[str, Callable[[], bool]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for width in (16, 64):
             name = f"{str(dtype).removeprefix('torch.')}, heads of {width}"
-            yield from _of_each(name, _attention, _attention_inputs(dtype, width, 20_000, device), times)
+            yield from _of_each(f"attention, {name}", _attention, _attention_inputs(dtype, width, 20_000, device), times)
             several = _attention_inputs(dtype, width, 20_000, device, 300)
             yield f"{times // 4} repeats with several blocks of queries, {name}", lambda given=several: again(_attention, given, times // 4)
+            rows = _ridge_inputs(dtype, width, 20_000, device)
             for impl in ("triton", "cuda"):
-                if _usable(impl, device):
-                    yield from _of_each(
-                        f"Intention in {impl}, {name}", _ridge(impl), _ridge_inputs(dtype, width, 20_000, device), times // 4
-                    )
+                if not why_not("intention", impl, device):
+                    yield from _of_each(f"Intention in {impl}, {name}", _ridge(impl, device), rows, times // 4)
+            windows = _attention_inputs(dtype, width, 2000, device, 2000)[:3]
+            yield from _of_each(f"Nyström windows, {name}", _window, windows, times // 4)
+    for dtype in (torch.float32, torch.float64):
+        for size in (16, 64):
+            name = f"{size} wide, {str(dtype).removeprefix('torch.')}"
+            yield from _of_each(f"pinv, {name}", _pinv, (torch.randn(2, 300, size, size, dtype=dtype, device=device).softmax(-1),), times)
+            if not why_not("regularised_solve", "cuda", device):
+                yield from _of_each(f"solve, {name}", _solve, _systems(dtype, size, device), times)
     yield "66,000 heads", lambda: many_heads(device)
     yield "66,000 systems", lambda: many_systems(device)
+    yield "66,000 matrices", lambda: many_matrices(device)
     q, v = torch.randn(1, 1, 4, 8, device=device).half(), torch.randn(1, 1, 3, 8, device=device).half()
     yield "rows 2**30 elements apart", lambda: distant_rows(_attention, (q, v.clone(), v), 1)
     weights, mask = torch.rand(1, 1, 3, device=device), torch.zeros(1, 3, dtype=torch.bool, device=device)
-    yield "rows 2**30 elements apart, Intention", lambda: distant_rows(_ridge("triton"), (v.clone(), v, weights, mask), 0)
+    yield "rows 2**30 elements apart, Intention", lambda: distant_rows(_ridge("triton", device), (v.clone(), v, weights, mask), 0)
 
 
-def run(device: str) -> Iterator[dict[str, Any]]:
-    for name, check in checks(device):
-        start = time.perf_counter()
-        yield {"check": name, "ok": check(), "seconds": time.perf_counter() - start}
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return [Task(name, lambda check=check: {"ok": check()}) for name, check in checks(device)]

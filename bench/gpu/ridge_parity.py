@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 from cmab_kernels.backends import choose, implementation
 from cmab_kernels.intention.schema import solve
 
-from .parity import DTYPES
+from .parity import DTYPES, key_of
+from .sections import Row, Task
 
 WIDTHS = ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1))
 
@@ -46,6 +47,15 @@ def problems() -> Iterator[Problem]:
     for impl, dtype in itertools.product(("triton", "cuda"), ("float32", "bfloat16")):
         yield Problem(impl, dtype, 16, 16, variant="huge")
     yield Problem("triton", "float32", 16, 16, keys=300_000)
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    from .solve_parity import tasks as solves
+
+    return [
+        *(Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()),
+        *solves(device),
+    ]
 
 
 @dataclass
@@ -116,7 +126,7 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     try:
         module = implementation("ridge", choose("ridge", problem.impl, given.key, given.key, given.value))
     except RuntimeError as error:
-        return {**asdict(problem), "ok": problem.impl == "cuda", "problem": str(error)}
+        return {**asdict(problem), "ok": problem.impl == "cuda", "passed over": str(error)}
     k, v, w = given.wide()
     sums_may, rows_may = _allowed(given.key.dtype, problem.exact)
     shares = {}

@@ -1,0 +1,178 @@
+"""What block sizes are tuned for, and which are tried: each kernel with a table, on a shape that stands for its width."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.backends import implementation
+from cmab_kernels.intention.kernels import launch as ridge_launch
+from cmab_kernels.nystrom.kernels import launch as nystrom_launch
+from cmab_kernels.tiles import FIELDS, Key, capability_of, using
+
+Results = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel whose tiles are to be chosen, for one dtype and one width of heads."""
+
+    kernel: str
+    dtype: str
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.dtype}, {self.width} wide"
+
+    @property
+    def operands(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def products(self) -> Any:
+        if self.kernel.startswith("nystrom"):
+            return nystrom_launch.products(self.operands, self.width)
+        if self.kernel == "intention.gram":
+            return ridge_launch.gram_products(self.operands, False, False)
+        if self.kernel.startswith("intention"):
+            return ridge_launch.row_products(self.operands, False)
+        forward = self.kernel == "attention.forward"
+        return (attention_launch.forward_products if forward else attention_launch.backward_products)(self.operands, self.width)
+
+    def key(self, device: torch.device) -> Key:
+        products, width = self.products(), self.width
+        if self.kernel == "intention.gram":
+            width = ridge_launch.gram_tiles(products, device, width, width).TILE_D
+        return Key(self.kernel, capability_of(device), products.kind, width)
+
+    def built_in(self, device: torch.device) -> tuple[int, ...]:
+        """The tiles of the built-in table, in the order of FIELDS."""
+        products, width = self.products(), self.width
+        with using({}):
+            if self.kernel == "attention.forward":
+                return tuple(attention_launch.forward_tiles(products, device, width, 10**6))
+            if self.kernel == "attention.backward":
+                return tuple(attention_launch.backward_tiles(products, device, width, 10**6))
+            if self.kernel == "attention.backward_keys":
+                return tuple(attention_launch.backward_keys_tiles(products, device, width))
+            if self.kernel == "intention.gram":
+                return tuple(ridge_launch.gram_tiles(products, device, width, width))[2:]
+            if self.kernel == "intention.backward":
+                return _of_rows(ridge_launch.backward_tiles(products, device, width, width))
+            if self.kernel == "intention.apply":
+                return _of_rows(ridge_launch.apply_tiles(products, device, width, width))
+            return (nystrom_launch.warps(self.kernel, products, device, width),)
+
+
+def _of_rows(tiles: Any) -> tuple[int, ...]:
+    """TILE_D and TILE_E are the widest tile, which is one number, where the heads are as wide as that."""
+    return (tiles.TILE_D, tiles.BLOCK_N, tiles.num_warps, tiles.num_stages)
+
+
+def targets() -> Iterator[Target]:
+    """What is used most first: half precision and float32 at narrow heads, float64 and the widest last."""
+    attention = ("attention.forward", "attention.backward", "attention.backward_keys")
+    for dtype, width, kernel in itertools.product(("bfloat16", "float32"), (16, 64), attention):
+        yield Target(kernel, dtype, width)
+    for dtype, width in itertools.product(("float32", "bfloat16"), (64, 16)):
+        for kernel in ("intention.gram", "intention.backward", "intention.apply"):
+            yield Target(kernel, dtype, width)
+    for kernel, dtype, width in itertools.product(("nystrom.forward", "nystrom.backward"), ("float32", "float64"), (16, 32, 64)):
+        yield Target(kernel, dtype, width)
+    for dtype, width, kernel in itertools.product(("bfloat16", "float32"), (32, 128, 256), attention):
+        yield Target(kernel, dtype, width)
+    for width, kernel in itertools.product((16, 64), attention):
+        yield Target(kernel, "float64", width)
+
+
+MOVES: tuple[dict[str, int], ...] = (
+    {"BLOCK_N": 1},
+    {"BLOCK_N": -1},
+    {"BLOCK_N": 1, "num_warps": 1},
+    {"BLOCK_N": -1, "num_stages": 1},
+    {"BLOCK_L": 1},
+    {"BLOCK_L": -1},
+    {"BLOCK_L": -1, "num_warps": -1},
+    {"TILE": 1},
+    {"TILE": -1},
+    {"num_warps": 1},
+    {"num_warps": -1},
+    {"num_stages": 1},
+    {"num_stages": -1},
+)
+"""From the built-in tiles: how many steps up or down in the values allowed."""
+
+
+def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
+    """The built-in tiles first, then their neighbours, as far as they are tiles."""
+    start, fields = target.built_in(device), FIELDS[target.kernel]
+    found = [start]
+    for move in MOVES:
+        if not move.keys() <= fields.keys():
+            continue
+        places = [allowed.index(value) + move.get(name, 0) for (name, allowed), value in zip(fields.items(), start, strict=True)]
+        if all(0 <= place < len(allowed) for place, allowed in zip(places, fields.values(), strict=True)):
+            found.append(tuple(allowed[place] for place, allowed in zip(places, fields.values(), strict=True)))
+    return [tiles for tiles in found if tiles == start or dict(zip(fields, tiles, strict=True)).get("TILE", 0) <= max(target.width, 16)]
+
+
+# ---- calls
+
+
+LENGTHS = {"small": 5003, "large": 200_000}
+
+
+def prepared(target: Target, device: str, size: str, wide: bool = False) -> Callable[[], Results]:
+    """A call in which the kernel takes most of the time; of `size` "small" for its correctness, "large" for its speed.
+
+    `wide`: the same inputs, to the bit, in float64.
+    """
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        made = torch.randn(shape, device=device).to(target.operands)
+        return made.double() if wide else made
+
+    family = target.kernel.split(".")[0]
+    return {"attention": _attention, "intention": _intention, "nystrom": _nystrom}[family](target, draw, LENGTHS[size])
+
+
+def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
+    module = implementation("attention", "triton")
+    latents = 512 if target.kernel == "attention.backward_keys" else 128
+    q, k, v, dout = (draw(1, 4, n, target.width) for n in (latents, keys, keys, latents))
+    scale = target.width**-0.5
+    if target.kernel == "attention.forward":
+        return lambda: module.attention_forward(q, k, v, None, None, None, None, scale)
+    out, lse = module.attention_forward(q, k, v, None, None, None, None, scale)
+    needs = (False, True, True) if target.kernel == "attention.backward_keys" else (True, True, True)
+    slopes = dout.to(out.dtype), torch.zeros_like(lse)
+    return lambda: tuple(t for t in module.attention_backward(*slopes, q, k, v, None, None, out, lse, scale, needs) if t.numel())
+
+
+def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
+    """As many keys in all, in sets of 1,021, as in training."""
+    module = implementation("ridge", "triton")
+    sets, length = max(keys // 1024, 2), 1021
+    k, v = (draw(sets, 1, length, target.width) for _ in range(2))
+    square = draw(sets, 1, target.width, target.width).double()
+    if target.kernel == "intention.gram":
+        return lambda: module.gram(k, v, None, None, (True, True), False)
+    if target.kernel == "intention.apply":
+        return lambda: (module.apply_rows(k, square),)
+    return lambda: module.gram_backward(square, square, k, v, None, None, (True, True, False), False)[:2]
+
+
+def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
+    """Diagonally dominant, so that the iteration does not magnify what it rounds."""
+    module = implementation("nystrom", "triton")
+    a = draw(max(keys // 50, 100), target.width, target.width).softmax(-1)
+    a = a + 2 * torch.eye(target.width, dtype=a.dtype, device=a.device)
+    if target.kernel == "nystrom.forward":
+        return lambda: (module.iterative_pinv(a, 6),)
+    return lambda: (module.iterative_pinv_backward(a, a, 6),)

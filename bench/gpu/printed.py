@@ -1,0 +1,96 @@
+"""The table that people read: what is right, how fast it is beside its floor and its peers, what tuning gained, what was not run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from cmab_kernels.measure import readable
+
+from .results import Report
+from .sections import Outcome, Row, Section
+
+MOST_WRONG = 20
+"""Rows of a section that are printed in full; the file has all."""
+
+
+def table(report: Report, sections: Mapping[str, Section]) -> str:
+    return "\n".join(
+        [
+            ", ".join(f"{name} {value}" for name, value in report.machine.items()),
+            *_judged(report, sections),
+            *_passed_over(report),
+            *_timed(report, sections),
+            *_tuned(report),
+            *_left(report, sections),
+        ]
+    )
+
+
+def _judged(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
+    for name, outcome in report.outcomes.items():
+        wrong = [row for row in outcome.rows if not row.get("ok", True)]
+        if sections[name].judged:
+            yield f"{name}: {len(outcome.rows) - len(wrong)} of {len(outcome.rows)} right{_state(outcome)}"
+        for row in wrong[:MOST_WRONG]:
+            yield f"  WRONG {json.dumps(row, ensure_ascii=False)}"
+        if len(wrong) > MOST_WRONG:
+            yield f"  and {len(wrong) - MOST_WRONG} more"
+
+
+def _state(outcome: Outcome) -> str:
+    return "" if outcome.complete else f", incomplete: {outcome.problem or 'cut off'}"
+
+
+def _passed_over(report: Report) -> Iterator[str]:
+    """One line for each reason."""
+    reasons: dict[str, int] = {}
+    for outcome in report.outcomes.values():
+        for row in outcome.rows:
+            if "passed over" in row:
+                reasons[row["passed over"]] = reasons.get(row["passed over"], 0) + 1
+    yield from (f"passed over, {count} row{'s' if count > 1 else ''}: {reason}" for reason, count in reasons.items())
+
+
+def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
+    """Sections of figures, shape by shape, the fastest first."""
+    for name, outcome in report.outcomes.items():
+        if sections[name].judged:
+            continue
+        yield f"{name}{_state(outcome)}"
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in outcome.rows:
+            groups.setdefault((row.get("shape", ""), row.get("pass", "")), []).append(row)
+        for rows in groups.values():
+            yield from map(_figures, sorted(rows, key=lambda row: row.get("seconds", float("inf"))))
+
+
+def _figures(row: Row) -> str:
+    if "seconds" not in row:
+        return f"  {row['key']}: {row.get('problem', '')}"
+    parts = [f"  {row['shape']:30} {row['pass']:18} {row['impl']:16} {readable(row['seconds']):>8} +-{row['spread'] / 2:4.0%}"]
+    if "floor" in row:
+        parts.append(f"floor {readable(row['floor'])} ({row['bound']}), {row['share']:.0%} of it")
+    if "times ours" in row:
+        parts.append(f"{row['times ours'][1]:.2f} times ours")
+    parts.append(f"{row['memory'] / 2**20:.1f} MiB")
+    if "error" in row:
+        parts.append(f"error {row['error']:.0e}")
+    if "eager" in row:
+        parts.append("not captured")
+    return "  ".join(parts)
+
+
+def _tuned(report: Report) -> Iterator[str]:
+    rows = report.outcomes.get("tune", Outcome()).rows
+    written = [row for row in rows if row.get("written")]
+    if rows:
+        yield f"tuning: {len(written)} of {len(rows)} block sizes are better than the built-in ones"
+    for row in sorted(written, key=lambda row: -row["gain"]):
+        yield f"  {row['key']:40} {row['built-in']} -> {row['tiles']}: {row['gain']:.1%} faster, noise {row['noise']:.1%}"
+
+
+def _left(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
+    absent = [name for name in sections if name not in report.outcomes]
+    if absent:
+        yield f"not run yet: {', '.join(absent)}"

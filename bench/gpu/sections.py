@@ -1,0 +1,234 @@
+"""How a section is run: row by row in processes of its own, each row within a limit, so that what hangs or crashes costs that row alone.
+
+A section is a list of tasks, each with a stable key. Its workers claim them one by one, say on file when they begin one, and put the row
+there when it is made. Whoever watches stops a worker whose row takes too long, puts another in its place, and stops them all when the
+section's time is up; the rows that are there are kept, and a later run goes on behind them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Row = dict[str, Any]
+POLL = 0.1
+DEVICE_LOST = 70
+"""Exit code of a worker that an error left without a usable GPU."""
+
+
+class Task(NamedTuple):
+    """A row to be made; of a peer, a failure is a fact and no fault."""
+
+    key: str
+    make: Callable[[], Row]
+    peer: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """`tasks` is "module:function", a function of (device, rows of the sections that ran before) which lists the tasks."""
+
+    tasks: str
+    limit: float
+    """Seconds that it may take in all."""
+    row_limit: float = 60.0
+    workers: int = 1
+    """More than one where nothing is timed: most of the time goes to compilers on the CPU."""
+    judged: bool = True
+    """Rows are right or wrong; else they are figures."""
+
+
+@dataclass
+class Outcome:
+    """What has been made of a section so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    complete: bool = False
+    problem: str = ""
+    state: dict[str, str] = field(default_factory=dict)
+    """Of the GPU, when it was last done with."""
+
+    @property
+    def right(self) -> bool:
+        return self.complete and all(row.get("ok", True) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        """In place of an older row of its key."""
+        self.rows = [*(old for old in self.rows if old["key"] != row["key"]), row]
+
+
+def listed(tasks: str, device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    module, function = tasks.split(":")
+    return list(getattr(importlib.import_module(module), function)(device, before))
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+# ---- in a worker
+
+
+def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int) -> None:
+    with open(os.path.join(folder, f"{number}.jsonl"), "a") as file:
+
+        def tell(**line: Any) -> None:
+            print(json.dumps(line), file=file, flush=True)
+
+        try:
+            for task in _waiting(listed(section.tasks, device, before), outcome, folder):
+                tell(begun=task.key, peer=task.peer)
+                row, lost = _made(task, device)
+                tell(row=row)
+                if lost:
+                    os._exit(DEVICE_LOST)
+        except Exception as error:
+            traceback.print_exc()
+            tell(failed=first_line(error))
+
+
+def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[Task]:
+    """Those that are neither done nor claimed by another worker; what went wrong before comes last."""
+    known = {row["key"]: row.get("ok", True) for row in outcome.rows}
+    left = [(number, task) for number, task in enumerate(tasks) if not known.get(task.key, False)]
+    for number, task in sorted(left, key=lambda pair: pair[1].key in known):
+        try:
+            os.close(os.open(os.path.join(folder, f"{number}.claimed"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        yield task
+
+
+def _made(task: Task, device: str) -> tuple[Row, bool]:
+    """The row, and whether the GPU is lost to this process."""
+    start, lost = time.perf_counter(), False
+    try:
+        row = task.make()
+    except Exception as error:
+        traceback.print_exc()
+        row = failure(task.peer, first_line(error))
+        lost = not _recovered(device)
+    return {"key": task.key, **row, "took": round(time.perf_counter() - start, 3)}, lost
+
+
+def failure(peer: bool, problem: str) -> Row:
+    return {"problem": problem} if peer else {"ok": False, "problem": problem}
+
+
+def _recovered(device: str) -> bool:
+    """Out of memory passes; after an illegal access every later call fails."""
+    if torch.device(device).type != "cuda":
+        return True
+    gc.collect()
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- who watches
+
+
+class _Worker:
+    """A process, what it has told, and the row that it is at."""
+
+    def __init__(self, number: int, folder: str, *arguments: Any) -> None:
+        self.path = Path(folder) / f"{number}.jsonl"
+        self.read = 0
+        self.at: Row | None = None
+        self.since = time.monotonic()
+        self.rows = 0
+        self.failed = ""
+        self.process = multiprocessing.get_context("spawn").Process(target=_work, args=(*arguments, folder, number))
+        self.process.start()
+
+    def news(self) -> Iterator[Row]:
+        """The rows made since the last time. A line that is half written waits."""
+        lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
+        for line in map(json.loads, lines[self.read :]):
+            self.read += 1
+            if "begun" in line:
+                self.at, self.since = line, time.monotonic()
+            elif "row" in line:
+                self.at, self.rows = None, self.rows + 1
+                yield line["row"]
+            else:
+                self.failed = line["failed"]
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def run(
+    section: Section,
+    device: str,
+    outcome: Outcome,
+    before: Mapping[str, list[Row]],
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Carries on with `outcome`; `keep` is called whenever there is more of it."""
+    outcome.complete, outcome.problem = False, ""
+    end = time.monotonic() + section.limit
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (section, device, before, Outcome(list(outcome.rows)))
+        workers = [_Worker(number, folder, *arguments) for number in range(section.workers)]
+        started = len(workers)
+        try:
+            while workers and time.monotonic() < end:
+                time.sleep(POLL)
+                seen = outcome.rows
+                for worker in list(workers):
+                    if _look_after(worker, section, outcome):
+                        continue
+                    workers.remove(worker)
+                    if worker.failed or worker.process.exitcode == 0:
+                        outcome.problem = outcome.problem or worker.failed
+                    elif worker.rows == 0:
+                        outcome.problem = f"ended with exit code {worker.process.exitcode} before the first row"
+                    else:
+                        workers.append(_Worker(started, folder, *arguments))
+                        started += 1
+                if outcome.rows is not seen:
+                    keep()
+            if workers:
+                outcome.problem = outcome.problem or f"stopped after {section.limit:.0f} s"
+        finally:
+            for worker in workers:
+                worker.stop()
+                for row in worker.news():
+                    outcome.add(row)
+    outcome.complete = not outcome.problem
+    keep()
+
+
+def _look_after(worker: _Worker, section: Section, outcome: Outcome) -> bool:
+    """Takes the worker's rows, ends one that is stuck, and says whether it still works."""
+    alive = worker.process.is_alive()
+    for row in worker.news():
+        outcome.add(row)
+    problem = ""
+    if alive and worker.at and time.monotonic() - worker.since > section.row_limit:
+        problem = f"stopped after {section.row_limit:.0f} s"
+        worker.stop()
+    elif not alive and worker.at:
+        problem = f"its process ended with exit code {worker.process.exitcode}"
+    if problem and worker.at:
+        outcome.add({"key": worker.at["begun"], **failure(worker.at["peer"], problem)})
+        worker.rows += 1
+    return worker.process.is_alive()

@@ -1,0 +1,137 @@
+"""Which block sizes are fastest on this GPU: tried, found right, timed beside the built-in ones, and written to the package's table.
+
+Two sections. `candidates` compiles each candidate and compares its results with those in float64, in many processes, for compiling is what
+takes long and what may crash. `tune` times those that were right, all in turn, and writes the fastest where it beats the built-in one by
+more than two timings of the built-in one differ.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cmab_kernels import tiles as table
+
+from .candidates import Target, candidates, prepared, targets
+from .graphs import captured, ratios, samples_of
+from .machine import commit
+from .results import write_json
+from .sections import Row, Task
+
+LEAST_GAIN = 0.01
+BUILT_IN, AGAIN = "built-in", "built-in again"
+ROUNDS = 21
+
+
+# ---- candidates
+
+
+def candidate_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """What does not compile, or does not fit, is no fault; but the built-in tiles must."""
+    return [
+        Task(_name(target, tiles), lambda target=target, tiles=tiles: check(target, tiles, device), peer=number > 0)
+        for target in targets()
+        for number, tiles in enumerate(candidates(target, torch.device(device)))
+    ]
+
+
+def _name(target: Target, tiles: Sequence[int]) -> str:
+    return f"{target}; {' '.join(map(str, tiles))}"
+
+
+def check(target: Target, tiles: tuple[int, ...], device: str) -> Row:
+    """Its error is at most twice that of the built-in tiles, and its bits are the same each time."""
+    key = target.key(torch.device(device))
+    with table.using({}):
+        right = prepared(target, device, "small", wide=True)()
+        allowed = 2 * error(prepared(target, device, "small")(), right) + 4 * torch.finfo(torch.float64).eps
+    with table.using({key: tiles}):
+        call = prepared(target, device, "small")
+        first = call()
+        same = all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, call(), strict=True))
+    off = error(first, right)
+    row = {"error": off, "sound": same and off <= allowed}
+    if row["sound"]:
+        return row
+    return row | {"problem": "other bits each time" if not same else f"wrong: error {off:.1e}, allowed {allowed:.1e}"}
+
+
+def error(results: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Relative, of the worst result; infinity for what is not finite."""
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, right, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+# ---- tuning
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    sound = {row["key"] for row in before.get("candidates", []) if row.get("sound")}
+    return [Task(str(target), lambda target=target: tune(target, sound, device)) for target in targets()]
+
+
+def tune(target: Target, sound: set[str], device: str, path: Path = table.FILE) -> Row:
+    """The row says what was found; the table has it where it pays, and has no entry where the built-in tiles are as good."""
+    place = torch.device(device)
+    built_in, *others = candidates(target, place)
+    right = [tiles for tiles in others if _name(target, tiles) in sound]
+    if _name(target, built_in) not in sound:
+        return {"ok": False, "problem": "the built-in tiles were not found right: run section candidates first"}
+    key, found = target.key(place), fastest(target, built_in, right, device)
+    evidence = {name: found[name] for name in ("seconds", "built-in seconds", "noise")}
+    entry = table.as_entry(
+        key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "commit": commit(), "date": _today()}
+    )
+    written = found["gain"] > found["noise"] and found["confirmed"]
+    put(path, key, entry if written else None)
+    return {"ok": True, "written": written, **found, "built-in": list(built_in), "tiles": list(found["tiles"])}
+
+
+def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str) -> dict[str, Any]:
+    """The best of `others` beside the built-in tiles, timed with all of them and then once more alone with these."""
+    key = target.key(torch.device(device))
+    choices = {BUILT_IN: built_in, AGAIN: built_in, **{" ".join(map(str, tiles)): tiles for tiles in others}}
+    calls = {}
+    for name, tiles in choices.items():
+        with table.using({key: tiles}):
+            calls[name] = captured(prepared(target, device, "large"))
+    samples = samples_of(calls, ROUNDS)
+    noise = max(LEAST_GAIN, *(abs(ratio - 1) for ratio in ratios(samples[AGAIN], samples[BUILT_IN])))
+    relative = {name: ratios(samples[name], samples[BUILT_IN])[1] for name in choices if name not in (BUILT_IN, AGAIN)}
+    best = min(relative, key=lambda name: relative[name], default=BUILT_IN)
+    confirmed = False
+    if best != BUILT_IN and 1 - relative[best] > noise:
+        samples = samples_of({name: calls[name] for name in (BUILT_IN, best)}, ROUNDS)
+        confirmed = ratios(samples[best], samples[BUILT_IN])[2] < 1 - noise
+    return {
+        "tiles": choices[best],
+        "seconds": statistics.median(samples[best]),
+        "built-in seconds": statistics.median(samples[BUILT_IN]),
+        "gain": 1 - relative.get(best, 1.0),
+        "noise": noise,
+        "confirmed": confirmed,
+    }
+
+
+def put(path: Path, key: table.Key, entry: Mapping[str, Any] | None) -> None:
+    """The table with this entry in place of any other of its key, or without one."""
+    others = [table.as_entry(*one) for one in table.entries(path) if one[0] != key]
+    entries = sorted(
+        [*others, *([] if entry is None else [entry])], key=lambda one: (one["kernel"], one["capability"], one["kind"], one["width"])
+    )
+    write_json(path, {"cmab_kernels_tiles": table.FORMAT, "entries": entries})
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
