@@ -1,0 +1,77 @@
+"""Sections that need no GPU, for the machinery to be tried on: tasks that are slow, raise, hang, or end their process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.gpu.sections import Row, Task
+
+MARKS = "FAKE_SECTIONS_MARKS"
+"""Environment variable: a folder in which each task leaves a file for each time that it is run."""
+
+
+def _marked(key: str, make: Callable[[], Row], peer: bool = False) -> Task:
+    def run() -> Row:
+        folder = Path(os.environ[MARKS])
+        (folder / f"{key}.{len(list(folder.glob(f'{key}.*')))}").write_text(str(os.getpid()))
+        return make()
+
+    return Task(key, run, peer)
+
+
+def _fine() -> Row:
+    return {"ok": True}
+
+
+def _raises() -> Row:
+    raise RuntimeError("out of memory\nand more")
+
+
+def _hangs() -> Row:
+    time.sleep(60)
+    return {"ok": True}
+
+
+def _dies() -> Row:
+    os._exit(9)
+
+
+def fine(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return [_marked(f"row {i}", _fine) for i in range(4)]
+
+
+def mixed(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """Faults of ours and of peers among rows that are right."""
+    return [
+        _marked("first", _fine),
+        _marked("raises", _raises),
+        _marked("peer raises", _raises, True),
+        _marked("dies", _dies),
+        _marked("between", lambda: {"ok": False, "share": 2.0}),
+        _marked("hangs", _hangs, True),
+        _marked("last", _fine),
+    ]
+
+
+def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """Two rows at once, then one that takes longer than the section has, unless it is told not to."""
+    return [*fine(device, before)[:2], _marked("slow", _fine if os.environ.get("FAKE_SECTIONS_FAST") else _hangs)]
+
+
+def reading(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return [_marked("seen", lambda: {"ok": True, "saw": [row["key"] for row in before["fine"]]})]
+
+
+def broken(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    raise ImportError("no such module")
+
+
+def empty(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return []
+
+
+def dead_on_arrival(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    os._exit(5)
