@@ -68,7 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
         report.save()
     except (OSError, ValueError) as error:
         return _refuse(str(error))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     left = run_all(report, named, "cuda", started + BUDGET - TO_FINISH)
     print(table(report, SECTIONS))
     if left:
@@ -104,4 +103,5 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are stopped with it
     sys.exit(main())
