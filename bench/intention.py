@@ -43,7 +43,7 @@ STATES = [
     *(Sums(dtype=dtype) for dtype in DTYPES),
     Sums(threads=2),
     Update(4, 16, quick=True),
-    Update(1, 64),
+    *(Update(1, width) for width in (16, 64)),
     *(Update(4, 16, tokens=tokens) for tokens in (16, 256)),
     *(Removal(keys, quick=keys == 10_000) for keys in (100, 1000, 10_000, 100_000)),
     Removal(10_000, threads=2),

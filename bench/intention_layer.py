@@ -115,12 +115,13 @@ def _inverse(key: Tensor) -> Tensor:
 
 
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> Work:
-    """Sums, solution, rows, of as many queries as keys; backward the gradients of each, by the same factor."""
+    """Sums, solution, rows, of as many queries as keys; backward the gradients of each, by the same factor and a product of solutions."""
     rows = heads * length
     forward = ridge_work(rows, width, width, dtype) + solve_work(heads, width, width, dtype) + rows_work(rows, width, width, dtype)
     if not backward:
         return forward
-    return forward + ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
+    again = Work(0.0, heads * 4 * width**3, 0.0, dtype)
+    return forward + again + ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ class NystromModule(SelfAttention):
 
     scan = "nn.NystromAttention"
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}-m{self.landmarks}"
+
     @property
     def sizes(self) -> Mapping[str, int | str]:
         return {**super().sizes, "m": self.landmarks}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import exact
 from .floors import Work
 from .harness import device, generator, lacking_memory, normal
-from .operators import Implementation, OperatorCase, direction, missing
+from .operators import EAGER, Implementation, OperatorCase, direction, missing
 
 THEIRS = "nn.MultiheadAttention"
 
@@ -40,7 +40,6 @@ class SelfAttention(OperatorCase):
     backward: bool = False
 
     others = (THEIRS,)
-    baselines = (THEIRS,)
     longest: ClassVar[int] = 4096
     """Of tokens that exact attention is measured with."""
 
@@ -65,6 +64,10 @@ class SelfAttention(OperatorCase):
     @property
     @abstractmethod
     def _attention_work(self) -> Work: ...
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        return (THEIRS,) if self.length <= self.longest else (EAGER,)
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:
