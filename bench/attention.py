@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ class Attention(OperatorCase):
     every_peer: bool = False
     """Those too that take seconds to compile."""
     baselines: tuple[str, ...] = (SDPA,)
-    threads: int | None = None
+    threads: int | None = field(default=None, kw_only=True)
 
     scan = "latent_attention"
     counted = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}  # noqa: RUF012  a constant, as frozen as the rest

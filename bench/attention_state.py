@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ class Update(OperatorCase):
     new: int = 1
     latents: int = 128
     removes: bool = False
-    threads: int | None = None
+    threads: int | None = field(default=None, kw_only=True)
 
     baselines = (EAGER,)
     others = (SDPA,)  # begins anew with all keys, which the state saves
@@ -133,7 +133,7 @@ class Merge(OperatorCase):
     width: int = 16
     latents: int = 128
     batch: int = 1
-    threads: int | None = None
+    threads: int | None = field(default=None, kw_only=True)
 
     scan = "merge_states"
     baselines = (EAGER,)
@@ -190,10 +190,12 @@ CASES: list[Case] = [
     *(Update(keys=keys, quick=keys == 100_000) for keys in (1000, 10_000, 100_000, 1_000_000)),
     *(Update(new=new, quick=new == 1000) for new in (10, 100, 1000, 10_000)),
     *(Update(latents=latents) for latents in (8, 32, 512)),
-    *(Update(heads, width) for heads, width in ((8, 8), (1, 64))),
+    *(Update(heads=heads) for heads in (1, 8)),
+    Update(width=64),
     *(Update(dtype=dtype, new=1000) for dtype in (torch.float64, torch.bfloat16)),
     Update(threads=1, new=1000),
     *(Update(new=new, removes=True, quick=new == 1000) for new in (1, 10, 100, 1000)),
+    *(Update(keys=keys, new=100, removes=True) for keys in (1000, 10_000, 1_000_000)),
     *(Merge(parts, quick=parts == 2) for parts in (2, 8, 32)),
     *(Merge(batch=batch) for batch in (16, 256)),
 ]

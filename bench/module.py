@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Module(OperatorCase):
     keys: int = 100_000
     latents: int = 128
     backward: bool = False
-    threads: int | None = None
+    threads: int | None = field(default=None, kw_only=True)
 
     scan = "nn.MultiheadAttention"
     baselines = (TORCH,)
@@ -132,7 +132,7 @@ class Block(OperatorCase):
     width: int = 64
     keys: int = 100_000
     latents: int = 128
-    threads: int | None = None
+    threads: int | None = field(default=None, kw_only=True)
 
     scan = "nn.CMAB"
     baselines = (WITH_SDPA,)

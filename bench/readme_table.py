@@ -77,8 +77,8 @@ NYSTROM = (
         "nystrom-step-continual-float32-1x64-n64-m16": "one token, continual landmarks, in the mean",
         "nystrom-step-fixed-float32-1x64-n64-m16-blocks-of-64": "a token in blocks of 64, fixed landmarks",
         "nystrom-step-continual-float32-1x64-n64-m16-blocks-of-64": "a token in blocks of 64, continual landmarks",
-        "nystrom-step-fixed-float32-1024x64-n64-m16": "one token for 1,024 heads, fixed landmarks",
-        "nystrom-step-continual-float32-1024x64-n64-m16": "one token for 1,024 heads, continual landmarks, in the mean",
+        "nystrom-step-fixed-float32-1024x64-n64-m16-2-threads": "one token for 1,024 heads, fixed landmarks",
+        "nystrom-step-continual-float32-1024x64-n64-m16-2-threads": "one token for 1,024 heads, continual landmarks, in the mean",
         "iterative-pinv-float32-m16-B1": "`iterative_pinv`, one matrix",
     }
     | {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import cmab_kernels
-from bench import attention, attention_state, harness, intention, module, readme_table
+from bench import attention, attention_state, harness, module, readme_table
 from bench.conftest import CLOCK
 from bench.floors import Rates
 from bench.scans import CASES, scans
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
+from .axes import check_scan, points
 from .cases import MIB, failing, planted
 
 TOLERANCE = MIB // 2
@@ -177,12 +177,6 @@ SMALL = [
     module.Module(keys=40),
     module.Module(keys=40, backward=True),
     module.Block(keys=40),
-    intention.Solve(8, 8, 5),
-    intention.Solve(8, 1, 5),
-    intention.Layer(100, heads=2, width=8),
-    intention.Layer(100, heads=2, width=8, backward=True),
-    intention.OneMore(2, 8, keys=100),
-    intention.Sums(100, 8),
 ]
 
 
@@ -194,38 +188,6 @@ def test_implementations_of_a_case_agree(case):
     for name, run in case.implementations.items():
         if case.refusal(name) is None:
             assert harness.relative_error(run(inputs), expected[name]) < 4e-6, name
-
-
-@pytest.mark.parametrize("length", [1, intention.CHUNK, intention.CHUNK + 3])
-def test_gradients_by_hand_are_those_of_autograd(length):
-    case = intention.Layer(length, heads=2, width=4, backward=True)
-    query, key, value, dout = (part.detach().double() for part in case.inputs(0))
-    inputs = [part.requires_grad_() for part in (query, key, value)]
-    system = key.mT @ key + intention.ALPHA * torch.eye(4, dtype=torch.float64)
-    out = query @ torch.linalg.solve_ex(system, key.mT @ value)[0]
-    expected = out.detach(), *torch.autograd.grad(out, inputs, dout)
-    by_hand = intention.chunked(intention.LayerInputs(query, key, value, dout))
-    assert harness.relative_error(by_hand, expected) < 1e-12
-    assert harness.relative_error(intention.chunked(intention.LayerInputs(query, key, value, dout[:0, 0, 0, 0])), expected[:1]) < 1e-12
-
-
-@pytest.mark.parametrize(("width", "columns", "batch"), [(6, 6, 5), (9, 1, 3)])
-def test_operations_of_a_solve_are_counted(width, columns, batch):
-    case = intention.Solve(width, columns, batch)
-    _, flops = harness.count_flops(lambda: case.implementations[intention.CHOLESKY](case.inputs(0)))
-    products = 2 * width**2 * 4 * width * batch  # of the inputs, which are rows' * rows
-    assert flops - products == batch * (width**3 // 3 + 2 * width**2 * columns)
-
-
-def test_the_long_layer_has_its_peer_and_the_short_ones_have_attention():
-    million, short = intention.Layer(1_000_000), intention.Layer(16_384)
-    assert million.baselines == (intention.CHUNKED,) and attention.SDPA not in million.implementations
-    assert short.baselines == (attention.SDPA,) and attention.SDPA in short.implementations
-
-
-def test_float64_sums_stay_exact_where_float32_sums_do_not():
-    errors = intention.errors_of_additions(3000)
-    assert errors["ridge_state"] < 1e-14 < 1e-7 < errors["float32 sums in torch"]
 
 
 def test_cases_have_names_of_their_own():
@@ -246,16 +208,10 @@ def test_every_public_operator_is_scanned_and_a_quick_run_knows_it():
     assert all(any(case.quick for case in cases) for cases in scans().values())
 
 
-def points(cases: list[harness.Case], axis: str) -> int:
-    """The most cases that differ along this axis alone."""
-    lines = Counter(tuple(sorted((k, str(v)) for k, v in c.parameters.items() if k != axis)) for c in cases if axis in c.parameters)
-    return max(lines.values(), default=0)
-
-
 AXES = {
-    "latent_attention": {"N": 4, "L": 4, "H": 4, "D": 4, "dtype": 4, "B": 3, "threads": 2, "layout": 2, "pass": 2},
-    "attention_state": {"N": 4, "t": 4, "L": 4, "dtype": 3, "threads": 2},
-    "remove_from_state": {"t": 4},
+    "latent_attention": {"N": 5, "L": 4, "H": 4, "D": 5, "dtype": 4, "B": 3, "threads": 2, "layout": 2, "pass": 2},
+    "attention_state": {"N": 4, "t": 5, "L": 4, "dtype": 3, "threads": 2},
+    "remove_from_state": {"N": 4, "t": 4},
     "merge_states": {"states": 3, "B": 3},
     "nn.MultiheadAttention": {"N": 4, "H": 4, "pass": 2},
     "nn.CMAB": {"N": 4},
@@ -265,22 +221,16 @@ AXES = {
 @pytest.mark.parametrize("scan", AXES)
 def test_an_axis_is_one_parameter_that_varies_alone(scan):
     with harness.threads(2):
+        check_scan(scans()[scan])
         assert {axis: points(scans()[scan], axis) for axis in AXES[scan]} == AXES[scan]
-
-
-def test_names_say_what_the_parameters_say():
-    """Two cases of a scan whose parameters are alike would be one point with two values."""
-    for cases in scans().values():
-        seen = [(tuple(sorted(case.parameters.items(), key=str)), case.threads) for case in cases]
-        assert len(set(seen)) == len(seen), [str(case) for case in cases]
 
 
 def test_a_row_says_how_near_it_is_to_the_floor(monkeypatch):
     monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
     monkeypatch.setattr(harness, "rates_of", lambda device: Rates(1.0, 1.0, {"float32": 1.0}, together=True))
     monkeypatch.setattr(harness, "interleave", lambda calls, rounds, *_, **__: {name: [1e9] * rounds for name in calls})
-    case = replace(SHAPES[0], others=("naive",))
-    rows = harness.measure(case, [attention.SDPA, "naive"], budget=0.01)
+    monkeypatch.setattr(attention.Attention, "others", ("naive",))
+    rows = harness.measure(SHAPES[0], [attention.SDPA, "naive"], budget=0.01)
     scores = 3 * 2 * 4 * 50
     assert rows[attention.SDPA].info["floor"] == scores + 2 * scores * 16 and rows[attention.SDPA].info["bound"] == "matrix"
     assert rows[attention.SDPA].info["share"] == rows[attention.SDPA].info["floor"] / 1e9
@@ -309,12 +259,18 @@ def test_readme_shows_the_newest_committed_run(shown):
     assert readme_table.insert(text, readme_table.table(path, shown), shown) == text, "stale: python bench/readme_table.py"
 
 
-ATTENTION, INTENTION, NYSTROM = readme_table.TABLES
+HEADLINE, ATTENTION, INTENTION, NYSTROM = readme_table.TABLES
 
 
 def run_of(date: str, median: float, shown: readme_table.Table = ATTENTION, **more: object) -> dict:
     def row(name: str, seconds: float) -> dict:
-        info = {"implementation": name, "extra_memory": 3 * MIB, "result_memory": 2 * MIB, "baseline": attention.SDPA}
+        info = {
+            "implementation": name,
+            "ours": name == "native",
+            "extra_memory": 3 * MIB,
+            "result_memory": 2 * MIB,
+            "baseline": attention.SDPA,
+        }
         info |= {"ratio": 0.25, "ratio_quartiles": [0.2, 0.3]} | more
         return {"group": next(iter(shown.labels)), "extra_info": info, "stats": {"median": seconds}}
 
