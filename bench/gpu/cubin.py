@@ -30,6 +30,9 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 SPILLS = 0.005
 """The share of instructions to local memory that is let pass: ptxas parks a few values there to fit one block more on a processor."""
 
+TENSOR_COLUMNS = 512
+"""The tensor memory of a multiprocessor of sm_100; a block that takes more is not launched."""
+
 _CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -41,13 +44,15 @@ class Launch(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """Of a launch: registers of a thread, bytes of shared memory and warps of a block, disassembled instructions, Triton's first form."""
+    """Of a launch: registers of a thread; bytes of shared memory, columns of tensor memory and warps of a block; what was disassembled."""
 
     registers: int
     shared: int
+    tensor_columns: int
     warps: int
     sass: str
     ttir: str
+    """Triton's first form of the kernel."""
 
 
 class Figures(NamedTuple):
@@ -57,6 +62,7 @@ class Figures(NamedTuple):
     capability: int
     registers: int
     shared: int
+    tensor_columns: int
     local: int
     matrix: int
     instructions: Counter[str]
@@ -115,7 +121,8 @@ def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
     cubin.write_bytes(kernel.asm["cubin"])
     registers = re.findall(r"REG:(\d+)", cuobjdump("--dump-resource-usage", cubin))[-1]
     sass = cuobjdump("--dump-sass", cubin)
-    return MachineCode(int(registers), kernel.metadata.shared, kernel.metadata.num_warps, sass, kernel.asm["ttir"])
+    made = kernel.metadata
+    return MachineCode(int(registers), made.shared, made.tmem_size or 0, made.num_warps, sass, kernel.asm["ttir"])
 
 
 def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
@@ -129,6 +136,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
         capability,
         code.registers,
         code.shared,
+        code.tensor_columns,
         sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL")),
         sum(count for name, count in instructions.items() if "MMA" in name.split(".")[0]),
         instructions,
@@ -143,6 +151,8 @@ def faults(figures: Figures, matrix: bool) -> list[str]:
         found.append(f"{figures.local} instructions go to local memory: registers were spilled")
     if figures.shared > SHARED_LIMIT[figures.capability]:
         found.append(f"{figures.shared} bytes of shared memory, and a block has {SHARED_LIMIT[figures.capability]}")
+    if figures.tensor_columns > TENSOR_COLUMNS:
+        found.append(f"{figures.tensor_columns} columns of tensor memory, and a multiprocessor has {TENSOR_COLUMNS}: it cannot be launched")
     if matrix and not figures.matrix:
         found.append("no matrix instruction")
     return found + narrow_offsets(figures.ttir)

@@ -1,0 +1,272 @@
+"""What is compiled to be read: every kernel at the shapes that the speed targets name, and what one pass through its main loop does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+
+from bench.floors import Work, attention_work, pinv_work, ridge_work, rows_work
+from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.kernels import launch as intention_launch
+from cmab_kernels.intention.kernels.sums import IN_FLOAT32
+from cmab_kernels.nystrom import kernels as nystrom
+
+from .cubin import Launch, as_if_on, record
+
+ITERATIONS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pass of an operator at one shape; its kernels are recorded on tensors without memory."""
+
+    operator: str
+    passes: str
+    shape: str
+    dtype: str
+    width: int
+    call: Callable[[], Any] | None
+    """None of what nvcc has compiled."""
+    work: Work | None
+    """Its dtype is that whose rate the products run at. None where no floor means anything."""
+    tf32: bool = False
+
+    @property
+    def precision(self) -> str:
+        return "tf32" if self.tf32 else self.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator} {self.passes}, {self.shape}, {self.precision}"
+
+    def launches(self, capability: int) -> dict[str, Launch]:
+        """By the name of the kernel; a second launch of the same kernel has a number."""
+        with ExitStack() as as_there:
+            as_there.enter_context(torch.device("meta"))
+            as_there.enter_context(as_if_on(capability))
+            for family in (attention_launch, intention_launch):
+                as_there.enter_context(mock.patch.object(family, "allows_tf32", lambda: self.tf32))
+            found: dict[str, Launch] = {}
+            for launch in record(self.call) if self.call else []:
+                name = launch.kernel.__name__
+                count = sum(other.kernel is launch.kernel for other in found.values())
+                found[f"{name} {count + 1}" if count else name] = launch
+            return found
+
+
+# ---- attention
+
+
+def _attention(B: int, H: int, L: int, N: int, D: int, dtype: str, shape: str, tf32: bool = False) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+    sums = torch.promote_types(kind, torch.float32)
+
+    def inputs() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(B, H, n, D, dtype=kind) for n in (L, N, N))
+
+    def forward() -> None:
+        attention.attention_forward(*inputs(), None, None, None, None, D**-0.5)
+
+    def backward() -> None:
+        out, lse = torch.empty(B, H, L, D, dtype=sums), torch.empty(B, H, L, dtype=torch.float64)
+        attention.attention_backward(out, lse, *inputs(), None, None, out, lse, D**-0.5, (True, True, True))
+
+    for name, call in (("forward", forward), ("backward", backward)):
+        work = attention_work(B * H * L * N, B * H * N, D, D, dtype, name == "backward", "cuda")
+        through_tf32 = tf32 or (dtype == "float16" and name == "backward")
+        yield Case("latent_attention", name, shape, dtype, D, call, replace(work, dtype="tf32") if through_tf32 else work, tf32)
+
+
+# ---- Intention
+
+
+def _intention(B: int, N: int, D: int, dtype: str, shape: str, tf32: bool = False) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+
+    def rows() -> torch.Tensor:
+        return torch.empty(B, 1, N, D, dtype=kind)
+
+    def square() -> torch.Tensor:
+        return torch.empty(B, 1, D, D, dtype=torch.float64)
+
+    calls: dict[str, tuple[Callable[[], Any], Work]] = {
+        "sums": (lambda: intention.gram(rows(), rows(), None, None, (True, True), False), ridge_work(B * N, D, D, dtype)),
+        "gradients of the sums": (
+            lambda: intention.gram_backward(square(), square(), rows(), rows(), None, None, (True, True, False), False),
+            ridge_work(B * N, D, D, dtype, backward=True),
+        ),
+        "rows": (lambda: intention.apply_rows(rows(), square()), rows_work(B * N, D, D, dtype)),
+    }
+    for name, (call, work) in calls.items():
+        through_tf32 = tf32 or (dtype in ("bfloat16", "float16") and name != "sums")
+        yield Case("ridge_state", name, shape, dtype, D, call, replace(work, dtype="tf32") if through_tf32 else work, tf32)
+
+
+# ---- Nyström
+
+
+def _nystrom(batch: int, m: int, width: int, dtype: str, shape: str) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+
+    def matrix() -> torch.Tensor:
+        return torch.empty(batch, m, m, dtype=kind)
+
+    def given() -> tuple[Any, ...]:
+        rows = torch.empty(batch, m, width, dtype=kind)
+        return rows, rows, rows, None, width**-0.5, ITERATIONS
+
+    inverse = pinv_work(batch, m, ITERATIONS, dtype)
+    both = Work(batch * m * m, batch * 4 * m * m * width, batch * 4 * m * width * kind.itemsize, dtype)
+    values = replace(inverse + both, bytes=both.bytes)
+    calls: dict[tuple[str, str], tuple[Callable[[], Any], Work]] = {
+        ("iterative_pinv", "forward"): (lambda: nystrom.iterative_pinv(matrix(), ITERATIONS), inverse),
+        ("iterative_pinv", "backward"): (lambda: nystrom.iterative_pinv_backward(matrix(), matrix(), ITERATIONS), _differentiated(inverse)),
+        ("landmark values", "forward"): (lambda: nystrom.landmark_values(*given()), values),
+        ("landmark values", "backward"): (lambda: nystrom.landmark_values_backward(given()[0], *given()), _differentiated(values)),
+    }
+    for (operator, name), (call, work) in calls.items():
+        yield Case(operator, name, shape, dtype, m, call, work)
+
+
+def _differentiated(work: Work) -> Work:
+    """The forward again, and two products for each of it; what is read has a gradient."""
+    return replace(work, products=3 * work.products, bytes=2 * work.bytes)
+
+
+def cases() -> list[Case]:
+    million = 10**6
+    return [
+        *_attention(1, 4, 128, million, 16, "bfloat16", "4 heads of 16, L 128, N 1e6"),
+        *_attention(1, 8, 128, million, 8, "bfloat16", "8 heads of 8, L 128, N 1e6"),
+        *_attention(1, 1, 128, million, 64, "bfloat16", "1 head of 64, L 128, N 1e6"),
+        *_attention(1, 8, 512, million, 64, "bfloat16", "8 heads of 64, L 512, N 1e6"),
+        *_attention(1, 4, 128, million, 16, "float32", "4 heads of 16, L 128, N 1e6", tf32=True),
+        *_attention(1, 4, 128, million, 16, "float32", "4 heads of 16, L 128, N 1e6"),
+        *_attention(1, 1, 128, million, 64, "float32", "1 head of 64, L 128, N 1e6"),
+        *_attention(1, 4, 128, million, 16, "float16", "4 heads of 16, L 128, N 1e6"),
+        *_attention(1, 4, 128, million // 10, 16, "float64", "4 heads of 16, L 128, N 1e5"),
+        *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)"),
+        *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)", tf32=True),
+        *_intention(256, 1024, 64, "bfloat16", "256 x (N 1,024, d 64)"),
+        *_intention(1, million, 64, "float32", "1 x (N 1e6, d 64)"),
+        *_intention(1024, 256, 16, "float32", "1,024 x (N 256, d 16)"),
+        *_intention(256, 1024, 32, "float64", "256 x (N 1,024, d 32)"),
+        *_nystrom(1024, 16, 64, "float32", "1,024 x (m 16)"),
+        *_nystrom(1024, 64, 64, "float32", "1,024 x (m 64)"),
+        *_nystrom(1024, 16, 64, "float64", "1,024 x (m 16)"),
+    ]
+
+
+LEFT_OUT = """Left out: masks, weights, packed sets and incoming states, which are further variants of the same loops; heads of 128 and
+256, and float64 heads other than 16, whose spills and matrix instructions `pytest -m nightly` checks (tests/*/test_cubin.py); stacked
+blocks, for which there is no kernel of their own."""
+
+
+# ---- what one pass through the main loop of a kernel does
+
+
+class Pass(NamedTuple):
+    """`per`: what is counted, of which a block does `elements` in a pass; `passes` of all blocks together; `moved`: bytes, each once.
+
+    `trips`: of a loop within the main one. `loops`: that many of the outermost loops, each as often as the other.
+    """
+
+    per: str
+    elements: float
+    passes: float
+    moved: float
+    trips: float = 1.0
+    loops: int = 1
+    rare: tuple[tuple[str, float], ...] = ()
+
+
+def _scores(launch: Launch, moved: int) -> Pass:
+    """Attention, a block of queries at hand: one tile of scores a pass. `moved`: how often keys and values are."""
+    o = launch.options
+    B, H, L, N = o["sizes"]
+    passes = B * H * triton.cdiv(L, o["BLOCK_L"]) * triton.cdiv(N, o["BLOCK_N"])
+    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], passes, moved * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size())
+
+
+def _scores_of_keys(launch: Launch) -> Pass:
+    """A tile of keys at hand, and all blocks of queries a pass."""
+    o = launch.options
+    B, H, L, N = o["sizes"]
+    blocks = triton.cdiv(L, o["BLOCK_L"])
+    moved = 2 * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size()
+    return Pass("score", blocks * o["BLOCK_L"] * o["BLOCK_N"], B * H * triton.cdiv(N, o["BLOCK_N"]), moved, trips=blocks)
+
+
+def _row_terms(launch: Launch) -> Pass:
+    o = launch.options
+    rows = math.prod(o["sizes"])
+    moved = rows * o["E"] * (launch.args[0].element_size() + launch.args[2].element_size() + launch.args[4].element_size())
+    return Pass("element of dout", o["ROWS"] * o["E"], launch.grid[0], moved)
+
+
+def _runs(launch: Launch, runs: int, width: int) -> Pass:
+    """Sums over runs, `width` elements each."""
+    chunk = launch.options["CHUNK"]
+    moved = launch.grid[0] * runs * width * launch.args[0].element_size()
+    return Pass("element of a run", chunk * width, launch.grid[0] * triton.cdiv(runs, chunk), moved)
+
+
+def _gram(launch: Launch) -> Pass:
+    """One tile of keys into one tile of a sum. Tiles above the diagonal are not formed."""
+    o = launch.options
+    key, value, *_, gram, moment = launch.args
+    down = triton.cdiv(o["D"], o["TILE_D"])
+    formed = (down + 1) / (2 * down) if gram is not None else 1.0
+    loaded = o["TILE_D"] * (2 if gram is not None and down > 1 else 1) + (o["TILE_E"] if moment is not None else 0)
+    length = min(o["cut"][1], o["keys"])
+    in_float64 = str(o["OPERAND"]) == "fp64"
+    block = o["EXACT_N"] if in_float64 else o["BLOCK_N"]
+    rare = () if in_float64 else tuple((name, block / IN_FLOAT32.value) for name in ("DADD", "F2F.F64"))
+    moved = key.nbytes + (value.nbytes if moment is not None else 0)
+    return Pass("element loaded", block * loaded, launch.grid[0] * formed * triton.cdiv(length, block), moved, rare=rare)
+
+
+def _row_tiles(launch: Launch, elements: int, moved: int) -> Pass:
+    """One tile of rows: all columns, tile by tile."""
+    o = launch.options
+    rows = o["keys"] if "keys" in o else o["queries"]
+    tiles = triton.cdiv(o["D"], o["TILE_D"])
+    passes = launch.grid[0] * triton.cdiv(min(o["RUN"], rows), o["BLOCK_N"])
+    return Pass("element of a row", o["BLOCK_N"] * elements, passes, moved, trips=tiles)
+
+
+def _squares(launch: Launch, loops: int) -> Pass:
+    """One iteration of the inverse of one matrix; the gradient goes through them again, and then back."""
+    o = launch.options
+    moved = sum(t.nbytes for t in launch.args if isinstance(t, torch.Tensor) and t.dim() == 3)
+    return Pass("element of a square", o["SIZE"] ** 2, launch.grid[0] * o["ITERATIONS"], moved, loops=loops)
+
+
+PASSES: dict[str, Callable[[Launch], Pass]] = {
+    "_forward": lambda launch: _scores(launch, 1),
+    "_merge": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["E"]),
+    "_row_terms": _row_terms,
+    "_backward": lambda launch: _scores(launch, 2),
+    "_backward_keys": _scores_of_keys,
+    "_sum_runs": lambda launch: _runs(launch, launch.args[4][0], launch.options["D"]),
+    "_gram": _gram,
+    "_add_runs": lambda launch: _runs(launch, launch.args[2], launch.options["BLOCK"]),
+    "_gram_backward": lambda launch: _row_tiles(
+        launch, launch.options["D"] + launch.options["E"], 2 * (launch.args[2].nbytes + launch.args[3].nbytes)
+    ),
+    "_apply": lambda launch: _row_tiles(launch, launch.options["D"], launch.args[0].nbytes + launch.args[2].nbytes),
+    "_pinv": lambda launch: _squares(launch, 1),
+    "_pinv_backward": lambda launch: _squares(launch, 2),
+    "_landmark_values": lambda launch: _squares(launch, 1),
+    "_landmark_values_backward": lambda launch: _squares(launch, 2),
+}
+"""Of every kernel that is launched."""

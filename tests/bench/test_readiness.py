@@ -1,0 +1,317 @@
+"""What kernels compile to, read without a GPU: the reader, the model, and that nothing has become worse than what is recorded."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from bench.floors import Work
+from bench.gpu import readiness, readiness_cuda
+from bench.gpu.readiness import PAGE, ROOT, complaints, in_child, of_launch, recorded, regressions
+from bench.gpu.readiness_cases import PASSES, cases
+from bench.gpu.readiness_model import CHIPS, occupancy, seconds
+from bench.gpu.readiness_page import page
+from bench.gpu.readiness_sass import Code, Counts
+from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.attention.kernels.launch import Tiles
+
+CASES = {case.name: case for case in cases()}
+ATTENTION = "latent_attention forward, 1 head of 64, L 128, N 1e6, bfloat16"
+CHEAP = [
+    ("latent_attention forward, 4 heads of 16, L 128, N 1e6, bfloat16", 90),
+    ("latent_attention backward, 4 heads of 16, L 128, N 1e6, bfloat16", 80),
+    ("ridge_state sums, 256 x (N 1,024, d 64), bfloat16", 90),
+    ("ridge_state rows, 1,024 x (N 256, d 16), float32", 100),
+    ("iterative_pinv forward, 1,024 x (m 16), float32", 80),
+]
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return recorded()
+
+
+def _row(record: dict[str, Any], case: str, kernel: str, capability: int) -> dict[str, Any]:
+    return next(row for row in record["rows"] if readiness.key_of(row) == (case, kernel, f"sm_{capability}"))
+
+
+# ---- what a multiprocessor holds
+
+
+@pytest.mark.parametrize(
+    "capability, threads, registers, shared, blocks, limit",
+    [
+        (80, 128, 140, 16384, 3, "registers"),
+        (80, 64, 40, 1024, 24, "registers"),
+        (80, 96, 33, 5000, 16, "registers"),
+        (80, 32, 16, 0, 32, "blocks"),
+        (80, 1024, 64, 0, 1, "registers"),
+        (80, 256, 96, 100 * 1024, 1, "shared memory"),
+        (80, 256, 128, 227 * 1024, 0, "shared memory"),
+        (90, 256, 96, 100 * 1024, 2, "registers"),
+        (90, 128, 128, 114 * 1024, 1, "shared memory"),
+        (90, 256, 255, 80 * 1024, 1, "registers"),
+        (90, 128, 32, 0, 16, "registers"),
+        (100, 256, 128, 227 * 1024, 1, "shared memory"),
+        (100, 512, 130, 0, 0, "registers"),
+    ],
+)
+def test_occupancy(capability: int, threads: int, registers: int, shared: int, blocks: int, limit: str) -> None:
+    """Blocks as cudaOccMaxActiveBlocksPerMultiprocessor of NVIDIA's cuda_occupancy.h (CUDA 13.0) gives them."""
+    held = occupancy(capability, registers, shared, threads // 32)
+    assert (held.blocks, held.limit) == (blocks, limit) and held.share == blocks * threads / 2048
+
+
+def test_tensor_memory_limits_blocks() -> None:
+    assert occupancy(100, 32, 0, 4, tensor_columns=256)[::2] == (2, "tensor memory")
+    assert occupancy(100, 32, 0, 4, tensor_columns=640)[::2] == (0, "tensor memory")
+
+
+# ---- loops in machine code
+
+
+def _sass(*lines: str) -> str:
+    return "".join(f"        /*{16 * i:04x}*/  {line} ;  /* 0x0 */\n" for i, line in enumerate(lines))
+
+
+PROGRAM = _sass(
+    "MOV R1, c[0x0][0x28]",  # 00
+    "FADD R2, R2, R3",  # 10: the outer loop
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R4",  # 20
+    "@!P1 BRA 0xe0",  # 30
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",  # 40: the inner loop
+    "MUFU.EX2 R5, R5",  # 50
+    "@P2 BRA 0x80",  # 60
+    "F2F.F64.F32 R6, R5",  # 70: once in many passes
+    "LDS.128 R8, [R9]",  # 80
+    "@P0 BRA 0x40",  # 90
+    "@P3 CALL.REL.NOINC 0xc0",  # a0: leaves the outer loop
+    "BRA 0x10",  # b0
+    "FADD R2, R2, R2",  # c0
+    "EXIT",  # d0
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R4",  # e0: waits, out of the way
+    "@!P1 BRA 0xe0",  # f0
+    "BRA 0x40",  # 100
+)
+
+
+def test_loops_are_found() -> None:
+    code = Code(PROGRAM, 4)
+    (outer,) = code.outermost()
+    (inner,) = code.innermost()
+    assert (code.blocks[outer.head].start, code.blocks[inner.head].start) == (1, 4)
+    assert code.main_loops(2) == [outer], "the wait is none"
+    once = code.count(inner)
+    assert once.instructions == {"matrix": 1, "special": 2, "shared": 1, "barrier": 2} and once.wavefronts == 2
+    assert once.flops == {"half": 2 * 64 * 64 * 16}
+
+
+def test_loops_within_count_as_often_as_they_run() -> None:
+    code = Code(PROGRAM, 4)
+    counts = code.count(code.outermost()[0], trips=8, rare={"F2F.F64": 1 / 16})
+    assert counts.instructions["matrix"] == 8 and counts.instructions["special"] == 8.5 and counts.instructions["fp32"] == 1
+
+
+def test_passes_that_were_peeled_off_count_once() -> None:
+    """The first product of a loop before it, so that it overlaps with loads."""
+    product = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+    code = Code(_sass("FADD R1, R1, R1", product, product, "@P0 BRA 0x20", "@P1 BRA 0x0", "EXIT"), 4)
+    assert code.count(code.outermost()[0], trips=8).instructions["matrix"] == 8
+
+
+@pytest.mark.parametrize(
+    "lines, warps, kind, flops",
+    [
+        (["HMMA.16816.F32.BF16 R4, R8, R12, R4"], 4, "half", 4 * 2 * 16 * 8 * 16),
+        (["HMMA.1688.F32.TF32 R4, R8, R12, R4"], 1, "tf32", 2 * 16 * 8 * 8),
+        (["DMMA.884 R4, R8, R12, R4"], 2, "double", 2 * 2 * 8 * 8 * 4),
+        (["DMMA.16x8x16 R4, R8, R12, R4"], 1, "double", 2 * 16 * 8 * 16),
+        (["HGMMA.64x128x8.F32.TF32 R24, gdesc[UR4], R24, gsb0"], 8, "tf32", 2 * 2 * 64 * 128 * 8),
+        (["UMOV UR7, 0x8100490", "UTCHMMA gdesc[UR2], gdesc[UR4], tmem[UR5], tmem[UR6], idesc[UR7], UPT"], 8, "half", 2 * 128 * 64 * 16),
+    ],
+)
+def test_flops_of_matrix_instructions(lines: list[str], warps: int, kind: str, flops: int) -> None:
+    assert Code(_sass(*lines), warps).count(None).flops == {kind: flops}
+
+
+def test_time_is_that_of_the_busiest_unit() -> None:
+    """An exponential a thread, of a million warps, takes what the special function units of the whole chip take for it."""
+    chip = CHIPS[90]
+    times = seconds(chip, Counts({"special": 1.0, "alu": 2.0}), warps=4, passes=250_000, moved=4.8e9)
+    assert times["special"] == pytest.approx(32e6 / (16 * 132 * 1.83e9)) and times["alu"] == pytest.approx(times["special"] / 2)
+    assert times["issue"] == pytest.approx(3e6 / (4 * 132 * 1.83e9)) and times["memory"] == pytest.approx(1e-3)
+    assert max(times, key=lambda unit: times[unit]) == "memory"
+
+
+# ---- what is recorded
+
+
+def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
+    """`python -m bench.gpu.readiness --write` writes both."""
+    assert PAGE.read_text() == page(record)
+    assert record["operators"] == readiness.operators(record["rows"])
+
+
+def test_every_kernel_is_there(record: dict[str, Any]) -> None:
+    launched = {name for path in ROOT.glob("cmab_kernels/*/kernels/*.py") for name in re.findall(r"\b(_\w+)\[\(", path.read_text())}
+    by_nvcc = {name for path in ROOT.glob("csrc/cuda/*.cu") for name in re.findall(r"(\w+)\(const __grid_constant__", path.read_text())}
+    assert launched == set(PASSES) and by_nvcc == set(readiness_cuda.KERNELS) and len(launched) > 10 and len(by_nvcc) == 4
+    found = {(row["kernel"].split()[0], row["arch"]) for row in record["rows"] if "problem" not in row}
+    assert found == {(name, f"sm_{capability}") for name in launched | by_nvcc for capability in CHIPS}
+
+
+def test_every_case_is_there(record: dict[str, Any]) -> None:
+    wanted = {(name, f"sm_{capability}") for name in [*CASES, *(case.name for case in readiness_cuda.cases())] for capability in CHIPS}
+    assert {(row["case"], row["arch"]) for row in record["rows"]} == wanted
+
+
+def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
+    """By its products: as many flops a score as the two of attention have, and one exponential with little beside."""
+    for case, width in ((f"4 heads of 16, L 128, N 1e6, {kind}", 16) for kind in ("bfloat16", "float16", "tf32")):
+        for capability in CHIPS:
+            row = _row(record, f"latent_attention forward, {case}", "_forward", capability)
+            assert list(row["flops"].values()) == [4 * width] and 1 <= row["counts"]["special"] < 1.1, row
+    for capability in (90, 100):
+        row = _row(record, "latent_attention backward, 4 heads of 16, L 128, N 1e6, bfloat16", "_backward", capability)
+        assert row["flops"] == {"half": 10 * 16}
+
+
+def test_no_time_is_below_what_the_work_needs(record: dict[str, Any]) -> None:
+    """But where the units are others than the floor is of: it multiplies at the best rate that the operands have."""
+    for row in record["operators"]:
+        if "implied" in row:
+            assert row["implied"] >= 0.99 * row["floor"], row
+
+
+def test_shared_memory_of_nvcc_kernels_is_as_the_code_has_it() -> None:
+    try:
+        from cmab_kernels.cuda_launch import CUDA
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert max(kernel.shared(8) for kernel in readiness_cuda.KERNELS.values()) <= CUDA.SHARED_BYTES
+
+
+# ---- nothing has become worse
+
+
+def _compiled_anew(name: str, capability: int, folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for label, launch in CASES[name].launches(capability).items():
+        heading = {"case": name, "kernel": label, "arch": f"sm_{capability}", "compiler": readiness.COMPILER}
+        rows.append(heading | of_launch(launch, capability, folder))
+    return rows
+
+
+def _same_triton(record: dict[str, Any], name: str) -> None:
+    compiler = next(row["compiler"] for row in record["rows"] if row["case"] == name)
+    if compiler != readiness.COMPILER:
+        pytest.skip(f"recorded with {compiler}, and here is {readiness.COMPILER}: record anew")
+
+
+@pytest.mark.parametrize("name, capability", CHEAP)
+def test_no_kernel_is_worse(record: dict[str, Any], name: str, capability: int, tmp_path: Path) -> None:
+    _same_triton(record, name)
+    assert complaints(record["rows"], _compiled_anew(name, capability, tmp_path)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("name", CASES)
+def test_none_at_all_is_worse(record: dict[str, Any], name: str, capability: int) -> None:
+    _same_triton(record, name)
+    rows = []
+    for label, launch in CASES[name].launches(capability).items():
+        heading = {"case": name, "kernel": label, "arch": f"sm_{capability}", "compiler": readiness.COMPILER}
+        rows.append(heading | in_child(partial(of_launch, launch, capability), readiness.LIMIT))
+    assert complaints(record["rows"], rows) == []
+
+
+def test_no_kernel_of_nvcc_is_worse(record: dict[str, Any]) -> None:
+    """Registers and spills of them all, as ptxas reported them when the package was built."""
+    before = {readiness.key_of(row): row for row in record["rows"]}
+    compiler = readiness_cuda.compiler()
+    if compiler is None:
+        pytest.skip("the package was built without nvcc")
+    compared = 0
+    for one in readiness_cuda.compiled():
+        row = before[readiness_cuda.case(one.kernel, one.dtype).name, one.kernel, f"sm_{one.capability}"]
+        if row["compiler"] != compiler:
+            pytest.skip(f"recorded with {row['compiler']}, and the package was built with {compiler}: record anew")
+        assert regressions(row, row | {"registers": one.registers, "spilled": one.spilled}) == [], one
+        compared += 1
+    assert compared == len(readiness_cuda.cases()) * len(CHIPS)
+
+
+# ---- each refusal fires
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"registers": 109}, "registers 100 -> 109"),
+        ({"local": 1}, "instructions to local memory 0 -> 1"),
+        ({"spilled": 4}, "spilled bytes 0 -> 4"),
+        ({"total": 10.4}, "instructions per score 10.0 -> 10.4"),
+        ({"occupancy": 0.125}, "occupancy 0.250 -> 0.125"),
+        ({"problem": "no"}, "it compiled, and now: no"),
+    ],
+)
+def test_regressions_are_seen(change: dict[str, Any], says: str) -> None:
+    before = {"case": "some", "kernel": "_k 2", "arch": "sm_90", "compiler": "c", "per": "score"}
+    before |= {"registers": 100, "local": 0, "spilled": 0, "total": 10.0, "occupancy": 0.25}
+    within = before | {"registers": 108, "total": 10.3}
+    assert regressions(before, within) == [] and regressions(before, before | change) == [says]
+    (line,) = complaints([before], [before | change])
+    assert line == f"_k 2 sm_90, some: {says}. If that is meant: python -m bench.gpu.readiness --kernels _k --write"
+    assert complaints([before], [before | change | {"compiler": "another"}]) == []
+    assert "not recorded" in complaints([], [before])[0]
+
+
+def test_a_tile_that_spills_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
+    _same_triton(record, ATTENTION)
+    with mock.patch.dict(attention_launch._FORWARD, {"half": {64: Tiles(128, 128, 4, 2)}}):
+        lines = complaints(record["rows"], _compiled_anew(ATTENTION, 90, tmp_path))
+    assert len(lines) == 1 and lines[0].startswith(f"_forward sm_90, {ATTENTION}: ") and "instructions to local memory 0 -> " in lines[0]
+
+
+def test_a_lost_multiply_add_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
+    """Scale and maximum in two instructions a score in place of one."""
+    _same_triton(record, ATTENTION)
+    launch = CASES[ATTENTION].launches(90)["_forward"]
+    heading = {"case": ATTENTION, "kernel": "_forward", "arch": "sm_90", "compiler": readiness.COMPILER}
+    split = launch._replace(options=launch.options | {"enable_fp_fusion": False})
+    (line,) = complaints(record["rows"], [heading | of_launch(split, 90, tmp_path)])
+    assert "instructions per score" in line
+
+
+def test_what_hangs_or_dies_is_a_row_that_says_so() -> None:
+    assert in_child(lambda folder: {"folder": folder.is_dir()}, 20.0) == {"folder": True}
+    start = time.monotonic()
+    assert in_child(lambda _: time.sleep(60) or {}, 0.2) == {"problem": "not compiled within 0 s"}
+    assert time.monotonic() - start < 20
+    assert in_child(lambda _: os._exit(3), 20.0) == {"problem": "the compiler ended its process with 3"}
+    assert in_child(lambda _: {}["some"], 20.0) == {"problem": "'some'"}
+
+
+def test_an_unknown_kernel_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        readiness.main(["--kernels", "_nothing"])
+    assert refused.value.code == 2 and "'_nothing'" in capsys.readouterr().err
+
+
+def test_floors_of_chips() -> None:
+    """That of performance tables: 4 heads of 16, 128 latents, a million keys take 132 us of exponentials on an H200."""
+    from bench.floors import floor
+
+    assert floor(Work(exponentials=4 * 128 * 1e6), CHIPS[90].rates()).seconds == pytest.approx(132e-6, rel=0.01)
