@@ -125,7 +125,7 @@ def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: A
     drawing.log_scale(axes.yaxis, [least, 20 * least, *every], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
     note = f"less than {drawing.mebibytes(least)} cannot be told from nothing"
-    axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="x-small", ha="right", va="bottom")
+    axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="small", ha="right", va="bottom")
     _name_axis(axes, one)
     drawing.name_y(axes, "peak of memory beyond inputs and results")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -217,6 +218,7 @@ def _drawn(panels: Sequence[Panel]) -> str:
     return f'<div class="figures">{"".join(f"<figure>{svg(panel)}</figure>" for panel in panels)}</div>' if panels else ""
 
 
+@cache
 def _counts() -> str:
     at = plots.AT
     rows = (

@@ -146,7 +146,8 @@ def _unfinished(request: Request) -> Iterator[Path]:
 
 def _measure(request: Request, file: Path) -> int:
     """pytest's exit code, after it has shown its progress and its table."""
-    with subprocess.Popen([sys.executable, *request.arguments(file)], cwd=ROOT) as process:
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # progress is for now, wherever it goes
+    with subprocess.Popen([sys.executable, *request.arguments(file)], cwd=ROOT, env=unbuffered) as process:
         try:
             status = process.wait()
         except KeyboardInterrupt:  # which pytest has had too
