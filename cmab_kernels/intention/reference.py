@@ -17,6 +17,8 @@ and of a solution X = (G + alpha I)^-1 B, given dX: Z = (G + alpha I)^-1 dX, dB 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,15 +68,32 @@ def gram_backward_reference(
     return (w * u).to(key.dtype), (w * y).to(value.dtype), dweights.to(state_dtype(key.dtype))
 
 
+class _Mirrored(torch.autograd.Function):
+    """The symmetric matrix of a lower triangle. Its gradient belongs to both triangles alike, though one was read."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor) -> Tensor:
+        return gram.tril() + gram.tril(-1).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Nothing to keep: it is linear."""
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return (slope + slope.mT) / 2
+
+
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """((A + alpha I)^-1 B, info) of (..., D, D), (..., D, E) and (...,), by Cholesky from the lower triangle of A.
 
     info: 1 where the factorisation fails (the solution is NaN), 2 where the condition number in the 1-norm says that hardly a digit is
     left (`ILL_CONDITIONED`), else 0.
     """
-    lower = gram.tril()
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    matrix = lower + lower.tril(-1).mT + alpha[..., None, None] * one
+    matrix = _Mirrored.apply(gram) + alpha[..., None, None] * one
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)

@@ -64,6 +64,16 @@ def _cases(impl: str) -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]
 CASES = list(_cases("reference"))
 
 
+def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
+    """-(Z X' + X Z') / 2, with Z = (A + alpha I)^-1 dX, though the upper triangle is not read, be it NaN."""
+    gram, rhs, slope = _symmetric(_leaf(2, 5, 5)).detach(), _leaf(2, 5, 3), _leaf(2, 5, 3).detach()
+    unread = gram.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.nan).requires_grad_()
+    solution = ck.regularised_solve(unread, rhs, 0.3, impl=impl).weight
+    (found,) = torch.autograd.grad(solution, unread, slope)
+    z = torch.cholesky_solve(slope, torch.linalg.cholesky(gram + 0.3 * torch.eye(5, dtype=gram.dtype)))
+    torch.testing.assert_close(found, -(z @ solution.mT + solution @ z.mT) / 2, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradcheck(impl: str, case: str) -> None:
     function, inputs = _cases(impl)[case]
