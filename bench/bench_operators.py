@@ -2,14 +2,14 @@
 
 import pytest
 
-from .intention import errors_of_additions
+from .intention_state import errors_of_additions
 from .scans import CASES
 
 ROWS = [pytest.param(case, name, id=f"{case}-{name}") for case in CASES for name in case.implementations]
 
 
 @pytest.mark.parametrize(("case", "implementation"), ROWS)
-def bench(case, implementation, replay):
+def bench_operator(case, implementation, replay):
     replay(case, implementation)
 
 

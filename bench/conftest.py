@@ -199,5 +199,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     for name, figure in config.stash[FIGURES].items():
         terminalreporter.write_line(f"\n{name}: {figure:.1e}")
-    if any(row.samples for rows in config.stash[GROUPS].values() for row in rows.values()):
+    if not config.option.json and any(row.samples for rows in config.stash[GROUPS].values() for row in rows.values()):
         terminalreporter.write_line(f"{_path(config)} {'replaced' if config.stash[REPLACES] else 'written'}")

@@ -161,7 +161,8 @@ def _examine(case: Case, name: str, inputs: Any, expected: Sequence[Tensor]) -> 
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = _results(case, name, inputs)
     except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
-        return Row(problem=str(error).strip().partition("\n")[0], wrong=name in ours() or is_ours(name))
+        reason, at_fault = str(error).strip().partition("\n")[0], name in ours() or is_ours(name)
+        return Row(problem=f"failed: {reason}" if at_fault else reason, wrong=at_fault)
     error = relative_error(results, expected)
     if not error <= ERROR_BOUND[case.dtype]:
         return Row(problem=f"wrong: relative RMS error {error:.1e}, allowed {ERROR_BOUND[case.dtype]:.0e}", wrong=True)

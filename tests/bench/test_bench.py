@@ -244,7 +244,7 @@ def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(name,
 
     monkeypatch.setattr(harness, "peak_memory", hang)
     row = harness.measure(SHAPES[0], [name], budget=0.01)[name]
-    assert (row.problem, row.wrong, row.samples) == ("not done after 60 s", wrong, [])
+    assert (row.problem, row.wrong, row.samples) == (f"{'failed: ' if wrong else ''}not done after 60 s", wrong, [])
 
 
 # ---- the README ------------------------------------------------------------------------------------------------------------------------
