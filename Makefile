@@ -17,7 +17,7 @@ nightly: $(VENV)/.test
 	$(BIN)/python -m pytest -m "nightly or not nightly"
 
 bench: $(VENV)/.test
-	$(BIN)/python -m pytest bench --quick
+	$(BIN)/python -m cmab_kernels bench --quick --force
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -247,6 +247,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
         command = [chromium, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
+    page = tmp_path_factory.mktemp("page") / "page.html"
+    page.write_text("<p>it runs</p>")
+    try:
+        assert "it runs" in look(page, "--dump-dom")
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"{chromium} does not start: {error}")
     return look
 
 
