@@ -101,7 +101,7 @@ CHIPS = {
 
 def seconds(chip: Chip, counts: Counts, warps: int, passes: float, moved: float) -> dict[str, float]:
     """Of each unit by itself, if it is never idle; `passes`: how often blocks go through what was counted, all together."""
-    of_warp = {unit: counts.instructions.get(unit, 0.0) for unit in ("special", "alu", "fp64", "multiply")}
+    of_warp: dict[str, float] = {unit: counts.instructions.get(unit, 0.0) for unit in ("special", "alu", "fp64", "multiply")}
     of_warp |= {"fp32": counts.lanes, "shared": counts.wavefronts}
     clocks = {unit: count * warps * WARP / chip.lanes[unit] for unit, count in of_warp.items()}
     clocks["issue"] = counts.total * warps / SCHEDULERS

@@ -62,14 +62,14 @@ LIMITS = """## What the model says, and what it does not
 
 Of each block: registers of a thread, shared memory, warps, blocks that a multiprocessor holds, occupancy and what limits it; `local`,
 instructions to local memory anywhere (of nvcc's kernels the spilled bytes after it). Then the main loop: instructions of a thread by unit
-for each score (or whatever `per` says), and flops of the matrix units. `special`: exponentials, reciprocals and conversions to 64 bits;
+for each score (or whatever `per` says), and flops of the matrix units. `special`: exponentials, reciprocals, conversions of one number;
 `multiply`: integers; `alu`: integers, logic, comparisons, maxima; `tensor`: tensor memory; `barrier`: also jumps.
 """
 
 
 def page(content: Row) -> str:
     rows, operators = content["rows"], content["operators"]
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, *_problems(rows)]
     for operator in dict.fromkeys(row["operator"] for row in operators):
         parts.append(f"## {operator}\n\n{_summary([row for row in operators if row['operator'] == operator])}\n")
     parts.append(LIMITS.format(chips=_chips(), left_out=LEFT_OUT))
@@ -78,6 +78,11 @@ def page(content: Row) -> str:
     for kernel in dict.fromkeys(row["kernel"].split()[0] for row in rows):
         parts.append(_details(kernel, [row for row in rows if row["kernel"].split()[0] == kernel]))
     return "\n".join(parts)
+
+
+def _problems(rows: Sequence[Row]) -> list[str]:
+    lines = [f"- `{row['kernel']}` on {row['arch']}, {row['case']}: {row['problem']}" for row in rows if "problem" in row]
+    return ["## Without figures\n", *lines, ""] if lines else []
 
 
 def _chips() -> str:

@@ -253,6 +253,14 @@ def test_no_kernel_of_nvcc_is_worse(record: dict[str, Any]) -> None:
     assert compared == len(readiness_cuda.cases()) * len(CHIPS)
 
 
+@pytest.mark.nightly
+def test_no_code_of_nvcc_is_worse(record: dict[str, Any]) -> None:
+    """Its instructions too, disassembled."""
+    if readiness_cuda.compiler() is None:
+        pytest.skip("the package was built without nvcc")
+    assert complaints(record["rows"], list(readiness.rows(list(readiness_cuda.KERNELS), print))) == []
+
+
 # ---- each refusal fires
 
 
@@ -264,12 +272,13 @@ def test_no_kernel_of_nvcc_is_worse(record: dict[str, Any]) -> None:
         ({"spilled": 4}, "spilled bytes 0 -> 4"),
         ({"total": 10.4}, "instructions per score 10.0 -> 10.4"),
         ({"occupancy": 0.125}, "occupancy 0.250 -> 0.125"),
+        ({"seconds": {"special": 3e-6, "alu": 2e-6}}, "implied time 2 us -> 3 us"),
         ({"problem": "no"}, "it compiled, and now: no"),
     ],
 )
 def test_regressions_are_seen(change: dict[str, Any], says: str) -> None:
     before = {"case": "some", "kernel": "_k 2", "arch": "sm_90", "compiler": "c", "per": "score"}
-    before |= {"registers": 100, "local": 0, "spilled": 0, "total": 10.0, "occupancy": 0.25}
+    before |= {"registers": 100, "local": 0, "spilled": 0, "total": 10.0, "occupancy": 0.25, "seconds": {"special": 1e-6, "alu": 2e-6}}
     within = before | {"registers": 108, "total": 10.3}
     assert regressions(before, within) == [] and regressions(before, before | change) == [says]
     (line,) = complaints([before], [before | change])
