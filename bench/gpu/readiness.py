@@ -238,9 +238,15 @@ def comparable(before: Row, after: Row) -> bool:
 
 
 def recorded() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(RESULTS.read_text())
-    if content.get("cmab_kernels_readiness") != FORMAT:
-        raise ValueError(f"{RESULTS}: not a record of format {FORMAT}; write it anew with python -m bench.gpu.readiness --write")
+    try:
+        content: dict[str, Any] = json.loads(RESULTS.read_text())
+        found = content["cmab_kernels_readiness"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if found != FORMAT:
+        raise SystemExit(
+            f"{RESULTS}: not a record of format {FORMAT}; remove it, and write it anew with python -m bench.gpu.readiness --write"
+        )
     return content
 
 

@@ -319,6 +319,16 @@ def test_an_unknown_kernel_is_refused_by_name(capsys: pytest.CaptureFixture[str]
     assert refused.value.code == 2 and "'_nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cmab_kernels_readiness": 0}'])
+def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(text)
+    with (
+        mock.patch.object(readiness, "RESULTS", tmp_path / "some.json"),
+        pytest.raises(SystemExit, match=r"some.json: not a record of format 1; remove"),
+    ):
+        readiness.main(["--kernels", "_pinv"])
+
+
 def test_floors_of_chips() -> None:
     """That of performance tables: 4 heads of 16, 128 latents, a million keys take 132 us of exponentials on an H200."""
     from bench.floors import floor
