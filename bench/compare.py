@@ -17,7 +17,7 @@ from typing import Literal
 
 from cmab_kernels.measure import readable
 
-from .runs import Row, Run
+from .runs import FAULTS, Row, Run
 
 BOUND = 4.0
 """Standard deviations, which are themselves known to a fifth: of some hundred rows in which nothing changed, no more than one in ten such
@@ -77,7 +77,7 @@ class Change:
     @property
     def wrong(self) -> bool:
         """It gave a right result before, and does not now."""
-        return self.verdict == "gone" and self.why.startswith("wrong")
+        return self.verdict == "gone" and self.why.startswith(FAULTS)
 
     @property
     def notable(self) -> bool:

@@ -185,6 +185,8 @@ def _name_axis(axes: Axes, one: Series) -> None:
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
 """Around labels that lie over lines."""
 
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5, "fontweight": "bold"}
+
 SLOWER = "#8a5a83"
 """Bars of what we lose."""
 
@@ -224,11 +226,12 @@ def _pair(group: Sequence[Row], peer: str) -> tuple[Row, Row] | None:
 def _draw_bars(bars: Sequence[tuple[str, tuple[float, float, float]]], axes: Axes) -> None:
     """The label of a bar stands over it: beside it, there would be no room on a phone."""
     bounds = [1.0, *(bound for _, found in bars for bound in found)]
-    drawing.log_scale(axes.xaxis, [0.7 * min(bounds), 1.25 * max(bounds)], drawing.times)
+    room = (max(bounds) / min(bounds)) ** 0.2  # for the last label
+    drawing.log_scale(axes.xaxis, [0.8 * min(bounds), room * max(bounds)], drawing.times, pad=1.15)
     for place, (label, (median, low, high)) in enumerate(bars):
         axes.barh(place, median - 1, left=1, height=0.34, color=OURS if median >= 1 else SLOWER, hatch=None if median >= 1 else "////")
         axes.plot((low, high), (place, place), color=INK, linewidth=1, marker="|", markersize=5)
-        axes.text(max(high, 1.0), place, f" {drawing.times(median)}", fontsize=7.5, va="center", fontweight="bold")
+        axes.annotate(drawing.times(median), (max(high, 1), place), (5, 0), **BESIDE)
         axes.text(0.005, place - 0.27, label, fontsize=7, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_ylim(len(bars) - 0.5, -0.75)

@@ -200,7 +200,7 @@ def _wrong(run: Run) -> str:
     if not run.wrong:
         return ""
     lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())
-    return f'<p class="bad">Results that are wrong, and have no speed:</p><ul class="bad">{lines}</ul>'
+    return f'<p class="bad">No right result, and so no speed:</p><ul class="bad">{lines}</ul>'
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------------------------

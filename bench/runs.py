@@ -23,6 +23,9 @@ LENGTHS = ("N", "n")
 DEFINITION = "reference"
 """What ours is tested against: it is slow, and no peer."""
 
+FAULTS = ("wrong", "failed")
+"""What reasons begin with that are none of a machine or an installation."""
+
 POINTS = 3
 """Fewer are no curve."""
 
@@ -157,7 +160,7 @@ class Run:
     @property
     def wrong(self) -> Mapping[str, str]:
         """Of those, whatever should have run and did not, or not to a right result."""
-        return {name: why for name, why in self.not_measured.items() if why.startswith("wrong")}
+        return {name: why for name, why in self.not_measured.items() if why.startswith(FAULTS)}
 
     @cached_property
     def groups(self) -> Mapping[str, tuple[Row, ...]]:

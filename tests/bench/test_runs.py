@@ -45,6 +45,11 @@ def test_work_that_is_in_no_commit_shows(tmp_path: Path):
     assert runs.load(synthetic.write(tmp_path / "run.json", dirty)).commit == "0123456789+"
 
 
+def test_what_failed_is_told_from_what_cannot_be_measured(tmp_path: Path):
+    reasons = {"a": "needs 9 GiB", "b": "wrong: relative RMS error 1.0", "c": "failed: out of range", "d": "not installed: pip install d"}
+    assert runs.load(synthetic.write(tmp_path / "run.json", synthetic.run(not_measured=reasons))).wrong.keys() == {"b", "c"}
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------------------------
 
 
