@@ -25,7 +25,7 @@ LAYERS = [
 ]
 
 SIGMA_LAYERS = [
-    *(SigmaLayer(length, quick=length < 100_000) for length in (1000, 10_000, 100_000, 1_000_000)),
+    *(SigmaLayer(length, quick=length < 100_000) for length in (1000, 10_000, 100_000, 300_000)),
     *(SigmaLayer(length, backward=True) for length in (1000, 10_000, 100_000)),
     *(SigmaLayer(width=width) for width in (16, 128)),
     *(SigmaLayer(heads=heads) for heads in (2, 8)),
@@ -48,9 +48,9 @@ STATES = [
     *(Removal(keys, quick=keys == 10_000) for keys in (100, 1000, 10_000, 100_000)),
     Removal(10_000, threads=2),
     *(Removal(10_000, width=width) for width in (16, 128)),
-    *(Merge(states, quick=states == 2) for states in (2, 4, 16)),
-    *(Merge(width=width) for width in (16, 128)),
-    *(Merge(heads=heads) for heads in (1, 8)),
+    *(Merge(states, quick=states == 2) for states in (2, 4, 8)),
+    *(Merge(width=width) for width in (16, 32)),
+    *(Merge(heads=heads) for heads in (1, 64)),
 ]
 
 SYSTEMS = [

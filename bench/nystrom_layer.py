@@ -67,7 +67,8 @@ class NystromLayer(OperatorCase):
     @property
     def implementations(self) -> Mapping[str, Implementation]:
         ours = {name: self._by(partial(nystrom_attention, num_landmarks=self.landmarks, impl=name)) for name in kernels(self.scan)}
-        attention = {SDPA: self._by(F.scaled_dot_product_attention)} if self.length <= 16_384 else {}
+        short = self.length <= (4096 if self.backward else 16_384)
+        attention = {SDPA: self._by(F.scaled_dot_product_attention)} if short else {}
         package = {PACKAGE: self._packaged} if self.dtype == wide(self.dtype) else {}  # half precision does not resolve its pseudo-inverse
         return {**ours, EAGER: self._by(partial(eager_attention, number=self.landmarks)), **package, **attention}
 

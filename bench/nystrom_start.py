@@ -15,7 +15,7 @@ from .floors import Work, attention_work, pinv_work
 from .harness import device, generator, normal
 from .nystrom_eager import ITERATIONS, eager_rings, eager_start
 from .nystrom_layer import iterated
-from .operators import EAGER, Implementation, OperatorCase, wide
+from .operators import EAGER, Implementation, OperatorCase, moved, wide
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,13 @@ class ExactStart(OperatorCase):
         return {"H": self.heads, "n": self.window, "D": self.width}
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Work | None:
         """Queries, keys and values are read and written."""
-        return Work(bytes=6 * self.heads * self.window * self.width * self.dtype.itemsize, dtype=self._dtype)
+        return moved(self._bytes, self._dtype)
+
+    @property
+    def _bytes(self) -> int:
+        return 6 * self.heads * self.window * self.width * self.dtype.itemsize
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:
@@ -88,7 +92,7 @@ class NystromStart(ExactStart):
         pairs = self.heads * self.window
         sums = attention_work(pairs * self.landmarks, pairs, self.width, self.width, self._dtype, device=device())
         inverse = pinv_work(self.heads, self.landmarks, ITERATIONS, self._dtype)
-        return replace(sums + inverse, bytes=super().work.bytes)
+        return replace(sums + inverse, bytes=self._bytes)
 
     @property
     def implementations(self) -> Mapping[str, Implementation]:

@@ -13,7 +13,8 @@ from torch import Tensor
 import cmab_kernels
 from cmab_kernels.backends import FAMILIES, OPERATORS
 
-from .harness import device, ours
+from .floors import Work
+from .harness import COLD_BYTES, device, ours
 
 EAGER = "eager torch"
 PACKAGE = "nystrom-attention 0.0.14"
@@ -94,6 +95,11 @@ class OperatorCase:
         """What a name ends with where threads are not those of other cases of the class."""
         usual = next(field.default for field in fields(self) if field.name == "threads")
         return "" if self.threads == usual else f"-{self.threads}-thread{'' if self.threads == 1 else 's'}"
+
+
+def moved(size: int, dtype: str) -> Work | None:
+    """Work that is bytes alone; none where so few are that a cache may hold them from one call to the next."""
+    return Work(bytes=size, dtype=dtype) if size >= COLD_BYTES // 8 else None
 
 
 def direction(backward: bool) -> str:
