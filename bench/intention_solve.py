@@ -25,9 +25,9 @@ SystemInputs = tuple[Tensor, ...]
 
 
 def matrices(random: torch.Generator, batch: int, width: int) -> Tensor:
-    """One plus symmetric noise whose eigenvalues are within 0.8, by the semicircle law: condition 9, as of four times as many keys."""
-    noise = normal(random, batch, width, width)
-    return (noise + noise.mT).mul_(0.4 * (2 * width) ** -0.5) + torch.eye(width, device=noise.device)
+    """Means of the products of as many rows, whose eigenvalues are up to 4, and 1/2: condition 9."""
+    rows = normal(random, batch, width, width)
+    return rows.mT @ rows / width + 0.5 * identity(rows)
 
 
 @dataclass(frozen=True)
