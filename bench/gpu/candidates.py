@@ -125,6 +125,10 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
 
 
 LENGTHS = {"small": 5003, "large": 200_000}
+LATENTS = (128, 512)
+"""One block of queries, and several."""
+SET = 1021
+"""The keys of one of Intention's sets, as in training."""
 
 
 def prepared(target: Target, device: str, size: str, wide: bool = False) -> Callable[[], Results]:
@@ -144,7 +148,7 @@ def prepared(target: Target, device: str, size: str, wide: bool = False) -> Call
 
 def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
     module = implementation("attention", "triton")
-    latents = 512 if target.kernel == "attention.backward_keys" else 128
+    latents = LATENTS[target.kernel == "attention.backward_keys"]
     q, k, v, dout = (draw(1, 4, n, target.width) for n in (latents, keys, keys, latents))
     scale = target.width**-0.5
     if target.kernel == "attention.forward":
@@ -156,10 +160,10 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 
 def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
-    """As many keys in all, in sets of 1,021, as in training."""
+    """As many keys in all."""
     module = implementation("ridge", "triton")
-    sets, length = max(keys // 1024, 2), 1021
-    k, v = (draw(sets, 1, length, target.width) for _ in range(2))
+    sets = max(keys // SET, 1)
+    k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
     square = draw(sets, 1, target.width, target.width).double()
     if target.kernel == "intention.gram":
         return lambda: module.gram(k, v, None, None, (True, True), False)
@@ -171,7 +175,7 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
     """Diagonally dominant, so that the iteration does not magnify what it rounds."""
     module = implementation("nystrom", "triton")
-    a = draw(max(keys // 50, 100), target.width, target.width).softmax(-1)
+    a = draw(max(keys // 50, 1), target.width, target.width).softmax(-1)
     a = a + 2 * torch.eye(target.width, dtype=a.dtype, device=a.device)
     if target.kernel == "nystrom.forward":
         return lambda: (module.iterative_pinv(a, 6),)

@@ -1,12 +1,11 @@
-"""The GPU check as far as a machine without a GPU shows it: floors, parity in the interpreter, report, refusal."""
+"""The GPU check as far as a machine without a GPU shows it: floors of the design's table, what is covered, the table, refusals."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,185 +13,127 @@ import torch
 pytest.importorskip("triton")
 
 from bench import gpu_check
-from bench.gpu import ridge_parity, ridge_timings
-from bench.gpu.floors import Rates, Shape, backward_floor, forward_floor, ridge_backward_floor, ridge_floor
-from bench.gpu.parity import problems
-from bench.gpu.timings import SHAPES
+from bench.floors import Rates, floor
+from bench.gpu import machine, parity, ridge_parity, ridge_timings, solve_parity, timings, window_parity
+from bench.gpu.printed import table
+from bench.gpu.results import Report
+from bench.gpu.sections import Outcome
 
 ROOT = Path(gpu_check.__file__).parents[1]
-H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "tf32": 395e12})
-MACHINE = {"gpu": "NVIDIA H200", "driver": "1", "versions": {}, "commit": "unknown", "date": "2026-01-01T00:00:00+00:00"}
+H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float16": 790e12, "float32": 395e12})
+MACHINE = {"gpu": "NVIDIA H200", "commit": "unknown", "date": "2026-01-01T00:00:00+00:00"}
 
 
 @pytest.mark.parametrize(
-    "shape, exponentials, matrix, memory, bound",
+    "shape, forward, bound",
     [
-        (SHAPES[0], 132, 41, 60, "exponentials"),
-        (SHAPES[1], 265, 62, 60, "exponentials"),
-        (SHAPES[2], 33, 41, 60, "memory"),
-        (SHAPES[3], 1060, 1330, 480, "matrix"),
-        (SHAPES[4], 132, 83, 119, "exponentials"),
+        (timings.SHAPES[0], 132, "exponentials"),
+        (timings.SHAPES[1], 265, "exponentials"),
+        (timings.SHAPES[2], 60, "memory"),
+        (timings.SHAPES[3], 1330, "matrix"),
+        (timings.SHAPES[4], 132, "exponentials"),
     ],
 )
-def test_floors(shape: Shape, exponentials: float, matrix: float, memory: float, bound: str) -> None:
-    """Microseconds of the design's table, which rounds to three digits at most."""
-    floor = forward_floor(shape, H200)
-    assert [floor.exponentials * 1e6, floor.matrix * 1e6, floor.memory * 1e6] == pytest.approx([exponentials, matrix, memory], rel=0.02)
-    assert floor.bound == bound and floor.seconds == max(floor.exponentials, floor.matrix, floor.memory)
-
-
-def test_backward_floor() -> None:
-    floor = backward_floor(SHAPES[2], H200)
-    assert floor.matrix == pytest.approx(2 * 128e6 * 320 / 790e12) and floor.memory == pytest.approx(
-        2 * forward_floor(SHAPES[2], H200).memory
-    )
+def test_floors(shape: timings.Shape, forward: float, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microseconds of the design's table, which rounds to three digits at most; a backward adds its own."""
+    monkeypatch.setattr(timings, "measured_rates", lambda device: H200)
+    floors = shape.floors("cuda")
+    assert floors["forward"] == (pytest.approx(forward * 1e-6, rel=0.02), bound)
+    assert 1.9 < floors["forward + backward"][0] / floors["forward"][0] < 4
 
 
 def test_ridge_floors() -> None:
     """Intention's row in the design's table: 8 us of products, 31 of memory."""
-    floor = ridge_floor(ridge_timings.SHAPES[0], H200)
-    assert [floor.matrix * 1e6, floor.memory * 1e6] == pytest.approx([8, 31], rel=0.03) and floor.bound == "memory"
-    backward = ridge_backward_floor(ridge_timings.SHAPES[0], H200)
-    assert backward.matrix == pytest.approx(2 * floor.matrix) and backward.memory == pytest.approx(2 * floor.memory)
+    least = floor(ridge_timings.SHAPES[0].work("sums"), H200)
+    assert [least.matrix * 1e6, least.memory * 1e6] == pytest.approx([8, 31], rel=0.03) and least.bound == "memory"
+    backward = floor(ridge_timings.SHAPES[0].work("gradients"), H200)
+    assert backward.matrix == pytest.approx(2 * least.matrix) and backward.memory == pytest.approx(2 * least.memory)
 
 
-def test_the_sections_take_eight_minutes_at_most() -> None:
-    assert sum(gpu_check.SECTIONS.values()) <= 480
+# ---- what is covered
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def test_every_dtype_width_and_variant_is_checked() -> None:
-    seen = list(problems())
-    assert {(p.dtype, p.width) for p in seen} >= {
-        (d, w) for d in ("float64", "float32", "bfloat16", "float16") for w in (8, 16, 64, 128, 256)
-    }
+    seen = list(parity.problems())
+    assert {(p.dtype, p.width) for p in seen} >= {(d, w) for d in DTYPES for w in (8, 16, 64, 128, 256)}
     assert {p.variant for p in seen} == {"plain", "mask", "packed", "state", "strided"} and len(set(seen)) == len(seen)
 
 
 def test_every_dtype_and_variant_of_intention_is_checked() -> None:
     seen = list(ridge_parity.problems())
-    assert {(p.impl, p.dtype, p.width) for p in seen} >= {
-        (i, d, w) for i in ("triton", "cuda") for d in ("float64", "float32", "bfloat16", "float16") for w in (16, 33, 64, 128)
-    }
+    assert {(p.impl, p.dtype, p.width) for p in seen} >= {(i, d, w) for i in ("triton", "cuda") for d in DTYPES for w in (16, 33, 64, 128)}
     assert {p.variant for p in seen} == {"plain", "masked", "strided", "huge"} and {p.exact for p in seen} == {False, True}
-    assert len(set(seen)) == len(seen)
+    assert {p.variant for p in solve_parity.problems()} == {"plain", "strided", "bad"}
 
 
-PARITY = """
-import json, sys
-from dataclasses import replace
-from unittest import mock
-from bench.gpu.parity import Problem, check
-from cmab_kernels.attention.kernels import forward
-
-tiny = [Problem("float32", 8, 8, latents=5, keys=70, variant=v) for v in ("plain", "mask", "packed", "state", "strided")]
-tiny += [Problem(d, 9, 7, "ten times", latents=3, keys=33) for d in ("float64", "float16")]
-rows = [check(problem, "cpu") for problem in tiny]
-with mock.patch.object(forward, "LN_2", forward.tl.constexpr(0.69)):
-    wrong = check(replace(tiny[0], dtype="float16"), "cpu")
-print(json.dumps([rows, wrong]))
-"""
+def test_every_dtype_and_variant_of_windows_is_checked() -> None:
+    seen = list(window_parity.problems())
+    assert {(p.dtype, p.variant) for p in seen} == {(d, v) for d in DTYPES for v in ("means", "masked", "given", "exact")}
 
 
-def test_parity_in_the_interpreter() -> None:
-    """Right kernels pass in every variant; a kernel whose lse is off by a little does not."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PARITY],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+@pytest.mark.parametrize("module", [parity, ridge_parity, solve_parity, window_parity])
+def test_keys_are_stable_and_differ(module: Any) -> None:
+    keys = [parity.key_of(problem) for problem in module.problems()]
+    assert len(set(keys)) == len(keys) and keys == [parity.key_of(problem) for problem in module.problems()]
+
+
+def test_every_sections_tasks_can_be_found() -> None:
+    import importlib
+
+    for section in gpu_check.SECTIONS.values():
+        module, function = section.tasks.split(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+# ---- the table
+
+
+def _table(**outcomes: Outcome) -> str:
+    return table(Report(Path("x.json"), MACHINE, outcomes), gpu_check.SECTIONS)
+
+
+def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
+    good, bad = {"key": "a", "ok": True}, {"key": "b", "ok": False, "share": 2.0}
+    over = {"key": "c", "ok": True, "passed over": "it was not built"}
+    text = _table(parity=Outcome([good, bad], True), ridge_parity=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s"))
+    assert "parity: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
+    assert "ridge_parity: 2 of 2 right, incomplete: stopped after 90 s" in text
+    assert "passed over, 2 rows: it was not built" in text
+    assert "not run yet: nystrom_parity" in text and "timings" in text.splitlines()[-1]
+
+
+def test_the_table_has_times_beside_floors_and_peers() -> None:
+    row = {"key": "4 heads; forward; triton", "shape": "4 heads of 16", "pass": "forward", "impl": "triton"}
+    ours = row | {"seconds": 2e-4, "spread": 0.04, "memory": 2**20, "error": 1e-3, "floor": 1e-4, "bound": "matrix", "share": 0.5}
+    peer = row | {
+        "impl": "torch flash",
+        "seconds": 3e-4,
+        "spread": 0.0,
+        "memory": 0,
+        "times ours": [1.4, 1.5, 1.6],
+        "eager": "RuntimeError",
+    }
+    text = _table(
+        timings=Outcome([peer, {"key": "4 heads; forward; flash-attn", "problem": "ModuleNotFoundError: flash_attn"}, ours], True)
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows, wrong = json.loads(run.stdout)
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert all(set(row["shares"]) == {"out", "lse", "dq", "dk", "dv"} for row in rows)
-    assert not wrong["ok"] and wrong["shares"]["lse"] > 1
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("timings"))
+    assert "triton" in lines[at + 1] and "200 us" in lines[at + 1] and "50% of it" in lines[at + 1] and "1.0 MiB" in lines[at + 1]
+    assert "torch flash" in lines[at + 2] and "1.50 times ours" in lines[at + 2] and "not captured" in lines[at + 2], "the fastest first"
+    assert "flash-attn: ModuleNotFoundError: flash_attn" in text and "WRONG" not in text
 
 
-RIDGE = """
-import json, sys
-from unittest import mock
-import torch
-from bench.gpu import repeats, ridge_timings
-from bench.gpu.floors import Rates, RidgeShape
-from bench.gpu.ridge_parity import Problem, check
-from cmab_kernels.intention.kernels import sums
-from cmab_kernels.intention.kernels.launch import Cut
-
-tiny = [Problem("triton", "float32", 9, 7, keys=70, variant=v) for v in ("plain", "masked", "strided", "huge")]
-tiny += [Problem("triton", d, 5, 3, keys=33, variant="masked", exact=True) for d in ("float64", "float16")]
-rows = [check(problem, "cpu") for problem in tiny]
-absent = check(Problem("cuda", "float32", 9, 7, keys=70), "cpu")
-with mock.patch.object(sums, "cut_keys", lambda keys, *_: Cut(1, keys - 1)):
-    wrong = check(tiny[0], "cpu")
-
-call, given = repeats._ridge("triton"), repeats._ridge_inputs(torch.float32, 4, 40, "cpu")
-bits = [repeats.again(call, given, 2), repeats.alone(call, given)]
-moved = [0]
-def restless(*inputs):
-    moved[0] += 1
-    return tuple(t + moved[0] for t in call(*inputs)[:1])
-bits += [repeats.again(restless, given, 2), repeats.alone(restless, given)]
-
-def once(runs):
-    for run in runs:
-        run()
-    return 1e-6
-alike = mock.patch.multiple(ridge_timings, l2_copies=lambda *_: 1, memory_of=lambda run: 0, seconds_of=once)
-with alike, mock.patch.object(torch.cuda, "synchronize"):
-    shape = RidgeShape("tiny", 2, 40, 4, "float32", "tf32")
-    times = list(ridge_timings.rows(shape, Rates(1e12, 1e12, {"tf32": 1e12}), "cpu"))
-print(json.dumps([rows, absent, wrong, bits, times]))
-"""
+def test_the_table_says_what_tuning_gained() -> None:
+    row = {"key": "attention.forward, bfloat16, 16 wide", "ok": True, "written": True, "gain": 0.2, "noise": 0.01}
+    row |= {"built-in": [128, 64, 4, 3], "tiles": [64, 64, 4, 3]}
+    text = _table(tune=Outcome([row, row | {"key": "other", "written": False}], True))
+    assert "tuning: 1 of 2 block sizes are better" in text and "[128, 64, 4, 3] -> [64, 64, 4, 3]: 20.0% faster, noise 1.0%" in text
 
 
-def test_intention_in_the_interpreter() -> None:
-    """Right kernels pass; one that drops the last key does not; bits that change are seen; each pass is run and has its row."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RIDGE],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows, absent, wrong, bits, times = json.loads(run.stdout)
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert set(rows[0]["shares"]) >= {"gram", "moment", "dkey", "dvalue", "dweights", "rows", "solution", "LAPACK's ratio", "info"}
-    assert absent["ok"] and "GPU" in absent["problem"], "what was not built is passed over, and said"
-    assert not wrong["ok"] and wrong["shares"]["gram"] > 1
-    assert bits == [True, True, False, False]
-    assert [(row["pass"], row["impl"], "seconds" in row) for row in times] == [
-        (p, i, i != "cuda") for p in ("sums", "gradients", "solution") for i in ("triton", "cuda", "torch")
-    ], times
-
-
-def _report(**sections: list[dict]) -> dict:
-    return {"machine": MACHINE, "sections": sections}
-
-
-def test_a_wrong_row_fails_the_check_and_stands_in_the_table() -> None:
-    good, bad = {"check": "a", "ok": True}, {"check": "b", "ok": False}
-    assert gpu_check.passed(_report(parity=[good])) and not gpu_check.passed(_report(parity=[good], repeats=[bad]))
-    assert "repeats: 0 of 1 passed" in gpu_check.table(_report(repeats=[bad])) and "WRONG" in gpu_check.table(_report(repeats=[bad]))
-
-
-def test_the_table_has_times_and_refusals() -> None:
-    row = {"shape": "4 heads of 16", "pass": "forward", "impl": "triton", "floor": 1e-4, "bound": "matrix"}
-    text = gpu_check.table(
-        _report(
-            timings=[{"rates": {"copy": 4e12}}, row | {"seconds": 2e-4, "memory": 2**20, "share of floor": 0.5}, row | {"problem": "no"}]
-        )
-    )
-    assert "200.0 us" in text and "50.0%" in text and text.endswith("no")
-    assert gpu_check.passed(_report(timings=[row | {"problem": "a peer cannot run this"}])), "a peer's refusal is no fault of ours"
-
-
-def test_a_section_that_crashes_or_hangs_is_reported() -> None:
-    """Without a GPU its first use of one raises; with no time at all it is stopped."""
-    rows = gpu_check.run_section("repeats", "no such device", 120)
-    assert rows[-1]["ok"] is False and "device" in rows[-1]["problem"]
-    assert "stopped" in gpu_check.run_section("repeats", "cpu", 0.1)[-1]["problem"]
+# ---- the machine, and refusals
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -202,8 +143,40 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     assert run.returncode == 2 and run.stderr == "gpu_check: there is no GPU that torch can use\n" and not list(tmp_path.iterdir())
 
 
-def test_a_missing_commit_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    assert gpu_check.commit() == "unknown"
+def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit() == "unknown"
     monkeypatch.setenv("PATH", "")
-    assert gpu_check.commit() == "unknown"
+    assert machine.commit() == "unknown" and machine.ask("a", "b") == {"a": "unknown", "b": "unknown"}
+    assert machine.state()["throttling"] == "unknown"
+
+
+def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails as a whole where it does not know a field: throttling has two names."""
+
+    def output(*command: str) -> str:
+        if "clocks_event_reasons.active" in command[3]:
+            return "unknown"
+        return {"--query-gpu=clocks_throttle_reasons.active": "0x0000000000000001"}.get(command[3], "1980 MHz, 3201 MHz, 40, 100 W")
+
+    monkeypatch.setattr(machine, "output", output)
+    assert machine.state() == {
+        "clocks.sm": "1980 MHz",
+        "clocks.mem": "3201 MHz",
+        "temperature.gpu": "40",
+        "power.draw": "100 W",
+        "throttling": "0x0000000000000001",
+    }
+
+
+def test_the_digest_follows_the_sources_and_not_the_tuned_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cmab_kernels").mkdir()
+    source, tiles = tmp_path / "cmab_kernels" / "a.py", tmp_path / "cmab_kernels" / "tiles.json"
+    source.write_text("1")
+    tiles.write_text("{}")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    first = machine.digest()
+    tiles.write_text("[]")
+    assert machine.digest() == first
+    source.write_text("2")
+    assert machine.digest() != first

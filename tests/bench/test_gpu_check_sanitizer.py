@@ -1,0 +1,85 @@
+"""What the GPU check makes of compute-sanitizer's words: a program in its place says what we want it to. No GPU is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench.gpu import sanitizer
+from bench.gpu.small_cases import FAMILIES, FAULTS
+
+CLEAN = "========= COMPUTE-SANITIZER\nattention: float64\n========= ERROR SUMMARY: 0 errors\n"
+BAD = (
+    "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n=========     at _copy+0x150\n"
+    "========= ERROR SUMMARY: 3 errors\n"
+)
+RACE = "========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+REFUSED = "========= COMPUTE-SANITIZER\n========= Error: Device not supported. Please refer to the documentation.\n"
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A compute-sanitizer that prints `text` and ends with `code`."""
+
+    def install(text: str, code: int = 0, seconds: float = 0.0) -> str:
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(f"#!{sys.executable}\nimport sys, time\nprint({text!r}, flush=True)\ntime.sleep({seconds})\nsys.exit({code})\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return str(path)
+
+    return install
+
+
+def test_a_clean_run_is_right(says: Callable[..., str]) -> None:
+    program = says(CLEAN)
+    assert sanitizer.program() == program
+    assert sanitizer.is_silent(program, "memcheck", "attention") == {"ok": True, "verdict": "ERROR SUMMARY: 0 errors"}
+    assert sanitizer.is_silent(says(RACE), "racecheck", "attention")["verdict"].startswith("RACECHECK SUMMARY: 0 hazards")
+
+
+def test_a_finding_is_wrong_and_its_first_lines_are_kept(says: Callable[..., str]) -> None:
+    row = sanitizer.is_silent(says(BAD, sanitizer.FOUND), "memcheck", "attention")
+    assert not row["ok"] and row["verdict"] == "ERROR SUMMARY: 3 errors" and "Invalid __global__ write" in row["lines"][0]
+
+
+def test_no_verdict_is_no_success(says: Callable[..., str]) -> None:
+    row = sanitizer.is_silent(says("Traceback: no module"), "memcheck", "attention")
+    assert not row["ok"] and row["verdict"] == "no verdict" and row["lines"] == ["Traceback: no module"]
+    assert not sanitizer.is_silent(says(CLEAN, 1), "memcheck", "attention")["ok"], "the program itself failed"
+
+
+def test_a_planted_fault_must_be_seen(says: Callable[..., str]) -> None:
+    assert sanitizer.must_see(says(BAD, sanitizer.FOUND), "memcheck", "out_of_bounds")["ok"]
+    assert not sanitizer.must_see(says(CLEAN), "memcheck", "out_of_bounds")["ok"], "it sees nothing"
+    assert not sanitizer.must_see(says("crashed", 1), "memcheck", "out_of_bounds")["ok"]
+
+
+def test_a_device_that_it_cannot_look_at_is_passed_over(says: Callable[..., str]) -> None:
+    for row in (
+        sanitizer.is_silent(says(REFUSED, 1), "memcheck", "cuda"),
+        sanitizer.must_see(says(REFUSED, 1), "memcheck", "out_of_bounds"),
+    ):
+        assert row["ok"] and "Device not supported" in row["passed over"]
+
+
+def test_what_takes_too_long_is_stopped(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "LIMIT", 1.0)
+    row = sanitizer.is_silent(says(CLEAN, 0, 30.0), "memcheck", "attention")
+    assert not row["ok"] and row["exit code"] == -1
+
+
+def test_every_family_meets_every_tool_and_faults_come_first(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    says(CLEAN)
+    keys = [task.key for task in sanitizer.tasks("cuda", {})]
+    assert keys[: len(FAULTS)] == ["memcheck sees out_of_bounds", "initcheck sees uninitialised"]
+    assert set(keys[len(FAULTS) :]) == {f"{tool}, {family}" for tool in sanitizer.TOOLS for family in FAMILIES}
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda *_, **__: None)
+    (task,) = sanitizer.tasks("cuda", {})
+    assert task.make()["ok"] and "neither on the PATH" in task.make()["passed over"]

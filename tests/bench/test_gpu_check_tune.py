@@ -1,0 +1,138 @@
+"""Tuning on a clock of nobody's: the right winner, no winner within the noise, and a table that is written as a whole. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.gpu import tune
+from bench.gpu.candidates import Target, candidates, targets
+from cmab_kernels import tiles
+from cmab_kernels.tiles import FIELDS, HOPPER, Key, using
+
+CPU = torch.device("cpu")
+TARGET = Target("attention.forward", "bfloat16", 16)
+BUILT_IN, FIRST, SECOND, *_ = candidates(TARGET, CPU)
+OTHER = tiles.as_entry(Key("nystrom.forward", HOPPER, "ieee", 16), (8,), {"gpu": "another"})
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"cmab_kernels_tiles": 1, "entries": [OTHER]}))
+    return path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how long tiles take, by the times that they were measured and by the round; they are those that a launcher would take."""
+
+    def prepared(target: Target, device: str, size: str) -> Any:
+        assert size == "large"
+        return tiles.tuned(target.kernel, CPU, target.products().kind, target.width)
+
+    def set_clock(seconds: Callable[[tuple[int, ...], int, int], float]) -> None:
+        again: dict[tuple[int, ...], int] = {}
+
+        def samples_of(calls: Mapping[str, tuple[int, ...]], rounds: int) -> dict[str, list[float]]:
+            found = {}
+            for name, chosen in calls.items():
+                again[chosen] = again.get(chosen, 0) + 1
+                found[name] = [seconds(chosen, again[chosen], i) for i in range(rounds)]
+            return found
+
+        monkeypatch.setattr(tune, "samples_of", samples_of)
+
+    monkeypatch.setattr(tune, "prepared", prepared)
+    monkeypatch.setattr(tune, "captured", lambda call: call)
+    monkeypatch.setattr(tune, "gpu_name", lambda device: "NVIDIA H200")
+    return set_clock
+
+
+def _sound(*chosen: tuple[int, ...]) -> set[str]:
+    return {tune._name(TARGET, one) for one in (BUILT_IN, *chosen)}
+
+
+def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table: Path) -> None:
+    """The fastest of all was wrong; other entries stay."""
+    clock(lambda chosen, times, i: {FIRST: 50e-6, SECOND: 80e-6}.get(chosen, 100e-6))
+    row = tune.tune(TARGET, _sound(SECOND), "cpu", table)
+    assert row["written"] and row["tiles"] == list(SECOND) and row["gain"] == pytest.approx(0.2) and row["ok"]
+    found = {key: (chosen, evidence) for key, chosen, evidence in tiles.entries(table)}
+    assert len(found) == 2 and found[Key("nystrom.forward", HOPPER, "ieee", 16)][0] == (8,)
+    chosen, evidence = found[TARGET.key(CPU)]
+    assert chosen == SECOND and evidence["gpu"] == "NVIDIA H200"
+    assert evidence["seconds"] == 80e-6 and evidence["built-in seconds"] == 100e-6 and {"commit", "date", "noise"} <= evidence.keys()
+    with using(tiles.read(table)):
+        assert tiles.tuned(TARGET.kernel, CPU, "half", 16) == SECOND
+
+
+@pytest.mark.parametrize("gain, noise", [(0.005, 0.0), (0.05, 0.1), (-0.2, 0.0)])
+def test_what_is_within_the_noise_is_not(gain: float, noise: float, clock: Callable[..., None], table: Path) -> None:
+    """And an entry from before goes, for it pays no more."""
+    old = tiles.as_entry(TARGET.key(CPU), FIRST, {})
+    table.write_text(json.dumps({"cmab_kernels_tiles": 1, "entries": [OTHER, old]}))
+    clock(lambda chosen, times, i: 100e-6 * ((1 - gain) if chosen == SECOND else 1) * (1 + noise * ((times + i) % 3)))
+    row = tune.tune(TARGET, _sound(SECOND), "cpu", table)
+    assert not row["written"] and [key.kernel for key, _, _ in tiles.entries(table)] == ["nystrom.forward"]
+
+
+def test_what_was_luck_is_not_written(clock: Callable[..., None], table: Path) -> None:
+    """The best of many is timed once more."""
+    clock(lambda chosen, times, i: 60e-6 if chosen == SECOND and times == 1 else 100e-6)
+    row = tune.tune(TARGET, _sound(SECOND), "cpu", table)
+    assert row["gain"] > 0.3 and not row["confirmed"] and not row["written"]
+
+
+def test_without_candidates_nothing_is_tuned(clock: Callable[..., None], table: Path) -> None:
+    row = tune.tune(TARGET, set(), "cpu", table)
+    assert row["ok"] is False and "section candidates first" in row["problem"]
+    clock(lambda chosen, times, i: 100e-6)
+    row = tune.tune(TARGET, _sound(), "cpu", table)
+    assert row["ok"] and not row["written"] and row["tiles"] == row["built-in"] == list(BUILT_IN)
+
+
+def test_a_table_that_is_cut_off_stays_as_it_was(clock: Callable[..., None], table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(lambda chosen, times, i: 80e-6 if chosen == SECOND else 100e-6)
+    before = table.read_bytes()
+
+    def cut_off(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(TARGET, _sound(SECOND), "cpu", table)
+    assert table.read_bytes() == before
+
+
+def test_a_malformed_table_is_not_overwritten(clock: Callable[..., None], table: Path) -> None:
+    clock(lambda chosen, times, i: 80e-6 if chosen == SECOND else 100e-6)
+    table.write_text("{}")
+    with pytest.raises(ValueError, match="not a table of tiles"):
+        tune.tune(TARGET, _sound(SECOND), "cpu", table)
+    assert table.read_text() == "{}"
+
+
+def test_candidates_are_valid_and_few_and_keys_differ() -> None:
+    every = list(targets())
+    assert {target.kernel for target in every} == FIELDS.keys() and len({target.key(CPU) for target in every}) == len(every)
+    for target in every:
+        found = candidates(target, CPU)
+        assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) and 3 <= len(found) <= 12
+        for chosen in found[1:]:
+            tiles.as_entry(target.key(CPU), chosen, {})  # which refuses what is no tile
+
+
+def test_rows_of_candidates_name_what_was_tried() -> None:
+    tasks = tune.candidate_tasks("cpu", {})
+    assert len({task.key for task in tasks}) == len(tasks)
+    assert sum(not task.peer for task in tasks) == len(list(targets())), "only the built-in tiles must compile"
+    before = {"candidates": [{"key": tasks[0].key, "sound": True}, {"key": tasks[1].key, "problem": "out of resources"}]}
+    assert [task.key for task in tune.tasks("cpu", before)] == [str(target) for target in targets()]
