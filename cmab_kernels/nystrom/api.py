@@ -83,8 +83,9 @@ def nystrom_attention(
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -> Tensor:
     """The Moore-Penrose pseudo-inverse of every matrix (..., m, m) by Razavi's iteration of third order, as Nyströmformer uses it.
 
-    Six iterations suffice for the row-stochastic matrices of attention with spread landmarks, and are far from converged on random
-    matrices (median relative error 0.98; 2e-6 at twelve). Each matrix has its own initial norms. Zeros give zeros.
+    Six iterations suffice where landmarks are well apart (relative error 1e-15 for softmax(8 I + N(0, 1))), and are far from converged
+    where they are not: the median for softmax(N(0, 1)) in float64 is 0.9 at m = 16 (3e-15 at twelve iterations) and 0.99 at m = 64 (0.25
+    at twelve, 1e-14 at twenty). Each matrix has its own initial norms. Zeros give zeros.
 
     Args:
         matrix: (..., m, m), float64 or float32; half types are computed in float32.
