@@ -1,14 +1,15 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
 Of all families: parity with float64 oracles, equal bits, graphs, streams and launches, sanitizers; times beside their floors and peers; the
-block sizes that are fastest, which go to `cmab_kernels/tiles.json`. A call takes 8 minutes at most. What it has found stands in
-`bench/results/gpu_check_<gpu>_<date>.json`, and the same command goes on where it stopped: what is complete and right is not run again
-unless --sections names it. A table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
+block sizes that are fastest, which go to `cmab_kernels/tiles.json`, with a copy beside the results. A call takes 8 minutes at most. What it
+has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, and the same command goes on where it stopped: what is complete and right is
+not run again unless --sections names it. A table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from bench.gpu.machine import machine, state  # noqa: E402
 from bench.gpu.printed import table  # noqa: E402
 from bench.gpu.results import Report, opened  # noqa: E402
 from bench.gpu.sections import Outcome, Section, run  # noqa: E402
+from cmab_kernels import tiles  # noqa: E402
 
 BUDGET = 480.0
 """Seconds of a call."""
@@ -69,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         return _refuse(str(error))
     left = run_all(report, named, "cuda", started + BUDGET - TO_FINISH)
+    if any(row.get("written") for row in report.outcomes.get("tune", Outcome()).rows):
+        shutil.copyfile(tiles.FILE, report.path.with_name(f"{report.path.stem}_tiles.json"))
     print(table(report, SECTIONS))
     if left:
         print(f"not run, for want of time: {', '.join(left)}; go on with --sections {','.join(left)}")

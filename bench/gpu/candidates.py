@@ -125,6 +125,7 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
 
 
 LENGTHS = {"small": 5003, "large": 200_000}
+"""Keys; of the large ones so many where heads are 64 wide, and at other widths as many bytes."""
 LATENTS = (128, 512)
 """One block of queries, and several."""
 SET = 1021
@@ -142,8 +143,9 @@ def prepared(target: Target, device: str, size: str, wide: bool = False) -> Call
         made = torch.randn(shape, device=device).to(target.operands)
         return made.double() if wide else made
 
+    keys = LENGTHS[size] if size == "small" else LENGTHS[size] * 64 // target.width
     family = target.kernel.split(".")[0]
-    return {"attention": _attention, "intention": _intention, "nystrom": _nystrom}[family](target, draw, LENGTHS[size])
+    return {"attention": _attention, "intention": _intention, "nystrom": _nystrom}[family](target, draw, keys)
 
 
 def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:

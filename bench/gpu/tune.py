@@ -73,17 +73,19 @@ def error(results: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    sound = {row["key"] for row in before.get("candidates", []) if row.get("sound")}
+    sound = {row["key"]: row.get("sound", False) for row in before.get("candidates", [])}
     return [Task(str(target), lambda target=target: tune(target, sound, device)) for target in targets()]
 
 
-def tune(target: Target, sound: set[str], device: str, path: Path = table.FILE) -> Row:
+def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = table.FILE) -> Row:
     """The row says what was found; the table has it where it pays, and has no entry where the built-in tiles are as good."""
     place = torch.device(device)
     built_in, *others = candidates(target, place)
-    right = [tiles for tiles in others if _name(target, tiles) in sound]
-    if _name(target, built_in) not in sound:
-        return {"ok": False, "problem": "the built-in tiles were not found right: run section candidates first"}
+    if not all(_name(target, tiles) in sound for tiles in (built_in, *others)):
+        return {"ok": False, "problem": "not all of its candidates were checked: run section candidates first"}
+    if not sound[_name(target, built_in)]:
+        return {"ok": False, "problem": "the built-in tiles were found wrong"}
+    right = [tiles for tiles in others if sound[_name(target, tiles)]]
     key, found = target.key(place), fastest(target, built_in, right, device)
     evidence = {name: found[name] for name in ("seconds", "built-in seconds", "noise")}
     entry = table.as_entry(
@@ -98,10 +100,10 @@ def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[in
     """The best of `others` beside the built-in tiles, timed with all of them and then once more alone with these."""
     key = target.key(torch.device(device))
     choices = {BUILT_IN: built_in, AGAIN: built_in, **{" ".join(map(str, tiles)): tiles for tiles in others}}
-    calls = {}
+    call, calls = prepared(target, device, "large"), {}
     for name, tiles in choices.items():
         with table.using({key: tiles}):
-            calls[name] = captured(prepared(target, device, "large"))
+            calls[name] = captured(call)
     samples = samples_of(calls, ROUNDS)
     noise = max(LEAST_GAIN, *(abs(ratio - 1) for ratio in ratios(samples[AGAIN], samples[BUILT_IN])))
     relative = {name: ratios(samples[name], samples[BUILT_IN])[1] for name in choices if name not in (BUILT_IN, AGAIN)}

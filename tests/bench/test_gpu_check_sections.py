@@ -239,6 +239,22 @@ def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.Captu
     assert calls("--sections", "one", "--force") == 0 and "foreign" not in path.read_text()
 
 
+def test_what_was_tuned_lies_beside_the_results(calls: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a machine whose checkout does not come back."""
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"tune": _section("fine", 100.0)})
+    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
+    gpu_check.tiles.FILE.write_text("{}")
+    copy = tmp_path / "gpu_check_nvidia-h200_2026-01-02_tiles.json"
+    assert calls() == 0 and not copy.exists(), "nothing was written to it"
+
+    def tuned(section: Section, device: str, outcome: Outcome, *_: Any) -> None:
+        outcome.add({"key": "a", "ok": True, "written": True, "gain": 0.2, "noise": 0.0, "built-in": [4], "tiles": [8]})
+        outcome.complete = True
+
+    monkeypatch.setattr(gpu_check, "run", tuned)
+    assert calls("--sections", "tune") == 0 and copy.read_text() == "{}"
+
+
 def test_every_section_fits_into_a_call() -> None:
     for name, section in gpu_check.SECTIONS.items():
         assert section.limit <= gpu_check.BUDGET - gpu_check.TO_FINISH - 30, name

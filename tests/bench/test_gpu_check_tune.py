@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def prepared(target: Target, device: str, size: str) -> Any:
         assert size == "large"
-        return tiles.tuned(target.kernel, CPU, target.products().kind, target.width)
+        return lambda: tiles.tuned(target.kernel, CPU, target.products().kind, target.width)
 
     def set_clock(seconds: Callable[[tuple[int, ...], int, int], float]) -> None:
         again: dict[tuple[int, ...], int] = {}
@@ -51,13 +51,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(tune, "samples_of", samples_of)
 
     monkeypatch.setattr(tune, "prepared", prepared)
-    monkeypatch.setattr(tune, "captured", lambda call: call)
+    monkeypatch.setattr(tune, "captured", lambda call: call())
     monkeypatch.setattr(tune, "gpu_name", lambda device: "NVIDIA H200")
     return set_clock
 
 
-def _sound(*chosen: tuple[int, ...]) -> set[str]:
-    return {tune._name(TARGET, one) for one in (BUILT_IN, *chosen)}
+def _sound(*chosen: tuple[int, ...]) -> dict[str, bool]:
+    """All were checked; the built-in tiles and these were right."""
+    return {tune._name(TARGET, one): one in (BUILT_IN, *chosen) for one in candidates(TARGET, CPU)}
 
 
 def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table: Path) -> None:
@@ -92,8 +93,10 @@ def test_what_was_luck_is_not_written(clock: Callable[..., None], table: Path) -
 
 
 def test_without_candidates_nothing_is_tuned(clock: Callable[..., None], table: Path) -> None:
-    row = tune.tune(TARGET, set(), "cpu", table)
-    assert row["ok"] is False and "section candidates first" in row["problem"]
+    half = dict(list(_sound(SECOND).items())[:-1])
+    for sound, problem in (({}, "candidates first"), (half, "candidates first"), (dict.fromkeys(_sound(), False), "found wrong")):
+        row = tune.tune(TARGET, sound, "cpu", table)
+        assert row["ok"] is False and problem in row["problem"]
     clock(lambda chosen, times, i: 100e-6)
     row = tune.tune(TARGET, _sound(), "cpu", table)
     assert row["ok"] and not row["written"] and row["tiles"] == row["built-in"] == list(BUILT_IN)

@@ -37,7 +37,7 @@ _WARPS = {
 }
 
 
-def _warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
+def warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
     chosen = tuned(kernel, device, products.kind, size)
     return chosen[0] if chosen else _WARPS[kernel][products.kind]
 
@@ -51,7 +51,7 @@ def options(like: Tensor, kernel: str) -> dict[str, Any]:
         "SIZE": size,
         "OPERAND": triton_dtype(chosen.operand),
         "PRECISION": chosen.input_precision,
-        "num_warps": _warps(kernel, chosen, like.device, size),
+        "num_warps": warps(kernel, chosen, like.device, size),
         "num_stages": 1,
     }
 
