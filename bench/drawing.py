@@ -156,9 +156,15 @@ def svg(panel: Panel) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = text.replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{panel.name}-", text)
+    text = re.sub(r'\b(?:d|x|y|transform)="[^"]*"', _rounded, text)
     text = text.replace(INK, "currentColor").replace(FAINT, "var(--line)").replace(PAPER, "var(--ground)")
     text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{html.escape(panel.alt)}">', text)
     return text.strip()
+
+
+def _rounded(attribute: re.Match[str]) -> str:
+    """Two places are a fiftieth of a pixel, and save a third of a page."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
 
 
 def sheet(panels: Sequence[Panel], path: Path, columns: int = 4) -> None:

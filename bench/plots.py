@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from cmab_kernels.nystrom.costs import (
 
 from . import drawing
 from .drawing import INK, OURS, PAPER, PEERS, STYLE, Panel, Style, styles
-from .runs import DEFINITION, BadRun, Row, Run, Series, apart, axes, fastest, series, shared, speed_up, words
+from .runs import DEFINITION, BadRun, Row, Run, Series, axes, fastest, labels, series, speed_up, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
@@ -124,7 +125,7 @@ def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: A
         every += peaks
     drawing.log_scale(axes.yaxis, [least, 20 * least, *every], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
-    note = f"less than {drawing.mebibytes(least)} cannot be told from nothing"
+    note = f"resolution {drawing.mebibytes(least)}"
     axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="small", ha="right", va="bottom")
     _name_axis(axes, one)
     drawing.name_y(axes, "peak of memory beyond inputs and results")
@@ -202,13 +203,13 @@ def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
     pairs = [pair for group in run.groups.values() if group[0].scan == scan if (pair := _pair(group, peer))]
     if not pairs:
         return None
-    alike = shared([ours for ours, _ in pairs])
-    bars = [(apart(ours, alike), speed_up(ours, theirs)) for ours, theirs in pairs]
+    once, each = labels([ours for ours, _ in pairs])
+    bars = [(each[ours.group], speed_up(ours, theirs)) for ours, theirs in pairs]
     slowest, most = min(bar[1][0] for bar in bars), max(bar[1][0] for bar in bars)
     return Panel(
         name=slug(scan, "over", peer),
         title=f"{scan}: how many times as fast",
-        about=f"as {peer}, {words(alike)}. Bars to the left of 1: slower. Whiskers: quartiles of the rounds.",
+        about=f"as {peer}. Left of 1: slower. Whiskers: quartiles of the rounds. {once[:1].upper()}{once[1:]}",
         alt=f"{scan}, speed-up over {peer}: between {drawing.times(slowest)} and {drawing.times(most)} in {len(bars)} groups.",
         draw=partial(_draw_bars, bars),
         legend={},
@@ -406,10 +407,11 @@ def readme_plot(run: Run, path: Path) -> None:
     with matplotlib.rc_context(STYLE | {"font.size": 12}):
         figure = Figure((8, 4.5), facecolor=PAPER)
         figure.text(0.015, 0.975, one.scan, fontsize=15, fontweight="bold", va="top")
-        figure.text(0.015, 0.895, f"{words(one.fixed)}; {run.processor}", fontsize=11, va="top")
+        about = textwrap.fill(f"{words(one.fixed)}; {run.processor}", 84)
+        figure.text(0.015, 0.9, about, fontsize=10.5, va="top", linespacing=1.35)
         draw = {"memory beyond inputs, results": partial(_draw_memory, one, RESOLUTION[run.device]), "time": partial(_draw_time, one)}
         for (title, drawn), left in zip(draw.items(), (0.125, 0.615), strict=True):
-            axes = figure.add_axes((left, 0.255, 0.365, 0.495))
+            axes = figure.add_axes((left, 0.25, 0.365, 0.475))
             drawn(chosen, axes)
             axes.set_title(title, loc="left", fontsize=12, x=-0.2)
         handles = [Line2D([], [], label=run.called(name).split(",")[0], **style.line()) for name, style in chosen.items()]

@@ -14,7 +14,7 @@ from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_opera
 from . import compare, plots
 from .compare import Change, Comparison
 from .drawing import Panel, sheet, svg, times
-from .runs import Row, Run, apart, fastest, shared, words
+from .runs import Row, Run, fastest, labels, words
 
 STYLE = Path(__file__).with_suffix(".css")
 MIB = 2**20
@@ -254,15 +254,15 @@ def _rows(run: Run) -> str:
     parts = ["<p class='note'>Ours are coloured. Ratios are to the fastest baseline of the group, whose own is 1.</p>"]
     for scan, rows in run.scans.items():
         groups = {name: members for name, members in run.groups.items() if members[0].scan == scan}
-        alike = shared(rows)
-        lines = [line for members in groups.values() for line in _group(members, alike)]
-        about = f'<p class="note">{escape(words(alike))}</p>' if alike and len(groups) > 1 else ""
+        once, each = labels(rows)
+        lines = [line for name, members in groups.items() for line in _group(each[name], members)]
+        about = f'<p class="note">{escape(once[:1].upper() + once[1:])}.</p>' if once else ""
         parts.append(f'<h3 id="{_anchor("rows", scan)}">{escape(scan)}</h3>\n{about}\n{_table(f"Rows of {scan}", HEAD, lines)}')
     return "\n".join(parts)
 
 
-def _group(members: Sequence[Row], alike: Mapping[str, int | str]) -> Iterator[str]:
-    title = f"{escape(apart(members[0], alike))} <code>{escape(members[0].group)}</code>"
+def _group(label: str, members: Sequence[Row]) -> Iterator[str]:
+    title = f"{escape(label)} <code>{escape(members[0].group)}</code>"
     yield f'<tr><th class="group" colspan="{len(HEAD)}" scope="rowgroup"><span>{title}</span></th></tr>'
     best = fastest(members)
     for row in members:
@@ -332,7 +332,8 @@ DEFINED = {
     "ratio": "Of medians, to the fastest baseline of the group; quartiles are of the ratios within each round.",
     "times as fast": "Time of a peer over the time of the fastest of our kernels in the group.",
     "extra memory": "Peak beyond the inputs, results included: on a GPU the allocator's, on a CPU the resident high-water mark of a "
-    "process of its own that has loaded libraries and built inputs before. Beyond results: less the results, which nobody can do without.",
+    "process of its own that has loaded libraries and built inputs before. Beyond results: less the results, which nobody can do without. "
+    "On a CPU, peaks that differ by less than 0.3 MiB cannot be told apart, and figures draw what is less as that.",
     "GFLOP/s": "Operations of matrix products and factorisations, as torch's counter counts them, over the time. Where an implementation "
     "computes more than it must, this is no merit.",
     "share of the floor": "The floor is the time that the machine needs for the exponentials, products and memory traffic without which "

@@ -184,9 +184,9 @@ class Run:
 
     @cached_property
     def implementations(self) -> tuple[str, ...]:
-        """Ours first, then by how often they appear."""
+        """Ours first, the definition last, peers by how often they appear."""
         count = Counter(row.implementation for row in self.rows)
-        return tuple(sorted(count, key=lambda name: (name not in self.kernels, -count[name], name)))
+        return tuple(sorted(count, key=lambda name: (name not in self.kernels, name == DEFINITION, -count[name], name)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------------------
@@ -397,14 +397,18 @@ def _say(name: str, value: Value) -> str:
     return value if name in BARE else f"{value} {name}"
 
 
-def shared(rows: Sequence[Row]) -> dict[str, Value]:
-    """Parameters that all rows have alike."""
-    return {name: value for name, value in rows[0].parameters.items() if all(row.parameters.get(name) == value for row in rows)}
-
-
-def apart(row: Row, alike: Mapping[str, Value]) -> str:
-    """What tells a row's group from others that are alike in `alike`."""
-    return words({name: value for name, value in row.parameters.items() if name not in alike}) or row.group
+def labels(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
+    """What is said once of a set of rows, and what of each group: its pass and its length, and where it is not like most."""
+    counts: dict[str, Counter[Value]] = {}
+    for row in rows:
+        for name, value in row.parameters.items():
+            counts.setdefault(name, Counter())[value] += 1
+    usual = {name: found.most_common(1)[0][0] for name, found in counts.items()}
+    varied = {name for name, found in counts.items() if len(found) > 1}
+    told = varied & {"pass", *LENGTHS}
+    each = {row.group: words({n: v for n, v in row.parameters.items() if n in told or v != usual[n]}) or row.group for row in rows}
+    once = words({name: value for name, value in usual.items() if name not in told})
+    return f"{'where not said otherwise, ' if varied - told and once else ''}{once}", each
 
 
 def speed_up(ours: Row, peer: Row) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -146,13 +147,17 @@ def test_axes_begin_with_the_length(run: runs.Run):
     assert runs.axes(run, "iterative_pinv") == []
 
 
-def test_labels_tell_groups_apart(run: runs.Run):
-    rows = run.scans["latent_attention"]
-    alike = runs.shared(rows)
-    assert alike == {"B": 1, "H": 4, "L": 128, "threads": 2}
-    labels = {row.group: runs.apart(row, alike) for row in rows}
-    assert len(set(labels.values())) == len(labels)
-    assert labels["latent-forward-float32-D16-N1000"] == "forward, float32, D = 16, N = 1,000"
+def test_labels_tell_groups_apart_and_say_the_rest_once(run: runs.Run):
+    once, each = runs.labels(run.scans["latent_attention"])
+    assert once == "where not said otherwise, float32, B = 1, H = 4, D = 16, L = 128, threads = 2"
+    assert len(set(each.values())) == len(each) == 13
+    assert each["latent-forward-float32-D16-N1000"] == "forward, N = 1,000"
+    assert each["latent-forward-bfloat16-D16-N100000"] == "forward, bfloat16, N = 100,000"
+    assert runs.labels(run.scans["iterative_pinv"]) == ("m = 16, B = 1, float32, threads = 1", {"pinv-m16": "pinv-m16"})
+
+
+def test_examples_in_the_module_are_right():
+    assert doctest.testmod(runs) == (0, 2)
 
 
 def test_speed_up_is_the_peers_time_over_ours(run: runs.Run):
