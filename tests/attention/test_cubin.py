@@ -26,8 +26,10 @@ from cmab_kernels.attention.kernels.launch import Tiles
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys")
 ORDINARY = [("bf16", 16, 90), ("bf16", 128, 90), ("bf16", 64, 100), ("fp16", 64, 80), ("fp32", 16, 90), ("fp64", 16, 90)]
-SPILLING = {("bf16", 128, 80), *(("fp64", 256, capability) for capability in (80, 90, 100))}
-"""Known to spill, 2 % of the instructions in float64 and a tenth in the one backward: no tile was found that does not."""
+SPILLING = {("bf16", 64, 80), ("bf16", 128, 80), *(("fp64", 256, capability) for capability in (80, 90, 100))}
+"""Known to spill, 2 % of the instructions in float64 and in heads of 64, a tenth in the other backward: no tile was found that does not."""
+TOO_LARGE = {("fp32", 64, 100)}
+"""Known not to fit in tensor memory, which the six products of bfloat16 parts fill."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
@@ -71,14 +73,16 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, width, capability", NIGHTLY)
 def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if (name, width, capability) in SPILLING:
-        request.applymarker(pytest.mark.xfail(reason="spills"))
+    if (name, width, capability) in SPILLING | TOO_LARGE:
+        request.applymarker(pytest.mark.xfail(reason="spills, or does not fit in tensor memory"))
     _matrix(name, width, capability, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("width, capability", list(itertools.product((8, 16, 32, 64, 128, 256), (80, 90, 100))))
-def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
+def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if (width, capability) == (256, 100):
+        request.applymarker(pytest.mark.xfail(reason="spills: 6 of 1,105 instructions"))
     with mock.patch.object(launches, "allows_tf32", lambda: True):
         found = [launch for latents in (300, 128) for launch in _launches(torch.float32, width, latents)]
     assert _check(found, capability, tmp_path) == []
@@ -119,6 +123,13 @@ def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
     with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 8, 6)}}):
         launch = _launches(torch.bfloat16, 128)[0]
     assert any("shared memory" in fault for fault in faults(compiled(launch, 80, tmp_path), True))
+
+
+def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
+    """Triton compiles it all the same; its launcher then refuses."""
+    with mock.patch.object(launches, "_FORWARD", {"bf16x6": {64: Tiles(128, 32, 8, 2)}}):
+        launch = _launches(torch.float32, 64)[0]
+    assert any("columns of tensor memory" in fault for fault in faults(compiled(launch, 100, tmp_path), True))
 
 
 def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_time_is_that_of_the_busiest_unit() -> None:
 
 
 def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
-    """`python -m bench.gpu.readiness --write` writes both."""
+    """`python -m bench.gpu.readiness --write` writes both; with `--kernels _pinv`, where a floor or the page has changed, in seconds."""
     assert PAGE.read_text() == page(record)
     assert record["operators"] == readiness.operators(record["rows"])
 

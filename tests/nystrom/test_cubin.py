@@ -23,6 +23,8 @@ ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
 EVERY = list(itertools.product(DTYPES, (1, 17, 64), (80, 90, 100)))
 SPILLING = [("fp32", 64, capability, kernel) for capability in (80, 90, 100) for kernel in ("_pinv_backward", "_landmark_values_backward")]
 """One in a hundred instructions on sm_90: parts of bfloat16 take the registers."""
+TOO_LARGE = [("fp32", 64, 100, kernel) for kernel in ("_pinv", "_landmark_values")]
+"""Known not to fit in tensor memory, which the parts take too; nor do their gradients."""
 
 
 def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[str, Launch]:
@@ -70,8 +72,8 @@ def test_the_largest_matrices_stay_in_registers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", ["_pinv", "_pinv_backward", "_landmark_values", "_landmark_values_backward"])
 @pytest.mark.parametrize("name, m, capability", EVERY)
 def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if (name, m, capability, kernel) in SPILLING:
-        request.applymarker(pytest.mark.xfail(reason="spills"))
+    if (name, m, capability, kernel) in SPILLING + TOO_LARGE:
+        request.applymarker(pytest.mark.xfail(reason="spills, or does not fit in tensor memory"))
     assert _check(_launches(name, m)[kernel], capability, tmp_path) == []
 
 
