@@ -167,7 +167,7 @@ class SigmaLayer(OperatorCase):
     @property
     def implementations(self) -> Mapping[str, Implementation]:
         run = partial(passes, operands=3, backward=self.backward)
-        known = (name for name in kernels(self.scan) if name != "reference" or self.length <= 100_000)  # it stores the scores
+        known = (name for name in kernels(self.scan) if name != "reference" or self.length < 100_000)  # it stores the scores
         ours = {name: run(partial(sigma_intention, alpha=ALPHA, scale=self._scale, impl=name)) for name in known}
         return {**ours, EAGER: run(partial(sigma, scale=self._scale)), SDPA: run(F.scaled_dot_product_attention)}
 

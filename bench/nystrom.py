@@ -1,4 +1,4 @@
-"""Family B: what is measured. Figures of streams are of one token."""
+"""Family B: what is measured. Figures of streams are of one token; where landmarks follow the window, a call replaces one or more."""
 
 from __future__ import annotations
 
@@ -30,25 +30,22 @@ LAYERS = [
 
 STEPS = [
     *(NystromStep(window, quick=True) for window in WINDOWS),
-    *(NystromStep(window, fixed=False, quick=window == 64) for window in WINDOWS),
-    *(NystromStep(block=block, calls=calls, quick=block == 64) for block, calls in ((8, 32), (64, 8))),
-    *(NystromStep(fixed=False, block=block, calls=calls) for block, calls in ((8, 32), (64, 8))),
-    *(NystromStep(window, retroactive=True, calls=64) for window in (64, 256, 1024)),
+    *(NystromStep(window, fixed=False, calls=max(64, window // 16), quick=window == 64) for window in WINDOWS),
+    *(NystromStep(block=block, calls=8, quick=block == 64) for block in (8, 64)),
+    *(NystromStep(fixed=False, block=block, calls=8) for block in (8, 64)),
+    *(NystromStep(window, retroactive=True) for window in (64, 256, 1024)),
     *(NystromStep(landmarks=landmarks) for landmarks in (4, 8, 32)),
     *(NystromStep(width=width) for width in (16, 128)),
-    *(NystromStep(heads=heads, calls=calls) for heads, calls in ((16, 256), (256, 32))),
+    *(NystromStep(heads=heads, calls=calls) for heads, calls in ((16, 64), (256, 32))),
     NystromStep(heads=1024, calls=16),
     NystromStep(heads=1024, calls=16, threads=2, quick=True),
     NystromStep(heads=1024, calls=16, threads=2, fixed=False),
     *(NystromStep(dtype=dtype) for dtype in DTYPES),
-    *(
-        BesideFull(n, fixed=fixed, calls=calls, quick=fixed and n < 4096)
-        for n, calls in ((120, 120), (1024, 256), (4096, 1024))  # an update of continual landmarks every n / 4 tokens
-        for fixed in (True, False)
-    ),
-    *(ExactStep(window, quick=window == 120, calls=calls) for window, calls in ((120, 120), (256, 64), (1024, 64), (4096, 64))),
-    *(ExactStep(window, retroactive=True, calls=calls) for window, calls in ((120, 120), (256, 64), (512, 32))),
-    *(ExactStep(block=block, calls=calls) for block, calls in ((8, 16), (64, 4))),
+    *(BesideFull(window, quick=window < 4096) for window in (120, 1024, 4096)),
+    *(BesideFull(window, fixed=False, calls=window // 4) for window in (120, 1024, 4096)),
+    *(ExactStep(window, quick=window == 120) for window in (120, 256, 1024, 4096)),
+    *(ExactStep(window, retroactive=True, calls=16) for window in (120, 256, 512)),
+    *(ExactStep(block=block, calls=8) for block in (8, 64)),
     *(ExactStep(width=width) for width in (32, 64)),
     *(ExactStep(heads=heads) for heads in (1, 128)),
     *(ExactStep(dtype=dtype) for dtype in DTYPES),
@@ -74,7 +71,7 @@ MODULES = [
     NystromModule(landmarks=16),
     NystromModule(batch=8),
     NystromModule(threads=2),
-    *(NystromModuleStep(window, quick=window == 64) for window in WINDOWS),
+    *(NystromModuleStep(window, calls=max(64, window // 16), quick=window == 64) for window in WINDOWS),
     *(NystromModuleStep(batch=batch) for batch in (4, 32)),
     *(NystromModuleStep(heads=heads) for heads in (1, 16)),
     NystromModuleStep(landmarks=4),

@@ -73,7 +73,7 @@ class StepCase(OperatorCase):
     width: int = 64
     heads: int = 1
     block: int = 1
-    calls: int = 256
+    calls: int = 64
     retroactive: bool = False
 
     @property
@@ -242,7 +242,8 @@ class BesideFull(NystromStep):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*kernels(self.scan), EXACT, SDPA, EXPLICIT)
+        """The definition reads the window for every token, and is no faster than what a step is beside."""
+        return (*(name for name in kernels(self.scan) if name != "reference"), EXACT, SDPA, EXPLICIT)
 
     @property
     def steps(self) -> Mapping[str, int]:
@@ -263,7 +264,7 @@ class BesideFull(NystromStep):
         ours = self._exactly(inputs)
         rows = banded(inputs.query[:, :, self.window :], inputs.key, inputs.value, self.window).split(1, dim=2)
         (full,) = exact(*(part[:, :, -self.window :] for part in inputs))
-        return dict.fromkeys(kernels(self.scan), ours) | {EXACT: rows, SDPA: (full,), EXPLICIT: (full,)}
+        return dict.fromkeys(self.names, ours) | {EXACT: rows, SDPA: (full,), EXPLICIT: (full,)}
 
     def refusal(self, implementation: str) -> str | None:
         scores = 4 * self.heads * self.window**2
@@ -277,7 +278,6 @@ class ExactStep(StepCase):
     window: int = 120
     width: int = 12
     heads: int = 16
-    calls: int = 120
 
     scan = "continual_attention_step"
     baselines = (EAGER, CONTINUAL_INFERENCE)
