@@ -52,12 +52,12 @@ class Request:
     force: bool = False
 
     def arguments(self, file: Path) -> list[str]:
-        """Of pytest, that writes the run to `file`."""
+        """For pytest, which writes the run to `file`."""
         chosen = [argument for scan in self.scans for argument in ("--scan", scan)]
         chosen += ["--quick"] if self.quick else []
         chosen += ["--device", self.device] if self.device else []
         chosen += ["--threads", str(self.threads)] if self.threads is not None else []
-        return ["-m", "pytest", "bench", "--json", str(file), *chosen]
+        return ["-m", "pytest", "bench", "--capture=no", "--json", str(file), *chosen]  # so that progress is seen
 
 
 def run(request: Request) -> int:
