@@ -1,9 +1,10 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
 Of all families: parity with float64 oracles, equal bits, graphs, streams and launches, sanitizers; times beside their floors and peers; the
-block sizes that are fastest, which go to `cmab_kernels/tiles.json`, with a copy beside the results. A call takes 8 minutes at most. What
-it has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, and the same command goes on where it stopped: what is complete and right
-is not run again unless --sections names it. A table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
+block sizes that are fastest, which go to `cmab_kernels/tiles.json`, with a copy beside the results. A call takes 8 minutes at most. What it
+has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, and the same command goes on where it stopped: what is complete and right
+is not run again unless --sections names it. A table comes last.
+Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
 """
 
 from __future__ import annotations

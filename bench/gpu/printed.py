@@ -32,10 +32,26 @@ def _judged(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
         wrong = [row for row in outcome.rows if not row.get("ok", True)]
         if sections[name].judged:
             yield f"{name}: {len(outcome.rows) - len(wrong)} of {len(outcome.rows)} right{_state(outcome)}"
-        for row in wrong[:MOST_WRONG]:
-            yield f"  WRONG {json.dumps(row, ensure_ascii=False)}"
-        if len(wrong) > MOST_WRONG:
-            yield f"  and {len(wrong) - MOST_WRONG} more"
+        yield from _faults(wrong)
+
+
+def _faults(wrong: list[Row]) -> Iterator[str]:
+    """Rows that could not be made by what stopped them, the others in full."""
+    off = [row for row in wrong if "problem" not in row]
+    for problem, keys in _grouped(wrong, "problem").items():
+        yield f"  WRONG, {problem}: {'; '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
+    yield from (f"  WRONG {json.dumps(row, ensure_ascii=False)}" for row in off[:MOST_WRONG])
+    if len(off) > MOST_WRONG:
+        yield f"  and {len(off) - MOST_WRONG} more"
+
+
+def _grouped(rows: list[Row], name: str) -> dict[str, list[str]]:
+    """What rows have under `name` -> their keys."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if name in row:
+            groups.setdefault(row[name], []).append(row["key"])
+    return groups
 
 
 def _state(outcome: Outcome) -> str:
@@ -44,12 +60,9 @@ def _state(outcome: Outcome) -> str:
 
 def _passed_over(report: Report) -> Iterator[str]:
     """One line for each reason."""
-    reasons: dict[str, int] = {}
-    for outcome in report.outcomes.values():
-        for row in outcome.rows:
-            if "passed over" in row:
-                reasons[row["passed over"]] = reasons.get(row["passed over"], 0) + 1
-    yield from (f"passed over, {count} row{'s' if count > 1 else ''}: {reason}" for reason, count in reasons.items())
+    rows = [row for outcome in report.outcomes.values() for row in outcome.rows]
+    for reason, keys in _grouped(rows, "passed over").items():
+        yield f"passed over, {len(keys)} row{'s' if len(keys) > 1 else ''}: {reason}"
 
 
 def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:

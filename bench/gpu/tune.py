@@ -74,6 +74,8 @@ def error(results: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     sound = {row["key"]: row.get("sound", False) for row in before.get("candidates", [])}
+    if not sound:
+        raise RuntimeError("no candidates were checked: run section candidates first")
     return [Task(str(target), lambda target=target: tune(target, sound, device)) for target in targets()]
 
 

@@ -102,6 +102,8 @@ def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
     assert "parity: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
     assert "ridge_parity: 2 of 2 right, incomplete: stopped after 90 s" in text
     assert "passed over, 2 rows: it was not built" in text
+    stopped = [{"key": f"row {i}", "ok": False, "problem": "out of memory"} for i in range(5)]
+    assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(repeats=Outcome(stopped, True))
     assert "not run yet: nystrom_parity" in text and "timings" in text.splitlines()[-1]
 
 

@@ -139,3 +139,5 @@ def test_rows_of_candidates_name_what_was_tried() -> None:
     assert sum(not task.peer for task in tasks) == len(list(targets())), "only the built-in tiles must compile"
     before = {"candidates": [{"key": tasks[0].key, "sound": True}, {"key": tasks[1].key, "problem": "out of resources"}]}
     assert [task.key for task in tune.tasks("cpu", before)] == [str(target) for target in targets()]
+    with pytest.raises(RuntimeError, match="run section candidates first"):
+        tune.tasks("cpu", {})
