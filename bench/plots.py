@@ -38,7 +38,15 @@ RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
 """MiB below which peaks of memory cannot be told apart: less is drawn there."""
 
 NAMES = {"N": "N, keys", "n": "n, tokens of the window", "m": "m, landmarks", "D": "D, width of a head", "E": "E, width of the values"}
-NAMES |= {"H": "H, heads", "B": "B, batch", "L": "L, queries", "t": "t, tokens a call", "threads": "threads", "d": "d, width"}
+NAMES |= {
+    "H": "H, heads",
+    "B": "B, batch",
+    "L": "L, queries",
+    "C": "C, width of the model",
+    "t": "t, tokens a call",
+    "threads": "threads",
+    "d": "d, width",
+}
 """What axes are called."""
 
 
@@ -232,7 +240,7 @@ def _draw_bars(bars: Sequence[tuple[str, tuple[float, float, float]]], axes: Axe
     for place, (label, (median, low, high)) in enumerate(bars):
         axes.barh(place, median - 1, left=1, height=0.34, color=OURS if median >= 1 else SLOWER, hatch=None if median >= 1 else "////")
         axes.plot((low, high), (place, place), color=INK, linewidth=1, marker="|", markersize=5)
-        axes.annotate(drawing.times(median), (max(high, 1), place), (5, 0), **BESIDE)
+        axes.annotate(drawing.times(median), (max(median, high, 1), place), (5, 0), **BESIDE)
         axes.text(0.005, place - 0.27, label, fontsize=7, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_ylim(len(bars) - 0.5, -0.75)

@@ -406,7 +406,10 @@ def labels(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
     usual = {name: found.most_common(1)[0][0] for name, found in counts.items()}
     varied = {name for name, found in counts.items() if len(found) > 1}
     told = varied & {"pass", *LENGTHS}
-    each = {row.group: words({n: v for n, v in row.parameters.items() if n in told or v != usual[n]}) or row.group for row in rows}
+    each = {}
+    for row in rows:
+        unlike = {name for name, value in row.parameters.items() if name in told or value != usual[name]}
+        each[row.group] = words({n: v for n, v in row.parameters.items() if n in (unlike or varied)}) or row.group
     once = words({name: value for name, value in usual.items() if name not in told})
     return f"{'where not said otherwise, ' if varied - told and once else ''}{once}", each
 

@@ -22,9 +22,9 @@ from cmab_kernels import bench
 from . import synthetic
 
 FAKE_PYTEST = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
-print("[1/2] a group", flush=True)
+print("[1/2] a group")
 if "{mode}" == "hangs":
     Path("{started}").touch()
     time.sleep(60)
@@ -32,7 +32,7 @@ if "{mode}" == "breaks off":
     sys.exit(3)
 if "{mode}" != "measures nothing":
     Path(sys.argv[sys.argv.index("--json") + 1]).write_text(Path("{run}").read_text())
-sys.exit({{"wrong": 1, "measures nothing": 5}}.get("{mode}", 0))
+os._exit({{"wrong": 1, "measures nothing": 5}}.get("{mode}", 0))  # what is still in a buffer is lost
 """
 
 

@@ -156,6 +156,17 @@ def test_labels_tell_groups_apart_and_say_the_rest_once(run: runs.Run):
     assert runs.labels(run.scans["iterative_pinv"]) == ("m = 16, B = 1, float32, threads = 1", {"pinv-m16": "pinv-m16"})
 
 
+def test_a_group_like_most_says_what_others_vary(tmp_path: Path):
+    raw = synthetic.run()
+    alone = raw["benchmarks"][-1]
+    raw["benchmarks"] = [
+        alone | {"group": f"m{m}B{b}", "extra_info": alone["extra_info"] | {"parameters": {"m": m, "B": b}}}
+        for m, b in ((16, 1), (32, 1), (16, 4))
+    ]
+    run = runs.load(synthetic.write(tmp_path / "run.json", raw))
+    assert runs.labels(run.rows)[1] == {"m16B1": "m = 16, B = 1", "m32B1": "m = 32", "m16B4": "B = 4"}
+
+
 def test_examples_in_the_module_are_right():
     assert doctest.testmod(runs) == (0, 2)
 
