@@ -7,11 +7,14 @@ section's time is up; the rows that are there are kept, and a later run goes on 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -81,6 +84,8 @@ def first_line(error: BaseException) -> str:
 
 
 def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int) -> None:
+    """Ends without tidying up: a crash in that would look like one of a row."""
+    os.setsid()  # what a row starts is stopped with it
     with open(os.path.join(folder, f"{number}.jsonl"), "a") as file:
 
         def tell(**line: Any) -> None:
@@ -96,6 +101,9 @@ def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcom
         except Exception as error:
             traceback.print_exc()
             tell(failed=first_line(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[Task]:
@@ -171,6 +179,9 @@ class _Worker:
                 self.failed = line["failed"]
 
     def stop(self) -> None:
+        """With all that it has started."""
+        with contextlib.suppress(ProcessLookupError):  # it has not got so far
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,18 @@ def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 def reading(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     return [_marked("seen", lambda: {"ok": True, "saw": [row["key"] for row in before["fine"]]})]
+
+
+def starting(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """A row that waits for a program of its own."""
+
+    def waits() -> Row:
+        program = subprocess.Popen(["sleep", "60"])
+        (Path(os.environ[MARKS]) / "program").write_text(str(program.pid))
+        program.wait()
+        return {"ok": True}
+
+    return [_marked("waits", waits)]
 
 
 def broken(device: str, before: Mapping[str, list[Row]]) -> list[Task]:

@@ -97,6 +97,19 @@ def test_wrong_rows_are_tried_again_and_last(runs: Callable[[str], int]) -> None
     assert [row["key"] for row in outcome.rows][-1] == "row 0"
 
 
+def test_what_a_row_started_is_stopped_with_it(runs: Callable[[str], int], tmp_path: Path) -> None:
+    outcome = Outcome()
+    run(_section("starting", row_limit=1.0), "cpu", outcome, {})
+    assert outcome.rows[0]["problem"] == "stopped after 1 s"
+    process = Path("/proc") / (tmp_path / "marks" / "program").read_text()
+    for _ in range(50):
+        if not process.exists() or "\nState:\tZ" in (process / "status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("its program still runs")
+
+
 def test_earlier_sections_are_seen(runs: Callable[[str], int]) -> None:
     outcome = Outcome()
     run(_section("reading"), "cpu", outcome, {"fine": [{"key": "row 0"}]})
