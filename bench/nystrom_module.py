@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -77,8 +77,8 @@ class NystromModule(SelfAttention):
         names = (f"cmab_kernels.{self.scan}", EAGER)
         return dict.fromkeys(names, ours) | {PACKAGE: partial(_definition, landmarks=self.landmarks, together=True)}
 
-    def small(self) -> SelfAttention:
-        return self
+    def small(self) -> NystromModule:
+        return replace(self, length=4 * self.landmarks)
 
 
 def _projected(tokens: Tensor, weight: Tensor) -> Tensor:
