@@ -38,7 +38,7 @@ SECTIONS = {
     "ridge_parity": Section("bench.gpu.ridge_parity:tasks", 90, workers=8),
     "nystrom_parity": Section("bench.gpu.nystrom_parity:tasks", 90, workers=8),
     "continual_parity": Section("bench.gpu.continual_parity:tasks", 60, workers=4),
-    "repeats": Section("bench.gpu.repeats:tasks", 90, workers=4),
+    "repeats": Section("bench.gpu.repeats:tasks", 100, workers=6),
     "promises": Section("bench.gpu.promises:tasks", 90, row_limit=45, workers=2),
     "timings": Section("bench.gpu.timings:tasks", 100, row_limit=30, judged=False),
     "ridge_timings": Section("bench.gpu.ridge_timings:tasks", 50, row_limit=30, judged=False),

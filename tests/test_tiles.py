@@ -200,6 +200,7 @@ def test_blocks_are_no_larger_than_the_queries_need() -> None:
 INTERPRETED = """
 import itertools, json
 import torch
+import cmab_kernels as ck
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.nystrom import kernels as nystrom
@@ -224,10 +225,14 @@ with using({}):
     built_in = everything()
 with using(table):
     planted = everything()
+    attend = lambda q, k, v: ck.latent_attention(q, k, v, impl="triton")
+    whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.equal(whole(q, k, v), attend(q, k, v))
 scores = 0.5 * q @ k.mT
 print(json.dumps({
     "differences": [float((a - b).abs().max() / b.abs().max()) for a, b in zip(planted, built_in)],
     "against the definition": float((planted[0] - scores.softmax(-1) @ v).abs().max()),
+    "compiled": compiled,
     "other bits": sum(not torch.equal(a, b) for a, b in zip(planted, built_in)),
 }))
 """
@@ -246,3 +251,4 @@ def test_results_are_right_with_other_tiles() -> None:
     found = json.loads(run.stdout)
     assert max(found["differences"]) < 1e-12 and found["against the definition"] < 1e-12
     assert found["other bits"] > 0, "the planted tiles were not taken"
+    assert found["compiled"], "a compiled graph takes the same tiles"

@@ -180,6 +180,7 @@ class _Worker:
 
     def stop(self) -> None:
         """With all that it has started."""
+        assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it has not got so far
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()

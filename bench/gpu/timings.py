@@ -121,7 +121,12 @@ def timed_beside(calls: list[Call], own: list[Call] | None) -> Row:
     memory = memory_of(calls[0])
     turns = {"it": _replays(calls), **({} if own is None else {"ours": _replays(own)})}
     samples = samples_of({name: in_turn(replays) for name, (replays, _) in turns.items()})
-    row = {"seconds": statistics.median(samples["it"]), "spread": spread(samples["it"]), "rounds": len(samples["it"]), "memory": memory}
+    row: Row = {
+        "seconds": statistics.median(samples["it"]),
+        "spread": spread(samples["it"]),
+        "rounds": len(samples["it"]),
+        "memory": memory,
+    }
     if problem := turns["it"][1]:
         row["eager"] = problem
     return row if own is None else row | {"times ours": ratios(samples["it"], samples["ours"])}
