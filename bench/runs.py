@@ -144,9 +144,10 @@ class Run:
 
     @property
     def commit(self) -> str:
-        """Ten digits of it; `+` where the tree had changes that it does not hold."""
-        info = self.raw["commit_info"]
-        return str(info.get("id"))[:10] + ("+" if info.get("dirty") else "")
+        """Ten digits of it, or that there is none; `+` where the tree had changes that it does not hold."""
+        name = str(self.raw["commit_info"].get("id"))
+        digits = name[:10] if len(name) == 40 else name
+        return digits + ("+" if self.raw["commit_info"].get("dirty") else "")
 
     @property
     def date(self) -> str:

@@ -107,6 +107,7 @@ def test_a_saved_run_is_shown_without_measuring(saved: Path, output: Path, monke
 
 
 def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypatch, capfd):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     seen = measured("right")
     status = status_of(monkeypatch, "iterative_pinv", "latent_attention", "--quick", "--device", "cpu", "--threads", "2")
     assert status == 0 and files(output) == WRITTEN

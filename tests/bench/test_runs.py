@@ -11,7 +11,7 @@ import pytest
 from bench import runs
 
 from . import synthetic
-from .synthetic import EAGER, SDPA
+from .synthetic import COMMIT, EAGER, SDPA
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,10 @@ def test_a_run_says_where_it_comes_from(run: runs.Run):
 
 
 def test_work_that_is_in_no_commit_shows(tmp_path: Path):
-    dirty = synthetic.run(commit_info={"id": "0123456789abcdef", "dirty": True})
+    dirty = synthetic.run(commit_info={"id": COMMIT, "dirty": True})
     assert runs.load(synthetic.write(tmp_path / "run.json", dirty)).commit == "0123456789+"
+    nowhere = synthetic.run(commit_info={"id": "unversioned", "dirty": False})
+    assert runs.load(synthetic.write(tmp_path / "run.json", nowhere)).commit == "unversioned"
 
 
 def test_what_failed_is_told_from_what_cannot_be_measured(tmp_path: Path):
