@@ -179,13 +179,14 @@ class NystromModuleStep(StepCase):
         return SingleOutputMultiheadAttention(self.features, self.heads, forward_returns_attn_mask=False, **like)
 
     def _eager(self, tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
-        """Each stream of each head a matrix of its own."""
+        """Each stream of each head a matrix of its own; one alone has no dimension for it, as torch is faster then."""
+        shape = (-1, 1, self.width) if self.batch * self.heads > 1 else (1, self.width)
         first = self._heads(F.linear(tokens[:, : self.window], enter))
         stream = EagerNystrom(*first, self.width**-0.5, self.landmarks, None, ITERATIONS)
 
         def step(token: Tensor) -> Tensor:
             query, key, value = F.linear(token, enter).view(self.batch, 3, -1, 1, self.width).unbind(1)
-            out = stream.step(*(part.reshape(-1, 1, self.width) for part in (query, key, value)))
+            out = stream.step(*(part.reshape(shape) for part in (query, key, value)))
             return F.linear(out.view(self.batch, -1), leave)
 
         return step

@@ -105,8 +105,13 @@ class NystromStart(ExactStart):
         return (next(made), next(made)) if self.fixed else None
 
     def inputs(self, seed: int) -> tuple[Tensor, ...]:
-        """The window, and landmarks where they are given."""
-        tokens = super().inputs(seed)
+        """The window, and landmarks where they are given. Each segment has a level of its own: of pure noise all landmarks would be alike,
+        and have no inverse that float32 resolves."""
+        random = generator(seed + 1000)
+        segments = torch.arange(self.window, device=device()) * self.landmarks // self.window
+        tokens = [
+            part + normal(random, 1, self.heads, self.landmarks, self.width)[:, :, segments].to(self.dtype) for part in super().inputs(seed)
+        ]
         return *tokens, *(self._landmarks(tokens[0]) or ())
 
     def _by_ours(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:

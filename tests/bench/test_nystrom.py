@@ -57,6 +57,7 @@ SMALL = [
     NystromModule(64, 2, 16, landmarks=8),
     NystromModule(64, 2, 16, batch=3, backward=True, landmarks=8),
     NystromModuleStep(16, 8, landmarks=3, calls=20),
+    NystromModuleStep(16, 8, landmarks=3, calls=20, heads=1),
     NystromModuleStep(16, 8, landmarks=3, calls=20, batch=3),
     ExactModuleStep(16, 8, calls=20, batch=3),
 ]
