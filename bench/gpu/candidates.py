@@ -34,6 +34,11 @@ class Target:
     def operands(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def latents(self) -> int:
+        """Of attention: one block of queries, or several."""
+        return 512 if self.kernel == "attention.backward_keys" else 128
+
     def products(self) -> Any:
         if self.kernel.startswith("nystrom"):
             return nystrom_launch.products(self.operands, self.width)
@@ -118,7 +123,8 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
         places = [allowed.index(value) + move.get(name, 0) for (name, allowed), value in zip(fields.items(), start, strict=True)]
         if all(0 <= place < len(allowed) for place, allowed in zip(places, fields.values(), strict=True)):
             found.append(tuple(allowed[place] for place, allowed in zip(places, fields.values(), strict=True)))
-    return [tiles for tiles in found if tiles == start or dict(zip(fields, tiles, strict=True)).get("TILE", 0) <= max(target.width, 16)]
+    most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # what is larger is cut to this, and so not seen
+    return [tiles for tiles in found if all(size <= most.get(name, size) for name, size in zip(fields, tiles, strict=True))]
 
 
 # ---- calls
@@ -126,8 +132,6 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
 
 LENGTHS = {"small": 5003, "large": 200_000}
 """Keys; of the large ones so many where heads are 64 wide, and at other widths as many bytes."""
-LATENTS = (128, 512)
-"""One block of queries, and several."""
 SET = 1021
 """The keys of one of Intention's sets, as in training."""
 
@@ -150,8 +154,7 @@ def prepared(target: Target, device: str, size: str, wide: bool = False) -> Call
 
 def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
     module = implementation("attention", "triton")
-    latents = LATENTS[target.kernel == "attention.backward_keys"]
-    q, k, v, dout = (draw(1, 4, n, target.width) for n in (latents, keys, keys, latents))
+    q, k, v, dout = (draw(1, 4, n, target.width) for n in (target.latents, keys, keys, target.latents))
     scale = target.width**-0.5
     if target.kernel == "attention.forward":
         return lambda: module.attention_forward(q, k, v, None, None, None, None, scale)

@@ -158,7 +158,7 @@ def tiles() -> Any:
     with (
         mock.patch.dict(candidates.LENGTHS, {"small": 60}),
         mock.patch.object(candidates, "SET", 30),
-        mock.patch.object(candidates, "LATENTS", (20, 20)),
+        mock.patch.object(candidates.Target, "latents", 20),
     ):
         rows = {}
         for kernel in ("attention.forward", "intention.gram", "intention.apply", "nystrom.forward"):

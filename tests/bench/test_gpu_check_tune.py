@@ -130,7 +130,8 @@ def test_candidates_are_valid_and_few_and_keys_differ() -> None:
         found = candidates(target, CPU)
         assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) and 3 <= len(found) <= 12
         for chosen in found[1:]:
-            tiles.as_entry(target.key(CPU), chosen, {})  # which refuses what is no tile
+            entry = tiles.as_entry(target.key(CPU), chosen, {})  # which refuses what is no tile
+            assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, "a block that the queries do not fill is not seen"
 
 
 def test_rows_of_candidates_name_what_was_tried() -> None:
