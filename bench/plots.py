@@ -76,8 +76,8 @@ def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapp
         chosen = {name: style for name, style in chosen.items() if any(row.share for row in one.lines[name])}
     return Panel(
         name=slug(one.scan, title, one.axis, str(number)),
-        title=f"{title} against {one.axis}: {one.scan}",
-        about=words(one.fixed),
+        title=f"{title} against {one.axis}",
+        about=f"{one.scan}: {words(one.fixed)}",
         alt=f"{title} of {one.scan} against {one.axis}, {words(one.fixed)}. {_said(one, title)}",
         draw=partial(drawn, chosen),
         legend={run.called(name): style for name, style in chosen.items()},
@@ -216,8 +216,8 @@ def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
     slowest, most = min(bar[1][0] for bar in bars), max(bar[1][0] for bar in bars)
     return Panel(
         name=slug(scan, "over", peer),
-        title=f"{scan}: how many times as fast",
-        about=f"as {peer}. Left of 1: slower. Whiskers: quartiles of the rounds. {once[:1].upper()}{once[1:]}",
+        title="How many times as fast",
+        about=f"{scan} beside {peer}. Left of 1: slower. Whiskers: quartiles of the rounds. {once[:1].upper()}{once[1:]}",
         alt=f"{scan}, speed-up over {peer}: between {drawing.times(slowest)} and {drawing.times(most)} in {len(bars)} groups.",
         draw=partial(_draw_bars, bars),
         legend={},

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .harness import ratio
+from .harness import KERNELS, ratio
 
 FORMAT = 1
 """What `cmab_kernels_bench` says in a file that this code reads."""
@@ -22,6 +22,9 @@ LENGTHS = ("N", "n")
 
 DEFINITION = "reference"
 """What ours is tested against: it is slow, and no peer."""
+
+IMPLEMENTATIONS = frozenset(name for names in KERNELS.values() for name in names)
+"""What an operator's own kernels are called."""
 
 FAULTS = ("wrong", "failed")
 """What reasons begin with that are none of a machine or an installation."""
@@ -422,5 +425,7 @@ def speed_up(ours: Row, peer: Row) -> tuple[float, float, float]:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Of our kernels in a group."""
-    return min((row for row in rows if row.kernel), key=lambda row: row.median, default=None)
+    """Of our kernels in a group: of those that are the operator's implementations, if there are; what else is ours computes something else."""
+    ours = [row for row in rows if row.kernel]
+    named = [row for row in ours if row.implementation in IMPLEMENTATIONS]
+    return min(named or ours, key=lambda row: row.median, default=None)

@@ -178,3 +178,11 @@ def test_speed_up_is_the_peers_time_over_ours(run: runs.Run):
     median, low, high = runs.speed_up(rows["native"], rows[SDPA])
     assert low <= median <= high and low < high and median == pytest.approx(1 / rows["native"].ratio)
     assert runs.fastest(rows.values()) is rows["native"] and runs.fastest([rows[SDPA], rows["reference"]]) is None
+
+
+def test_what_is_ours_and_computes_something_else_is_not_the_operator(tmp_path: Path):
+    raw = synthetic.run(speed=lambda group, name: 0.01 if name == "native, exact" else 1.0)
+    group = runs.load(synthetic.write(tmp_path / "run.json", raw)).groups["step-fixed-n64"]
+    assert min(group, key=lambda row: row.median).implementation == "native, exact"
+    assert runs.fastest(group).implementation == "native"
+    assert runs.fastest([row for row in group if row.implementation != "native"]).implementation == "native, exact"
