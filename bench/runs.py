@@ -425,7 +425,7 @@ def speed_up(ours: Row, peer: Row) -> tuple[float, float, float]:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Of our kernels in a group: of those that are the operator's implementations, if there are; what else is ours computes something else."""
+    """Of our kernels in a group: of the operator's own, if there are; what else is ours computes something else."""
     ours = [row for row in rows if row.kernel]
     named = [row for row in ours if row.implementation in IMPLEMENTATIONS]
     return min(named or ours, key=lambda row: row.median, default=None)
