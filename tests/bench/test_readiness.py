@@ -174,6 +174,7 @@ def test_every_kernel_is_there(record: dict[str, Any]) -> None:
 def test_every_case_is_there(record: dict[str, Any]) -> None:
     wanted = {(name, f"sm_{capability}") for name in [*CASES, *(case.name for case in readiness_cuda.cases())] for capability in CHIPS}
     assert {(row["case"], row["arch"]) for row in record["rows"]} == wanted
+    assert all(row["compiler"] for row in record["rows"])
 
 
 def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
