@@ -70,7 +70,7 @@ def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
     for name, outcome in report.outcomes.items():
         if sections[name].judged:
             continue
-        yield f"{name}{_state(outcome)}"
+        yield f"{name}{_state(outcome)}{''.join(f', {what} {value}' for what, value in outcome.state.items())}"
         groups: dict[tuple[str, str], list[Row]] = {}
         for row in outcome.rows:
             groups.setdefault((row.get("shape", ""), row.get("pass", "")), []).append(row)
@@ -79,6 +79,9 @@ def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
 
 
 def _figures(row: Row) -> str:
+    if "rates" in row:
+        rates = {**row["rates"]["matrix"], "exponentials": row["rates"]["exponentials"], "memory": row["rates"]["memory"]}
+        return "  measured, T/s: " + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
     if "seconds" not in row:
         return f"  {row['key']}: {row.get('problem', '')}"
     parts = [f"  {row['shape']:30} {row['pass']:18} {row['impl']:16} {readable(row['seconds']):>8} +-{row['spread'] / 2:4.0%}"]

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
@@ -74,9 +74,10 @@ def _own(shape: Shape) -> dict[str, Callable[[], Attention]]:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """All shapes of ours first: they are what the check is for."""
+    """What the floors are computed with, then all shapes of ours: they are what the check is for."""
+    rates = Task("rates", lambda: {"rates": asdict(measured_rates(device))})
     of_ours = [task for shape in SHAPES for task in _tasks(shape, _own(shape), device, peer=False)]
-    return [*of_ours, *(task for shape in SHAPES for task in _tasks(shape, PEERS, device, peer=True))]
+    return [rates, *of_ours, *(task for shape in SHAPES for task in _tasks(shape, PEERS, device, peer=True))]
 
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:

@@ -128,6 +128,13 @@ def test_the_table_has_times_beside_floors_and_peers() -> None:
     assert "flash-attn: ModuleNotFoundError: flash_attn" in text and "WRONG" not in text
 
 
+def test_the_table_says_what_floors_were_computed_with() -> None:
+    text = _table(
+        timings=Outcome([{"key": "rates", "rates": {"exponentials": 3.87e12, "memory": 4.3e12, "matrix": {"bfloat16": 790e12}}}], True)
+    )
+    assert "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in text
+
+
 def test_the_table_says_what_tuning_gained() -> None:
     row = {"key": "attention.forward, bfloat16, 16 wide", "ok": True, "written": True, "gain": 0.2, "noise": 0.01}
     row |= {"built-in": [128, 64, 4, 3], "tiles": [64, 64, 4, 3]}
