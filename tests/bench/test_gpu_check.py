@@ -128,7 +128,9 @@ def test_the_table_has_times_beside_floors_and_peers() -> None:
     assert "flash-attn: ModuleNotFoundError: flash_attn" in text and "WRONG" not in text
 
 
-def test_the_table_says_what_floors_were_computed_with() -> None:
+def test_the_table_says_what_floors_were_computed_with_and_the_clocks() -> None:
+    text = _table(timings=Outcome([], True, "", {"clocks.sm": "1980 MHz", "throttling": "0x0"}))
+    assert "timings, clocks.sm 1980 MHz, throttling 0x0" in text.splitlines()
     text = _table(
         timings=Outcome([{"key": "rates", "rates": {"exponentials": 3.87e12, "memory": 4.3e12, "matrix": {"bfloat16": 790e12}}}], True)
     )
