@@ -73,7 +73,7 @@ SYSTEMS = [
 MODULES = [
     *(IntentionModule(length, quick=length == 1024) for length in (256, 1024, 4096, 16_384)),
     *(IntentionModule(length, backward=True) for length in (256, 1024, 4096)),
-    *(IntentionModule(heads=heads) for heads in (1, 16)),
+    *(IntentionModule(heads=heads) for heads in (2, 16)),
     *(IntentionModule(features=features) for features in (64, 512)),
     *(IntentionModule(batch=batch) for batch in (4, 16)),
     IntentionModule(threads=2),
