@@ -152,7 +152,7 @@ least, {times(worst[1])}, in {_where(worst[0])}.</p>
 <div class="figures"><figure>{svg(overview)}</figure></div>
 {_table("Speed-up of each operator", ("operator", "groups", "least", "median", "most", "as fast as"), _summary_rows(gains))}
 <h3>Where cmab_kernels is slower</h3>
-{_slower(slower, even)}"""
+{_slower([row for row, _ in slower], [row for row, gain in even if gain < 1])}"""
 
 
 def _where(row: Row) -> str:
@@ -162,7 +162,7 @@ def _where(row: Row) -> str:
 def _summary_rows(gains: Mapping[str, Sequence[tuple[Row, float]]]) -> Iterator[str]:
     for scan, found in gains.items():
         values = [gain for _, gain in found]
-        peers = ", ".join(dict.fromkeys(str(row.baseline) for row, _ in found))
+        peers = "; ".join(dict.fromkeys(str(row.baseline) for row, _ in found))
         ends = [_gain(value) for value in (min(values), statistics.median(values), max(values))]
         yield _line((f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)))
 
@@ -179,20 +179,23 @@ def _clearly_slower(row: Row) -> bool:
     return row.ratio is not None and row.ratio > 1 and not _even(row)
 
 
-def _slower(slower: Sequence[tuple[Row, float]], even: Sequence[tuple[Row, float]]) -> str:
+def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
     """Plainly, the worst first."""
-    if not slower and not even:
-        return "<p>In no group.</p>"
     lines = [
         f'<li>{_where(row)}: <span class="slower">{row.ratio:.3g} times the time</span> of {escape(str(row.baseline))} '
-        f"({row.ratio_quartiles[0]:.3g} to {row.ratio_quartiles[1]:.3g})</li>"
-        for row, _ in sorted(slower, key=lambda pair: pair[1])
-        if row.ratio_quartiles
+        f"({_quartiles(row)})</li>"
+        for row in sorted(surely, key=lambda row: -(row.ratio or 0))
     ]
-    undecided = [
-        f"<li>{_where(row)}: {row.ratio:.3g} times the time of {escape(str(row.baseline))}, within the quartiles</li>" for row, _ in even
+    lines += [
+        f"<li>{_where(row)}: perhaps, {row.ratio:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
+        for row in perhaps
     ]
-    return f"<ul>{''.join(lines + undecided)}</ul>"
+    return f"<ul>{''.join(lines)}</ul>" if lines else "<p>In no group.</p>"
+
+
+def _quartiles(row: Row) -> str:
+    """Of the ratio."""
+    return "{:.3g} to {:.3g}".format(*row.ratio_quartiles) if row.ratio_quartiles else ""
 
 
 def _wrong(run: Run) -> str:
@@ -270,12 +273,11 @@ def _group(label: str, members: Sequence[Row]) -> Iterator[str]:
 
 
 def _cells(row: Row) -> Sequence[str]:
-    quartiles = row.ratio_quartiles
     return (
         escape(row.implementation),
         readable(row.median),
         f"{row.spread:.1%}",
-        f"{row.ratio:.3g} ({quartiles[0]:.3g} to {quartiles[1]:.3g})" if quartiles else "&ndash;",
+        f"{row.ratio:.3g} ({_quartiles(row)})" if row.ratio else "&ndash;",
         f"{row.extra_memory / MIB:.1f} MiB",
         f"{row.scratch / MIB:+.1f} MiB",
         f"{row.info['gflops']:,.3g}",

@@ -95,7 +95,10 @@ def test_a_ratio_whose_quartiles_hold_one_is_left_open(tmp_path: Path):
     info = raw["benchmarks"][0]["extra_info"]
     info |= {"ratio": 1.01, "ratio_quartiles": [0.99, 1.02]}
     told = text_of(section(page_of(tmp_path, raw), "summary"))
-    assert "in 1 the quartiles leave it open; in 2 it is slower" in told and "1.01 times the time of" in told
+    assert "in 1 the quartiles leave it open; in 2 it is slower" in told and "perhaps, 1.01 (0.99 to 1.02) times the time of" in told
+    info |= {"ratio": 0.99, "ratio_quartiles": [0.98, 1.01]}
+    told = text_of(section(page_of(tmp_path, raw), "summary"))
+    assert "in 1 the quartiles leave it open" in told and "perhaps" not in told
 
 
 def test_every_row_is_there_with_its_figures(page: str, folder: Path):
