@@ -39,9 +39,9 @@ class Target:
         """Of attention: one block of queries, or several."""
         return 512 if self.kernel == "attention.backward_keys" else 128
 
-    def products(self) -> Any:
+    def products(self, device: torch.device) -> Any:
         if self.kernel.startswith("nystrom"):
-            return nystrom_launch.products(self.operands, self.width)
+            return nystrom_launch.products(self.operands, self.width, device)
         if self.kernel == "intention.gram":
             return ridge_launch.gram_products(self.operands, False, False)
         if self.kernel.startswith("intention"):
@@ -50,14 +50,14 @@ class Target:
         return (attention_launch.forward_products if forward else attention_launch.backward_products)(self.operands, self.width)
 
     def key(self, device: torch.device) -> Key:
-        products, width = self.products(), self.width
+        products, width = self.products(device), self.width
         if self.kernel == "intention.gram":
             width = ridge_launch.gram_tiles(products, device, width, width).TILE_D
         return Key(self.kernel, capability_of(device), products.kind, width)
 
     def built_in(self, device: torch.device) -> tuple[int, ...]:
         """The tiles of the built-in table, in the order of FIELDS."""
-        products, width = self.products(), self.width
+        products, width = self.products(device), self.width
         with using({}):
             if self.kernel == "attention.forward":
                 return tuple(attention_launch.forward_tiles(products, device, width, 10**6))

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def prepared(target: Target, device: str, size: str) -> Any:
         assert size == "large"
-        return lambda: tiles.tuned(target.kernel, CPU, target.products().kind, target.width)
+        return lambda: tiles.tuned(target.kernel, CPU, target.products(CPU).kind, target.width)
 
     def set_clock(seconds: Callable[[tuple[int, ...], int, int], float]) -> None:
         again: dict[tuple[int, ...], int] = {}
