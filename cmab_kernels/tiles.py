@@ -19,6 +19,8 @@ import torch
 FILE = Path(__file__).with_name("tiles.json")
 FORMAT = 1
 HOPPER = (9, 0)
+BLACKWELL = 10
+"""The major capability of its data-centre GPUs, which multiply out of tensor memory."""
 
 _TILES = (16, 32, 64, 128)
 _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6)}

@@ -22,7 +22,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from cmab_kernels import tiles
+from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.intention.kernels import launch as intention_launch
+from cmab_kernels.nystrom.kernels import launch as nystrom_launch
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -88,7 +90,9 @@ def as_if_on(capability: int) -> Iterator[None]:
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    with mock.patch.object(tiles, "capability_of", capability_of), mock.patch.object(intention_launch, "capability_of", capability_of):
+    with contextlib.ExitStack() as patched:
+        for module in (tiles, attention_launch, intention_launch, nystrom_launch):
+            patched.enter_context(mock.patch.object(module, "capability_of", capability_of))
         yield
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...tiles import tuned
+from ...tiles import BLACKWELL, capability_of, tuned
 from ...triton_common import Products, allows_tf32
 
 
@@ -58,13 +58,18 @@ _BACKWARD_KEYS = {
 }
 
 
+# Blackwell keeps each tile of a product in parts in tensor memory, of which a multiprocessor has 512 columns.
+_BLACKWELL_FORWARD = _FORWARD | {"bf16x6": {32: Tiles(128, 32, 8, 2), 64: Tiles(64, 16, 8, 2)}}
+
+
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
     chosen = tuned(kernel, device, products.kind, width)
     return Tiles(*chosen) if chosen else next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
 
 
 def forward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
-    return _tiles("attention.forward", _FORWARD, products, device, width).at_most(queries)
+    table = _BLACKWELL_FORWARD if capability_of(device)[0] == BLACKWELL else _FORWARD
+    return _tiles("attention.forward", table, products, device, width).at_most(queries)
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:

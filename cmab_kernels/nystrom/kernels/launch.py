@@ -6,12 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import tuned
+from ...tiles import BLACKWELL, capability_of, tuned
 from ...triton_common import Products, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
 
 MOST_LANDMARKS = 64
+WIDEST_IN_FULL = 32
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
@@ -21,12 +22,14 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
     return unsupported_rows(matrix, matrix, matrix)
 
 
-def products(dtype: torch.dtype, size: int) -> Products:
+def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
     """float32 in full, or in six products of bfloat16 parts, as good, where whole rows and columns of floats do not fit in registers.
 
-    Never in tf32, whatever torch may: the iteration makes errors a thousand times as large.
+    Blackwell keeps these parts in tensor memory, where they do not fit either. Never in tf32, whatever torch may: the iteration makes
+    errors a thousand times as large.
     """
-    return Products(dtype, "bf16x6" if dtype == torch.float32 and size > 32 else "ieee")
+    in_parts = dtype == torch.float32 and size > WIDEST_IN_FULL and capability_of(device)[0] != BLACKWELL
+    return Products(dtype, "bf16x6" if in_parts else "ieee")
 
 
 # By kind of products: what leaves the fewest values without a register, as tests/nystrom/test_cubin.py sees it. What was tuned on a GPU
@@ -39,13 +42,15 @@ _WARPS = {
 
 def warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
     chosen = tuned(kernel, device, products.kind, size)
-    return chosen[0] if chosen else _WARPS[kernel][products.kind]
+    if chosen:
+        return chosen[0]
+    return 8 if products.kind == "ieee" and size > WIDEST_IN_FULL else _WARPS[kernel][products.kind]
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:
     """What every kernel is given: the size of the matrices, padded for the products, and how they are multiplied."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
-    chosen = products(like.dtype, size)
+    chosen = products(like.dtype, size, like.device)
     return {
         "M": like.shape[-2],
         "SIZE": size,
