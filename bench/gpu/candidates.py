@@ -103,6 +103,7 @@ MOVES: tuple[dict[str, int], ...] = (
     {"BLOCK_L": 1},
     {"BLOCK_L": -1},
     {"BLOCK_L": -1, "num_warps": -1},
+    {"BLOCK_L": 1, "num_stages": -1},
     {"TILE": 1},
     {"TILE": -1},
     {"num_warps": 1},
@@ -111,13 +112,15 @@ MOVES: tuple[dict[str, int], ...] = (
     {"num_stages": -1},
 )
 """From the built-in tiles: how many steps up or down in the values allowed."""
+OF_WARPS: tuple[dict[str, int], ...] = ({"num_warps": 1}, {"num_warps": -1}, {"num_warps": -2})
+"""Where there is nothing else to choose."""
 
 
 def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
     """The built-in tiles first, then their neighbours, as far as they are tiles."""
     start, fields = target.built_in(device), FIELDS[target.kernel]
     found = [start]
-    for move in MOVES:
+    for move in OF_WARPS if fields.keys() == {"num_warps"} else MOVES:
         if not move.keys() <= fields.keys():
             continue
         places = [allowed.index(value) + move.get(name, 0) for (name, allowed), value in zip(fields.items(), start, strict=True)]
