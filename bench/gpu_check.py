@@ -45,7 +45,7 @@ SECTIONS = {
     "nystrom_timings": Section("bench.gpu.nystrom_timings:tasks", 40, row_limit=30, judged=False),
     "continual_timings": Section("bench.gpu.continual_timings:tasks", 30, row_limit=20, judged=False),
     "sanitizer": Section("bench.gpu.sanitizer:tasks", 240, row_limit=120, workers=9),
-    "candidates": Section("bench.gpu.tune:candidate_tasks", 180, row_limit=45, workers=8),
+    "candidates": Section("bench.gpu.tune:candidate_tasks", 180, row_limit=45, workers=12),
     "tune": Section("bench.gpu.tune:tasks", 180, row_limit=60),
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", 60, row_limit=30, judged=False),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", 200, row_limit=75, judged=False),
