@@ -155,19 +155,17 @@ def times() -> Any:
 
 def tiles() -> Any:
     """A few candidates of each kernel on small shapes: those that are right are found so, and one that is off is not."""
+    kernels = ("attention.forward", "intention.gram", "intention.apply", "nystrom.forward")
+    every = [candidates.Target(kernel, "float32", 16) for kernel in kernels]
+    tried = [(target, chosen) for target in every for chosen in candidates.candidates(target, torch.device("cpu"))[:2]]
     with (
         mock.patch.dict(candidates.LENGTHS, {"small": 60}),
         mock.patch.object(candidates, "SET", 30),
         mock.patch.object(candidates.Target, "latents", 20),
     ):
-        rows = {}
-        for kernel in ("attention.forward", "intention.gram", "intention.apply", "nystrom.forward"):
-            target = candidates.Target(kernel, "float32", 16)
-            for chosen in candidates.candidates(target, torch.device("cpu"))[:2]:
-                rows[tune._name(target, chosen)] = tune.check(target, chosen, "cpu")
-        target = candidates.Target("attention.forward", "float32", 16)
+        rows = {tune._name(target, chosen): tune.check(target, chosen, "cpu") for target, chosen in tried}
         with mock.patch.object(tune, "error", mock.Mock(side_effect=[1e-7, 1e-3])):
-            wrong = tune.check(target, (16, 16, 4, 1), "cpu")
+            wrong = tune.check(every[0], (16, 16, 4, 1), "cpu")
     return [rows, wrong]
 
 
