@@ -1,9 +1,9 @@
-"""Every public operator and module beside its peers. A row is one implementation of one case; see scans.py."""
+"""Every public operator and module beside its peers. A row is one implementation of one case; see scans/."""
 
 import pytest
 
-from .intention_state import errors_of_additions
 from .scans import CASES
+from .scans.intention_state import errors_of_additions
 
 ROWS = [pytest.param(case, name, id=f"{case}-{name}") for case in CASES for name in case.implementations]
 

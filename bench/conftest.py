@@ -17,8 +17,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from .harness import Case, Row, is_ours, measure, measure_on
 from .provenance import of_row, processor, rates, software
+from .report.table import brief, table
 from .scans import scans
-from .table import brief, table
 
 RESULTS = Path(__file__).with_name("results")
 SCRATCH = "latest"
@@ -148,8 +148,11 @@ def _tell_progress(request: pytest.FixtureRequest, group: str) -> None:
     total = len({str(case) for item in request.session.items if (case := _case(item))})
     elapsed = time.monotonic() - request.config.stash[STARTED]
     left = elapsed / len(groups) * (total - len(groups))
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.write_line(f"[{len(groups):>{len(str(total))}}/{total}] {group:<62} {brief(groups[group]):<28}{_left(left)}")
+    plugins = request.config.pluginmanager
+    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+        plugins.get_plugin("terminalreporter").write_line(
+            f"[{len(groups):>{len(str(total))}}/{total}] {group:<62} {brief(groups[group]):<28}{_left(left)}"
+        )
 
 
 def _left(seconds: float) -> str:

@@ -57,13 +57,13 @@ class Request:
         chosen += ["--quick"] if self.quick else []
         chosen += ["--device", self.device] if self.device else []
         chosen += ["--threads", str(self.threads)] if self.threads is not None else []
-        return ["-m", "pytest", "bench", "--capture=no", "--json", str(file), *chosen]  # so that progress is seen
+        return ["-m", "pytest", "bench", "--json", str(file), *chosen]
 
 
 def run(request: Request) -> int:
     """The exit status: 1 if a row has no right result. Refusal before anything is measured."""
     _check(request)
-    runs, compare, report, table = (_module(name) for name in ("runs", "compare", "report", "table"))
+    runs, compare, page, table = (_module(f"report.{name}") for name in ("runs", "compare", "page", "table"))
     try:
         old = runs.load(request.compare) if request.compare else None
         saved = runs.load(request.saved) if request.saved else None
@@ -79,7 +79,7 @@ def run(request: Request) -> int:
         comparison = compare.compare(old, new) if old else None
         if comparison:
             print("", *compare.table(comparison), sep="\n")
-        written = [file, *report.write(new, folder, comparison)]
+        written = [file, *page.write(new, folder, comparison)]
         _publish(written, request.output)
     print(f"\n{request.output / 'report.html'}, with run.json and {len(written) - 2} PNGs beside it")
     return 1 if status or new.wrong else 0

@@ -97,7 +97,7 @@ def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[An
         return _gpu_peak(prepare(*arguments))
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
     if sys.platform != "win32":
-        context.set_forkserver_preload(["torch", "cmab_kernels"])  # imported once, before the children split off
+        context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])  # imported once, before the children split off
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))
     child.start()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.nystrom_eager import EagerNystrom
+from bench.scans.nystrom_eager import EagerNystrom
 
 from .continual_parity import Problem, Tokens, start, step
 from .graphs import captured, memory_of, samples_of, spread

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cmab_kernels as ck
-from bench.attention import naive_attention
+from bench.scans.attention import naive_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)

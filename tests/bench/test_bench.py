@@ -1,22 +1,21 @@
-"""The measuring helpers measure, and the README says what was measured."""
+"""What measures measures, and family A's cases are what they say."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import cmab_kernels
-from bench import attention, attention_state, harness, module, readme_table
+from bench import harness
 from bench.conftest import CLOCK
 from bench.floors import Rates
-from bench.scans import CASES, scans
+from bench.report import readme
+from bench.scans import CASES, attention, attention_state, module, scans
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
 from .axes import check_scan, points
@@ -193,7 +192,7 @@ def test_implementations_of_a_case_agree(case):
 def test_cases_have_names_of_their_own():
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
-    assert {label for table in readme_table.TABLES for label in table.labels} <= set(names)
+    assert {label for table in readme.TABLES for label in table.labels} <= set(names)
 
 
 # ---- scans -----------------------------------------------------------------------------------------------------------------------------
@@ -245,84 +244,3 @@ def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(name,
     monkeypatch.setattr(harness, "peak_memory", hang)
     row = harness.measure(SHAPES[0], [name], budget=0.01)[name]
     assert (row.problem, row.wrong, row.samples) == (f"{'failed: ' if wrong else ''}not done after 60 s", wrong, [])
-
-
-# ---- the README ------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shown", readme_table.TABLES, ids=lambda shown: shown.mark)
-def test_readme_shows_the_newest_committed_run(shown):
-    path = readme_table.newest_run(shown)
-    if path is None:
-        pytest.skip(f"no run in bench/results has rows of the {shown.mark}")
-    text = (readme_table.ROOT / "README.md").read_text()
-    assert readme_table.insert(text, readme_table.table(path, shown), shown) == text, "stale: python bench/readme_table.py"
-
-
-HEADLINE, ATTENTION, INTENTION, NYSTROM = readme_table.TABLES
-
-
-def run_of(date: str, median: float, shown: readme_table.Table = ATTENTION, **more: object) -> dict:
-    def row(name: str, seconds: float) -> dict:
-        info = {
-            "implementation": name,
-            "ours": name == "native",
-            "extra_memory": 3 * MIB,
-            "result_memory": 2 * MIB,
-            "baseline": attention.SDPA,
-        }
-        info |= {"ratio": 0.25, "ratio_quartiles": [0.2, 0.3]} | more
-        return {"group": next(iter(shown.labels)), "extra_info": info, "stats": {"median": seconds}}
-
-    machine = {"cpu": {"brand_raw": "a processor"}, "native_instruction_set": "avx2", "versions": {"torch": "2"}}
-    rows = [row("native", median), row(attention.SDPA, 4 * median)]
-    return {"datetime": date, "benchmarks": rows, "machine_info": machine, "threads": 2, "commit_info": {"id": "0123456789"}}
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    runs = {
-        "old": run_of("2026-01-01", 0.5),
-        "new": run_of("2026-01-02", 0.025),
-        "other": run_of("2026-01-03", 0.001, INTENTION, threads=1),
-        "latest": run_of("2027-01-01", 9.0),
-        "gpu": {"datetime": "2028-01-01"},
-    }
-    for name, run in runs.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    return tmp_path
-
-
-def test_a_table_is_of_the_newest_run_that_has_its_rows(runs: Path):
-    assert readme_table.newest_run(ATTENTION, runs) == runs / "new.json"
-    assert readme_table.newest_run(INTENTION, runs) == runs / "other.json"
-    (runs / "other.json").unlink()
-    assert readme_table.newest_run(INTENTION, runs) is None
-
-
-def test_tables_say_what_they_show(runs: Path):
-    table = readme_table.table(runs / "new.json", ATTENTION)
-    assert "| forward, float32, 8 heads of 8 | 100 ms, +1.0 MiB | 25 ms, +1.0 MiB | **0.25** (0.20 to 0.30) |" in table
-    assert "2 threads" in table and "nn.MultiheadAttention" in table
-    table = readme_table.table(runs / "other.json", INTENTION)
-    assert "| solve, 1,024 systems, 16 x 16 | 4 ms, +1.0 MiB | 1 ms, +1.0 MiB | **0.25** (0.20 to 0.30) |" in table
-    assert "1 thread," in table and "Cholesky" in table
-    (runs / "steps.json").write_text(json.dumps(run_of("2026-01-04", 2e-6, NYSTROM, ratio=1 / 4321, ratio_quartiles=[0.0009, 0.001])))
-    table = readme_table.table(runs / "steps.json", NYSTROM)
-    assert "| one token, fixed landmarks | 8 us, +1.0 MiB | 2 us, +1.0 MiB | **1 / 4,300** (1 / 1,100 to 0.001) |" in table
-
-
-def test_drift_of_a_table_is_seen_and_the_other_is_left_alone():
-    readme = "before\n" + "".join(f"{shown.begin}\nold {shown.mark}\n{shown.end}\nafter\n" for shown in readme_table.TABLES)
-    for shown in readme_table.TABLES:
-        once = readme_table.insert(readme, "25 ms", shown)
-        assert once == readme.replace(f"old {shown.mark}\n", "25 ms\n")
-        assert readme_table.insert(once, "25 ms", shown) == once
-        assert readme_table.insert(once, "24 ms", shown) != once
-
-
-@pytest.mark.parametrize("shown", readme_table.TABLES, ids=lambda shown: shown.mark)
-@pytest.mark.parametrize("readme", ["", "{begin}", "{end}{begin}", "{begin}{end}{begin}{end}"])
-def test_a_readme_without_its_marks_is_refused(readme, shown):
-    with pytest.raises(SystemExit, match=r"README\.md must hold"):
-        readme_table.insert(readme.format(begin=shown.begin, end=shown.end), "table", shown)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import report, runs
+from bench.report import page, runs
 from cmab_kernels import __main__ as command
 from cmab_kernels import bench
 
@@ -78,7 +78,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
             path.touch()
         return written
 
-    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(page, "write", write)
 
 
 def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -113,7 +113,7 @@ def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypa
     assert status == 0 and files(output) == WRITTEN
     assert "[1/2] a group" in capfd.readouterr().out
     (arguments,) = seen
-    assert arguments[:5] == ["-m", "pytest", "bench", "--capture=no", "--json"] and Path(arguments[5]).is_absolute()
+    assert arguments[:4] == ["-m", "pytest", "bench", "--json"] and Path(arguments[4]).is_absolute()
     assert arguments[6:] == [*("--scan", "iterative_pinv", "--scan", "latent_attention"), "--quick", "--device", "cpu", "--threads", "2"]
 
 

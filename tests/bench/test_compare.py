@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench import compare as c
-from bench import runs
+from bench.report import compare as c
+from bench.report import runs
 
 from . import synthetic
 from .synthetic import EAGER, MIB, SDPA, Raw

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.attention import Attention
 from bench.floors import (
     Rates,
     Work,
@@ -21,6 +20,7 @@ from bench.floors import (
 )
 from bench.harness import count_flops
 from bench.rates import rates_of
+from bench.scans.attention import Attention
 
 H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float32": 395e12})
 

@@ -8,15 +8,16 @@ import pickle
 import pytest
 import torch
 
-from bench import harness, intention
-from bench.attention import SDPA
-from bench.intention_layer import CHUNKED, Layer, LayerInputs, SigmaLayer, chunked
-from bench.intention_module import IntentionModule
-from bench.intention_peers import ALPHA, CHUNK
-from bench.intention_solve import CHOLESKY, INVERSE, Inverse, Solve, SolveState
-from bench.intention_state import RUNS, TORCH, TORCH_SINGLE, Merge, Removal, Sums, Update, errors_of_additions
-from bench.operators import DTYPES, EAGER, kernels
-from bench.self_attention import THEIRS
+from bench import harness
+from bench.scans import intention
+from bench.scans.attention import SDPA
+from bench.scans.intention_layer import CHUNKED, Layer, LayerInputs, SigmaLayer, chunked
+from bench.scans.intention_module import IntentionModule
+from bench.scans.intention_peers import ALPHA, CHUNK
+from bench.scans.intention_solve import CHOLESKY, INVERSE, Inverse, Solve, SolveState
+from bench.scans.intention_state import RUNS, TORCH, TORCH_SINGLE, Merge, Removal, Sums, Update, errors_of_additions
+from bench.scans.operators import DTYPES, EAGER, kernels
+from bench.scans.self_attention import THEIRS
 
 from .axes import alike, beside_an_axis, by_scan, check_scan, points
 

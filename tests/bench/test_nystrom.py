@@ -9,14 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import harness, nystrom, operators, readme_table
-from bench.attention import SDPA
-from bench.nystrom_eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
-from bench.nystrom_layer import NystromLayer, Pinv, iterated
-from bench.nystrom_module import OURS_EXACT, ExactModuleStep, NystromModule, NystromModuleStep
-from bench.nystrom_start import ExactStart, NystromStart
-from bench.nystrom_step import EXACT, EXPLICIT, BesideFull, ExactStep, NystromStep, banded
-from bench.operators import CONTINUAL_INFERENCE, DTYPES, EAGER, PACKAGE, kernels
+from bench import harness
+from bench.report import readme
+from bench.scans import nystrom, operators
+from bench.scans.attention import SDPA
+from bench.scans.nystrom_eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
+from bench.scans.nystrom_layer import NystromLayer, Pinv, iterated
+from bench.scans.nystrom_module import OURS_EXACT, ExactModuleStep, NystromModule, NystromModuleStep
+from bench.scans.nystrom_start import ExactStart, NystromStart
+from bench.scans.nystrom_step import EXACT, EXPLICIT, BesideFull, ExactStep, NystromStep, banded
+from bench.scans.operators import CONTINUAL_INFERENCE, DTYPES, EAGER, PACKAGE, kernels
 from cmab_kernels import continual_nystrom_init, continual_nystrom_step
 from cmab_kernels.measure import Peak
 from cmab_kernels.nystrom.reference import iterative_pinv_reference
@@ -246,5 +248,5 @@ def test_a_missing_package_is_said(case, name, monkeypatch):
 
 
 def test_labels_say_what_is_saved():
-    label = readme_table.NYSTROM["nystrom-step-fixed-float32-16x12-n120-m4-beside-full"]
+    label = readme.NYSTROM["nystrom-step-fixed-float32-16x12-n120-m4-beside-full"]
     assert "1 / 1,788 of its operations by the paper" in label and "1 / 1,096 of those executed" in label

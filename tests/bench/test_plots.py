@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from bench import drawing, plots, runs
+from bench.report import drawing, plots, runs
 from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
 
 from . import synthetic

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench import compare, plots, report, runs
+from bench.report import compare, plots, runs
+from bench.report import page as report
 
 from . import synthetic
 from .synthetic import Raw

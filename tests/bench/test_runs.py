@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import runs
+from bench.report import runs
 
 from . import synthetic
 from .synthetic import COMMIT, EAGER, SDPA

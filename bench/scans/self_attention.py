@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..floors import Work
+from ..harness import device, generator, lacking_memory, normal
 from .attention import exact
-from .floors import Work
-from .harness import device, generator, lacking_memory, normal
 from .operators import EAGER, Implementation, OperatorCase, direction, missing
 
 THEIRS = "nn.MultiheadAttention"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cmab_kernels import intention, sigma_intention
 
+from ..floors import Work, attention_work, ridge_work, rows_work, solve_work
+from ..harness import device, generator, lacking_memory, normal
 from .attention import SDPA
-from .floors import Work, attention_work, ridge_work, rows_work, solve_work
-from .harness import device, generator, lacking_memory, normal
 from .intention_peers import ALPHA, inverse_of, regression, regularised, sigma
 from .operators import EAGER, Implementation, OperatorCase, direction, kernels, passes, refused, sample
 

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cmab_kernels import latent_attention
 
-from .floors import Work, attention_work
-from .harness import COMPILED, Case, device, generator, lacking_memory, normal
+from ..floors import Work, attention_work
+from ..harness import COMPILED, Case, device, generator, lacking_memory, normal
 from .operators import Implementation, OperatorCase, direction, kernels, passes, refused, sample
 
 SDPA = "scaled_dot_product_attention"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ..harness import Case
 from . import attention, attention_state, intention, module, nystrom
-from .harness import Case
 
 CASES: list[Case] = [*attention.CASES, *attention_state.CASES, *module.CASES, *intention.CASES, *nystrom.CASES]
 

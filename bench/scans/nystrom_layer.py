@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cmab_kernels import iterative_pinv, nystrom_attention
 
+from ..floors import Work, attention_work, nystrom_work, pinv_work
+from ..harness import generator, lacking_memory, normal
 from .attention import SDPA, exact
-from .floors import Work, attention_work, nystrom_work, pinv_work
-from .harness import generator, lacking_memory, normal
 from .nystrom_eager import ITERATIONS, eager_attention, eager_pinv
 from .operators import EAGER, PACKAGE, Implementation, OperatorCase, direction, identity, kernels, passes, refused, sample, wide
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, NystromAttention
 from cmab_kernels.nystrom.reference import segment_means
 
-from .floors import Work, nystrom_work, step_work
-from .harness import device, generator, normal
+from ..floors import Work, nystrom_work, step_work
+from ..harness import device, generator, normal
 from .nystrom_eager import ITERATIONS, EagerNystrom, eager_attention
 from .nystrom_layer import iterated
 from .nystrom_step import StepCase, all_steps, banded

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cmab_kernels.nn import MultiheadIntention
 
-from .floors import Work
-from .harness import device
+from ..floors import Work
+from ..harness import device
 from .intention_layer import regression_work
 from .intention_peers import ALPHA, cholesky_solve, regression, regularised
 from .operators import EAGER, Implementation

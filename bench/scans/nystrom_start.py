@@ -11,8 +11,8 @@ from torch import Tensor
 from cmab_kernels import continual_attention_init, continual_nystrom_init
 from cmab_kernels.nystrom.reference import segment_means
 
-from .floors import Work, attention_work, pinv_work
-from .harness import device, generator, normal
+from ..floors import Work, attention_work, pinv_work
+from ..harness import device, generator, normal
 from .nystrom_eager import ITERATIONS, eager_rings, eager_start
 from .nystrom_layer import iterated
 from .operators import EAGER, Implementation, OperatorCase, moved, wide

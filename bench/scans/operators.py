@@ -13,8 +13,8 @@ from torch import Tensor
 import cmab_kernels
 from cmab_kernels.backends import FAMILIES, OPERATORS
 
-from .floors import Work
-from .harness import COLD_BYTES, device, ours
+from ..floors import Work
+from ..harness import COLD_BYTES, device, ours
 
 EAGER = "eager torch"
 PACKAGE = "nystrom-attention 0.0.14"

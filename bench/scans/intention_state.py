@@ -14,8 +14,8 @@ from cmab_kernels import RidgeState, merge_ridge, remove_ridge, ridge_state, sol
 from cmab_kernels.intention.reference import gram_reference
 from cmab_kernels.intention.schema import gram_op
 
-from .floors import Work, ridge_work
-from .harness import device, generator, normal
+from ..floors import Work, ridge_work
+from ..harness import device, generator, normal
 from .intention_peers import ALPHA, cholesky_solve, inverse_of, regularised, sums, sums_gradients
 from .operators import EAGER, Implementation, OperatorCase, direction, kernels, moved, passes, refused, sample
 

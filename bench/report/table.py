@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from cmab_kernels.measure import readable
 
-from .harness import Row, is_ours
+from ..harness import Row, is_ours
 from .runs import Run
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cmab_kernels import RidgeState, regularised_inverse, regularised_solve, solve_ridge
 
-from .floors import Work, inverse_work, rows_work, solve_work
-from .harness import generator, normal
+from ..floors import Work, inverse_work, rows_work, solve_work
+from ..harness import generator, normal
 from .intention_peers import cholesky_gradients, cholesky_solve, inverse_of
 from .operators import Implementation, OperatorCase, direction, identity, kernels, passes, refused, sample, wide
 

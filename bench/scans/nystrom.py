@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .harness import Case
+from ..harness import Case
 from .nystrom_layer import NystromLayer, Pinv
 from .nystrom_module import ExactModuleStep, NystromModule, NystromModuleStep
 from .nystrom_start import ExactStart, NystromStart

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
 
+from ..floors import Work, step_work
+from ..harness import generator, lacking_memory, normal
 from .attention import SDPA, exact, naive_attention
-from .floors import Work, step_work
-from .harness import generator, lacking_memory, normal
 from .nystrom_eager import ITERATIONS, EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive
 from .operators import CONTINUAL_INFERENCE, EAGER, Implementation, OperatorCase, kernels, refused, sample, wide
 

@@ -1,4 +1,4 @@
-"""The README's tables of figures: `python bench/readme_table.py [RUN.json]` writes them, from a committed run, each between two marks."""
+"""The README's tables of figures: `python -m bench.report.readme [RUN.json]` writes them, from a committed run, each between two marks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 SCRATCH = "latest.json"
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .harness import KERNELS, ratio
+from ..harness import KERNELS, ratio
 
 FORMAT = 1
 """What `cmab_kernels_bench` says in a file that this code reads."""
@@ -388,7 +388,7 @@ BARE = ("pass", "dtype")
 def words(parameters: Mapping[str, Value]) -> str:
     """As a reader would say them.
 
-    >>> from bench.runs import words
+    >>> from bench.report.runs import words
     >>> words({"pass": "forward", "N": 100_000, "landmarks": "fixed"})
     'forward, N = 100,000, fixed landmarks'
     """

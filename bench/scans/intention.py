@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .harness import Case
+from ..harness import Case
 from .intention_layer import Layer, SigmaLayer
 from .intention_module import IntentionModule
 from .intention_solve import Inverse, Solve, SolveState

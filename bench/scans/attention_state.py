@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cmab_kernels import AttentionState, attention_state, merge_states, remove_from_state
 
+from ..floors import BYTES, Work, attention_work
+from ..harness import Case, device, generator, normal
 from .attention import SDPA, Attention
-from .floors import BYTES, Work, attention_work
-from .harness import Case, device, generator, normal
 from .operators import EAGER, Implementation, OperatorCase, kernels
 
 

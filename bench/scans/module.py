@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMAB, MultiheadAttention
 
+from ..floors import BYTES, Work, attention_work
+from ..harness import Case, device, generator, lacking_memory, normal
 from .attention import SDPA, exact
-from .floors import BYTES, Work, attention_work
-from .harness import Case, device, generator, lacking_memory, normal
 from .operators import Implementation, OperatorCase, direction
 
 TORCH = "nn.MultiheadAttention"
