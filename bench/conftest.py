@@ -151,7 +151,7 @@ def _tell_progress(request: pytest.FixtureRequest, group: str) -> None:
     plugins = request.config.pluginmanager
     with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
         plugins.get_plugin("terminalreporter").write_line(
-            f"[{len(groups):>{len(str(total))}}/{total}] {group:<62} {brief(groups[group]):<28}{_left(left)}"
+            f"[{len(groups):>{len(str(total))}}/{total}] {group:<66} {brief(groups[group]):<36}  {_left(left)}"
         )
 
 

@@ -114,7 +114,7 @@ def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypa
     assert "[1/2] a group" in capfd.readouterr().out
     (arguments,) = seen
     assert arguments[:4] == ["-m", "pytest", "bench", "--json"] and Path(arguments[4]).is_absolute()
-    assert arguments[6:] == [*("--scan", "iterative_pinv", "--scan", "latent_attention"), "--quick", "--device", "cpu", "--threads", "2"]
+    assert arguments[5:] == [*("--scan", "iterative_pinv", "--scan", "latent_attention"), "--quick", "--device", "cpu", "--threads", "2"]
 
 
 def test_a_wrong_row_is_an_error_and_the_report_is_written(undrawn, measured, output: Path, monkeypatch):
