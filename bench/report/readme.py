@@ -1,4 +1,4 @@
-"""The README's tables of figures: `python -m bench.report.readme [RUN.json]` writes them, from a committed run, each between two marks."""
+"""The README's tables of figures, each between two marks, and its plot: `python -m bench.report.readme [RUN.json]` writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
+
+from . import plots
+from .runs import load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -140,7 +143,7 @@ TABLES = (
         NYSTROM,
         "for steps the papers' equations in eager torch, written for speed (in blocks, the faster of two ways); beside full attention "
         "the faster of `scaled_dot_product_attention` and softmax(QK')V of the whole window, for exact steps the faster of torch's "
-        "attention over a ring and continual-inference 1.2.4, for whole windows nystrom-attention 0.0.14",
+        "attention over a ring and continual-inference 1.2.4, for whole windows the faster of nystrom-attention 0.0.14 and eager torch",
     ),
 )
 
@@ -204,6 +207,11 @@ def insert(text: str, new: str, shown: Table) -> str:
     return f"{head}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
+PLOT = ROOT / "docs" / "measured.png"
+PLOTTED = TABLES[1]
+"""The table from whose run the plot is."""
+
+
 def main() -> None:
     if len(sys.argv) > 1:
         given = Path(sys.argv[1])
@@ -216,6 +224,9 @@ def main() -> None:
     for shown, path in runs:
         readme.write_text(insert(readme.read_text(), table(path, shown), shown))
         print(f"README.md: {shown.mark} of {path.name}")
+        if shown == PLOTTED:
+            plots.readme_plot(load(path), PLOT)
+            print(f"{PLOT.relative_to(ROOT)}: of {path.name}")
 
 
 if __name__ == "__main__":

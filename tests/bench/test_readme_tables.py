@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from bench.report import readme
+from bench.report import plots, readme
+from bench.report.runs import load
 from bench.scans.attention import SDPA
 
 from .cases import MIB
@@ -20,6 +22,14 @@ def test_readme_shows_the_newest_committed_run(shown):
         pytest.skip(f"no run in bench/results has rows of the {shown.mark}")
     text = (readme.ROOT / "README.md").read_text()
     assert readme.insert(text, readme.table(path, shown), shown) == text, "stale: python -m bench.report.readme"
+
+
+def test_the_plot_is_of_the_newest_committed_run():
+    path = readme.newest_run(readme.PLOTTED)
+    if path is None:
+        pytest.skip("no run in bench/results has what the plot shows")
+    with Image.open(readme.PLOT) as plot:
+        assert (plot.text["Run"], plot.text["Digest"]) == (path.name, plots.digest(load(path))), "stale: python -m bench.report.readme"
 
 
 HEADLINE, ATTENTION, INTENTION, NYSTROM = readme.TABLES

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cmab_kernels as ck
+from cmab_kernels.checks import refuse_not_finite
 
 Q, K, V = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
 NEAR = torch.randn(3, 4, 8)
@@ -191,3 +192,17 @@ def test_the_exact_pseudo_inverse_of_continual_landmarks_is_the_definitions_alon
     assert ck.continual_nystrom_step(state, *TOKEN).out.isfinite().all()
     with pytest.raises(RuntimeError, match=r"`impl` is 'native'.*pinv=\"exact\""):
         ck.continual_nystrom_step(state, *TOKEN, impl="native")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen_wherever_it_is(bad: float, dtype: torch.dtype) -> None:
+    """In the vector part and in the remainder, in strided and in transposed tokens; the largest number is none of them."""
+    for position in (0, 1, 63, 64, 130, 262):
+        tokens = torch.full((263,), torch.finfo(dtype).max, dtype=dtype)
+        refuse_not_finite(tokens=tokens)
+        tokens[position] = bad
+        for view in (tokens, tokens.expand(3, -1).mT, torch.stack([tokens, tokens], -1)[:, 0]):
+            with pytest.raises(ValueError, match="tokens"):
+                refuse_not_finite(tokens=view)
+    refuse_not_finite(tokens=tokens[:0])
