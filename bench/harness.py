@@ -238,10 +238,11 @@ def _copies(inputs: Iterable[Tensor]) -> int:
 
 def _time(case: Case, rows: Mapping[str, Row], copies: Sequence[Any], budget: float) -> None:
     calls = {name: _rotating(case.implementations[name], copies) for name in rows}
-    repeats = dict.fromkeys(calls, 1)
+    repeats, once, again = dict.fromkeys(calls, 1), {}, calls
     for _ in range(2):  # the first call of some microseconds takes ten times as long
-        once = {name: samples[-1] for name, samples in interleave(calls, 2, device(), repeats).items()}
+        once |= {name: samples[-1] for name, samples in interleave(again, 2, device(), repeats).items()}
         repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
+        again = {name: call for name, call in calls.items() if repeats[name] > 1}
     rounds = max(5, min(50, int(budget / sum(repeats[name] * once[name] for name in calls))))
     for name, samples in interleave(calls, rounds, device(), repeats).items():
         rows[name].samples = [sample / steps_of(case, name) for sample in samples]
