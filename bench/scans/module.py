@@ -81,7 +81,7 @@ class Module(OperatorCase):
 
     def _run(self, module: nn.Module, inputs: ModuleInputs) -> Sequence[Tensor]:
         with torch.set_grad_enabled(self.backward):
-            out = module(inputs.latents, inputs.context, inputs.context, need_weights=False)[0]
+            out = module.forward(inputs.latents, inputs.context, inputs.context, need_weights=False)[0]  # the counter cannot follow modules
         if not self.backward:
             return (out,)
         return out.detach(), *torch.autograd.grad(out, [*inputs[:2], *module.parameters()], inputs.dout)
