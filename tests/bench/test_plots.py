@@ -235,5 +235,5 @@ def test_a_run_without_curves_has_no_plot_for_the_readme(tmp_path: Path):
     raw["benchmarks"] = [row for row in raw["benchmarks"] if row["extra_info"]["scan"] == "iterative_pinv"]
     run = runs.load(synthetic.write(tmp_path / "run.json", raw))
     assert plots.headline(run) is None and plots.overview(run) is None
-    with pytest.raises(runs.BadRun, match="no curve of nn.CMAB or latent_attention or continual_nystrom_step"):
+    with pytest.raises(runs.BadRun, match=r"no curve of nn\.CMAB or latent_attention or continual_nystrom_step"):
         plots.readme_plot(run, tmp_path / "measured.png")

@@ -29,7 +29,7 @@ def test_the_plot_is_of_the_newest_committed_run():
     if path is None:
         pytest.skip("no run in bench/results has what the plot shows")
     with Image.open(readme.PLOT) as plot:
-        assert (plot.text["Run"], plot.text["Digest"]) == (path.name, plots.digest(load(path))), "stale: python -m bench.report.readme"
+        assert (plot.text["Run"], plot.text["Digest"]) == (path.stem, plots.digest(load(path))), "stale: python -m bench.report.readme"
 
 
 HEADLINE, ATTENTION, INTENTION, NYSTROM = readme.TABLES
