@@ -1,8 +1,9 @@
 """Two runs side by side: which of our rows changed by more than the noise.
 
 Peers are the control. Their code is the same in both runs, so how much their times moved is what a machine does by itself: the median of
-it is the drift of the whole machine, which is taken out, and what is left of it is the noise between runs. The quartiles of the samples are
-the noise within one. Where the machine, the threads or torch differ, times say nothing about our code: then ratios to the baseline are
+it is the drift of the whole machine, which is taken out, and what is left of it is the noise between runs: the usual one of all peers, and
+more where the peers of the same group moved by more, since some groups are disturbed and most are not. The quartiles of the samples
+are the noise within one. Where the machine, the threads or torch differ, times say nothing about our code: then ratios to the baseline are
 compared, which say a little.
 """
 
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cmab_kernels.measure import readable
 
@@ -22,6 +23,9 @@ from .runs import FAULTS, Row, Run
 BOUND = 4.0
 """Standard deviations, which are themselves known to a fifth: of some hundred rows in which nothing changed, no more than one in ten such
 comparisons tells a single one to be faster or slower."""
+
+ORDINARY = 2.0
+"""Standard deviations by which some peer of a group may be off without the group being a noisy one."""
 
 CONTROLS = 8
 """Rows of peers below which the noise between runs is not known."""
@@ -111,13 +115,19 @@ def compare(old: Run, new: Run) -> Comparison:
     different = tuple(_different(old, new))
     by: By = "ratio" if different else "time"
     before, after = ({(row.group, row.implementation): row for row in run.rows} for run in (old, new))
-    moved = [_moved(before[key], row, by) for key, row in after.items() if row.peer and key in before]
-    known = [move for move in moved if move is not None]
+    moved = {key: _moved(before[key], row, by) for key, row in after.items() if row.peer and key in before}
+    known = [move for move in moved.values() if move is not None]
     drift = statistics.median(known) if len(known) >= CONTROLS and by == "time" else 0.0
     between = _deviation([move - drift for move in known]) if len(known) >= CONTROLS else UNKNOWN
     scans = old.scans.keys() & new.scans.keys()
     keys = [key for key, row in {**before, **after}.items() if row.kernel and row.scan in scans]
-    changes = [_change(before.get(key), after.get(key), by, drift, between, new.not_measured.get("-".join(key), "")) for key in keys]
+    beside: dict[str, float] = defaultdict(float)
+    for (group, _), move in moved.items():
+        beside[group] = max(beside[group], abs(move - drift) if move is not None else 0.0)
+    changes = [
+        _change(before.get(key), after.get(key), by, Noise(drift, between, beside[key[0]]), new.not_measured.get("-".join(key), ""))
+        for key in keys
+    ]
     expected = changes if new.quick == old.quick else [change for change in changes if (change.old and change.new) or change.why]
     notes = tuple(_notes(old, new, len(known), len(changes) - len(expected)))
     return Comparison(old, new, by, different, math.exp(drift), between, len(known), tuple(expected), notes)
@@ -152,12 +162,20 @@ def _within(row: Row, by: By) -> float:
 
 
 def _deviation(moves: Sequence[float]) -> float:
-    """By what nine in ten stay within: a few rows that a neighbour disturbed do not decide it."""
-    ninth = statistics.quantiles([abs(move) for move in moves], n=10, method="inclusive")[-1]
-    return ninth / 1.645
+    """By what half of them stay within: rows that a neighbour disturbed do not decide it."""
+    return 2 * statistics.median(abs(move) for move in moves) / QUARTILES
 
 
-def _change(old: Row | None, new: Row | None, by: By, drift: float, between: float, why: str) -> Change:
+class Noise(NamedTuple):
+    """Between two runs, of the logarithm."""
+
+    drift: float
+    between: float
+    beside: float
+    """The most that a peer of the same group moved by, the drift taken out."""
+
+
+def _change(old: Row | None, new: Row | None, by: By, runs: Noise, why: str) -> Change:
     row = new or old
     assert row is not None
     name = (row.group, row.implementation, row.scan)
@@ -166,7 +184,8 @@ def _change(old: Row | None, new: Row | None, by: By, drift: float, between: flo
     moved = _moved(old, new, by)
     if moved is None:
         return Change(*name, old, new, "not comparable", why="other threads" if by == "time" else "no common baseline")
-    change, noise = moved - drift, BOUND * math.hypot(between, *(_within(row, by) / math.sqrt(len(row.samples)) for row in (old, new)))
+    change, within = moved - runs.drift, (_within(row, by) / math.sqrt(len(row.samples)) for row in (old, new))
+    noise = BOUND * math.hypot(max(runs.between, runs.beside / ORDINARY), *within)
     verdict: Verdict = "same within noise" if abs(change) <= noise else "slower" if change > 0 else "faster"
     return Change(*name, old, new, verdict, math.exp(change), math.exp(noise))
 
@@ -199,7 +218,10 @@ def basis(comparison: Comparison) -> list[str]:
             f"The machine: {comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} times as long, which "
             f"is taken out of all changes; what is left of theirs has a standard deviation of {comparison.between:.1%}."
         )
-    lines.append(f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both.")
+    lines.append(
+        f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both; more where the peers of its "
+        "group moved by more."
+    )
     return [*lines, *(f"{note[0].upper()}{note[1:]}." for note in comparison.notes)]
 
 

@@ -67,6 +67,13 @@ def test_a_slower_machine_is_no_slower_kernel(tmp_path: Path):
     assert f"took {on_top.drift:.3f} times as long" in "\n".join(c.basis(on_top))
 
 
+def test_where_peers_moved_ours_may_move_too(tmp_path: Path):
+    """A group that the machine disturbed as a whole tells nothing; the same change where peers stood still does."""
+    disturbed = {(TARGET, SDPA): 1.6, (TARGET, "native"): 1.3, ("latent-forward-float32-D8-N100000", "native"): 1.3}
+    comparison = both(tmp_path, synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, 1.0)))
+    assert notable(comparison) == [("latent-forward-float32-D8-N100000", "native")]
+
+
 def test_a_peer_that_a_neighbour_disturbed_does_not_hide_a_change(tmp_path: Path):
     disturbed = {("latent-forward-float32-D8-N100000", SDPA): 3.0}
     comparison = both(tmp_path, synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, planted(1.2)(*row))))
