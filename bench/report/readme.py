@@ -24,7 +24,7 @@ HEADLINE = {
     "cmab-one-point-after-100000-float32-4-heads-C64-L128": "one more point for a CMAB that has read 100,000, beside reading all again",
     "intention-forward-float32-1x64-N1000000": "`intention`, a regression on 1,000,000 points of 64",
     "solve-float32-D64-E64-B1024": "`regularised_solve`, 1,024 systems of 64",
-    "nystrom-step-fixed-float32-16x12-n1024-m4-beside-full": "one token of a stream, the newest 1,024 attended, beside full attention",
+    "nystrom-step-fixed-float32-16x12-n1024-m4-beside-full": "one token of a stream, Nyström attention, n = 1,024, beside the full one",
 }
 ATTENTION = {
     "forward-float32-B1-8x8-L128-N100000": "forward, float32, 8 heads of 8",
