@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import wrong
@@ -101,9 +102,9 @@ def window_of(ring: Tensor, position: int, window: int) -> Tensor:
 
 def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
     """The ring (B, H, C, *) whose last tokens, of `position`, are these."""
-    rows = torch.arange(position - tokens.shape[-2], position, device=tokens.device) % capacity
-    ring = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
-    return ring.index_copy(-2, rows, tokens)
+    ring = F.pad(tokens, (0, 0, 0, capacity - tokens.shape[-2])).contiguous()
+    first = (position - tokens.shape[-2]) % capacity
+    return ring.roll(first, -2) if first else ring
 
 
 def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
