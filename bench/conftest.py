@@ -109,7 +109,7 @@ def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return not config.option.quick and not config.option.scan
     if config.option.scan and case.scan not in config.option.scan:
         return False
-    if item.callspec.params["implementation"] == "reference":  # type: ignore[attr-defined]
+    if item.callspec.params["implementation"] == "reference":
         return False  # the definition is no peer: it says what is right, and takes longer than all else
     return case.quick or not config.option.quick
 

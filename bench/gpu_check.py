@@ -22,11 +22,11 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
-from bench.gpu.machine import machine, state  # noqa: E402
-from bench.gpu.printed import table  # noqa: E402
-from bench.gpu.results import Report, opened  # noqa: E402
-from bench.gpu.sections import Outcome, Section, run  # noqa: E402
-from cmab_kernels import tiles  # noqa: E402
+from bench.gpu.machine import machine, state  # noqa: E402  after the path too
+from bench.gpu.printed import table  # noqa: E402  after the path too
+from bench.gpu.results import Report, opened  # noqa: E402  after the path too
+from bench.gpu.sections import Outcome, Section, run  # noqa: E402  after the path too
+from cmab_kernels import tiles  # noqa: E402  after the path too
 
 BUDGET = 480.0
 """Seconds of a call."""

@@ -187,7 +187,7 @@ def _results(case: Case, name: str, inputs: Any) -> tuple[Sequence[Tensor], int]
     run = partial(case.implementations[name], inputs)
     if not name.endswith(COMPILED):
         return count_flops(run)
-    counted: Mapping[str, str] = case.counted  # type: ignore[attr-defined]  # of those alone that have such names
+    counted: Mapping[str, str] = case.counted  # of those alone that have such names
     return run(), count_flops(partial(case.implementations[counted[name]], inputs))[1]
 
 

@@ -101,7 +101,7 @@ def compiler() -> str | None:
 def compiled() -> list[Compiled]:
     found = []
     for one in build_report()["cuda"].get("kernels", []):
-        name, dtype = re.search(r"(?<=\d)([a-z]+(?:_[a-z]+)*_kernel)I(\w+?)E?EvNS", one["kernel"]).groups()  # type: ignore[union-attr]
+        name, dtype = re.search(r"(?<=\d)([a-z]+(?:_[a-z]+)*_kernel)I(\w+?)E?EvNS", one["kernel"]).groups()
         dtype = next(readable for mangled, readable in DTYPES.items() if dtype in (mangled, mangled.removesuffix("E")))
         capability = CAPABILITIES[one["target"]]
         found.append(Compiled(name, dtype, capability, one["registers"], one["stores"] + one["loads"], one["kernel"], one["target"]))

@@ -76,7 +76,7 @@ class Change:
 
     @property
     def less_exact(self) -> bool:
-        return bool(self.old and self.new) and self.new.error > LESS_EXACT * max(self.old.error, ROUNDING)  # type: ignore[union-attr]
+        return bool(self.old and self.new) and self.new.error > LESS_EXACT * max(self.old.error, ROUNDING)
 
     @property
     def wrong(self) -> bool:
