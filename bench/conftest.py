@@ -17,14 +17,12 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from .harness import Case, Row, is_ours, measure, measure_on
 from .provenance import of_row, processor, rates, software
+from .report.runs import FORMAT
 from .report.table import brief, table
 from .scans import scans
 
 RESULTS = Path(__file__).with_name("results")
 SCRATCH = "latest"
-FORMAT = 1
-"""Of the JSON that a run writes."""
-
 BUDGET = {True: 1.0, False: 1.5}
 """Seconds of timing a group, for a quick run and for a full one."""
 

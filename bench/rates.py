@@ -23,14 +23,11 @@ ROUNDS = 5
 
 def rates_of(device: str) -> Rates:
     """Of the GPU, or of as many threads of the CPU as torch has now."""
-    return _gpu_rates() if device == "cuda" else _cpu_rates(torch.get_num_threads())
+    if device == "cuda":
+        from .gpu.rates import measured_rates  # which needs Triton
 
-
-@cache
-def _gpu_rates() -> Rates:
-    from .gpu.timings import measured_rates
-
-    return measured_rates("cuda")
+        return measured_rates(device)
+    return _cpu_rates(torch.get_num_threads())
 
 
 @cache

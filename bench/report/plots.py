@@ -176,7 +176,7 @@ def _joined(one: Series, style: Style) -> dict[str, Any]:
 def _places(one: Series, rows: Sequence[Row]) -> list[float]:
     """Of points on the axis: sizes, or places in a list of words."""
     values = one.values
-    return [float(value) if one.numeric else values.index(value) for value in (row.parameters[one.axis] for row in rows)]  # type: ignore[arg-type]
+    return [float(value) if one.numeric else values.index(value) for value in (row.parameters[one.axis] for row in rows)]
 
 
 def _name_axis(axes: Axes, one: Series) -> None:
@@ -242,8 +242,13 @@ def _draw_bars(bars: Sequence[tuple[str, tuple[float, float, float]]], axes: Axe
         axes.plot((low, high), (place, place), color=INK, linewidth=1, marker="|", markersize=5)
         axes.annotate(drawing.times(median), (max(median, high, 1), place), (5, 0), **BESIDE)
         axes.text(0.005, place - 0.27, label, fontsize=7, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
+    _lines_of_speed(axes, len(bars))
+
+
+def _lines_of_speed(axes: Axes, count: int) -> None:
+    """So many lines under each other, and where we are as fast as the peer."""
     axes.axvline(1, color=INK, linewidth=1)
-    axes.set_ylim(len(bars) - 0.5, -0.75)
+    axes.set_ylim(count - 0.5, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("times as fast", labelpad=2)
@@ -284,11 +289,7 @@ def _draw_overview(found: Mapping[str, Sequence[float]], axes: Axes) -> None:
         axes.plot(values, [place] * len(values), linestyle="", marker="o", markersize=5, color=OURS, alpha=0.55, markeredgewidth=0)
         axes.plot(statistics.median(values), place, marker="|", markersize=11, markeredgewidth=2, color=INK)
         axes.text(0.005, place - 0.27, scan, fontsize=7.5, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
-    axes.axvline(1, color=INK, linewidth=1)
-    axes.set_ylim(len(found) - 0.5, -0.75)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel("times as fast", labelpad=2)
+    _lines_of_speed(axes, len(found))
 
 
 # ---- the papers' counts ----------------------------------------------------------------------------------------------------------------

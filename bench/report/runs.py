@@ -15,7 +15,7 @@ from typing import Any
 from ..harness import KERNELS, ratio
 
 FORMAT = 1
-"""What `cmab_kernels_bench` says in a file that this code reads."""
+"""What `cmab_kernels_bench` says in a file that this code writes and reads."""
 
 LENGTHS = ("N", "n")
 """Axes that matter most: keys, or tokens of a window."""

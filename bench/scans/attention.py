@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,9 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, dim=-1) @ value
 
 
-def _backend(name: str) -> Attend:
+def by_backend(name: str) -> Attend:
+    """torch's attention, held to one of `SDPBackend`."""
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, name)):
             return F.scaled_dot_product_attention(query, key, value)
@@ -53,7 +55,7 @@ def _compiled(name: str) -> Attend:
     return torch.compile(flex_attention if name == FLEX else naive_attention, dynamic=False)
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from flash_attn import flash_attn_func
 
     return flash_attn_func(*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
@@ -63,10 +65,10 @@ ATTENTION: dict[str, Attend] = {
     **{name: partial(latent_attention, impl=name) for name in ("native", "triton", "reference")},
     SDPA: F.scaled_dot_product_attention,
     NAIVE: naive_attention,
-    **{f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": _backend(name) for name in BACKENDS["cuda"]},
+    **{f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": by_backend(name) for name in BACKENDS["cuda"]},
     FLEX: lambda q, k, v: _compiled(FLEX)(q, k, v),
     NAIVE_COMPILED: lambda q, k, v: _compiled(NAIVE_COMPILED)(q, k, v),
-    FLASH: _flash_attention,
+    FLASH: flash_attention,
 }
 
 
@@ -124,7 +126,7 @@ class Attention(OperatorCase):
     threads: int | None = field(default=None, kw_only=True)
 
     scan = "latent_attention"
-    counted = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}  # noqa: RUF012  a constant, as frozen as the rest
+    counted: ClassVar[Mapping[str, str]] = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}
     """What is compiled -> what does the same products."""
 
     def __str__(self) -> str:

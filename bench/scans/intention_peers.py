@@ -50,7 +50,7 @@ def sums(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """K'K and K'V of (B, H, N, *)."""
     heads = zip(key.flatten(0, 1), value.flatten(0, 1), strict=True)
     grams, moments = zip(*((summed(k, k, dtype), summed(k, v, dtype)) for k, v in heads), strict=True)
-    return tuple(torch.stack(parts).unflatten(0, key.shape[:2]) for parts in (grams, moments))  # type: ignore[return-value]
+    return tuple(torch.stack(parts).unflatten(0, key.shape[:2]) for parts in (grams, moments))
 
 
 def sums_gradients(key: Tensor, value: Tensor, dgram: Tensor, dmoment: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
