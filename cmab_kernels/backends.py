@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,43 +18,46 @@ from torch import Tensor
 from .autograd import traced_as_constant
 from .checks import wrong
 
-FAMILIES: dict[str, dict[str, str]] = {
-    "attention": {"native": "cmab_kernels.attention.native", "triton": "cmab_kernels.attention.kernels"},
-    "ridge": {
-        "native": "cmab_kernels.intention.native",
-        "cuda": "cmab_kernels.intention.cuda",
-        "triton": "cmab_kernels.intention.kernels",
-    },
-    "solve": {"native": "cmab_kernels.intention.native_solve", "cuda": "cmab_kernels.intention.cuda_solve"},
-    "nystrom": {"native": "cmab_kernels.nystrom.native", "triton": "cmab_kernels.nystrom.kernels"},
-    "continual": {"native": "cmab_kernels.nystrom.native_step", "cuda": "cmab_kernels.nystrom.cuda_step"},
-}
-"""family -> implementation -> the module that holds it, imported when first used; `reference` is always there."""
+SETS = ("attention", "nystrom", "nystrom.continual", "intention", "intention.solve")
+"""The operator sets: subpackages, each a folder with the same rooms."""
+
+ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
+"""implementation -> the room of a set that holds it, in the order in which `auto` looks"""
+
+
+def _implementations(operator_set: str) -> dict[str, str]:
+    folder = Path(__file__).parent.joinpath(*operator_set.split("."))
+    there = {impl: room for impl, room in ROOMS.items() if (folder / f"{room}.py").exists() or (folder / room).is_dir()}
+    return {impl: f"cmab_kernels.{operator_set}.{room}" for impl, room in there.items()}
+
+
+FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SETS}
+"""operator set -> implementation -> the module that holds it, imported when first used; `reference` is always there"""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
     "attention_state": "attention",
     "remove_from_state": "attention",
-    "intention": "ridge",
-    "sigma_intention": "ridge",
-    "ridge_state": "ridge",
-    "remove_ridge": "ridge",
-    "solve_ridge": "solve",
-    "regularised_solve": "solve",
-    "regularised_inverse": "solve",
     "nystrom_attention": "nystrom",
     "iterative_pinv": "nystrom",
-    "continual_nystrom_step": "continual",
-    "continual_attention_step": "continual",
+    "continual_nystrom_step": "nystrom.continual",
+    "continual_attention_step": "nystrom.continual",
+    "intention": "intention",
+    "sigma_intention": "intention",
+    "ridge_state": "intention",
+    "remove_ridge": "intention",
+    "solve_ridge": "intention.solve",
+    "regularised_solve": "intention.solve",
+    "regularised_inverse": "intention.solve",
 }
-"""public operator -> family"""
+"""public operator -> operator set"""
 
 REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
-    "ridge": "reads keys and values more than once, and copies them for sums in float64",
-    "continual": "reads the whole window at every step",
+    "nystrom.continual": "reads the whole window at every step",
+    "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""family -> what its reference costs, of which `auto` warns; small matrices, `solve` and `nystrom`, cost nothing to be warned of"""
+"""operator set -> what its reference costs, of which `auto` warns; for small matrices there is nothing to warn of"""
 
 
 class Explanation(NamedTuple):

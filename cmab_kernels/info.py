@@ -91,7 +91,7 @@ def _implementations() -> Iterator[str]:
 
 def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
     """Small float32 inputs of the family's operators: a system and its right-hand sides, or query, key and value."""
-    if family == "solve":
+    if family == "intention.solve":
         return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)
     rows = torch.zeros(1, 1, 1, 16, device=device)
     return rows, rows, rows

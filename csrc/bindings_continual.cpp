@@ -129,7 +129,7 @@ class Arguments {
 // A NamedTuple; calling its type takes 0.1 us more.
 PyObject* step_result(py::object out, py::object state) {
   static PyObject* const kept =
-      py::object(py::module_::import("cmab_kernels.nystrom.state").attr("StepResult")).release().ptr();
+      py::object(py::module_::import("cmab_kernels.nystrom.continual.state").attr("StepResult")).release().ptr();
   auto* type = reinterpret_cast<PyTypeObject*>(kept);
   PyObject* made = type->tp_alloc(type, 2);
   if (!made) throw py::error_already_set();

@@ -169,7 +169,7 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
     """As many keys in all."""
-    module = implementation("ridge", "triton")
+    module = implementation("intention", "triton")
     sets = max(keys // SET, 1)
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
     square = draw(sets, 1, target.width, target.width).double()

@@ -104,7 +104,7 @@ def launches(call: Callable[[], Any]) -> int:
 
 
 def _single_launches(device: str) -> dict[str, Callable[[], Any]]:
-    attention, ridge, nystrom = (implementation(family, "triton") for family in ("attention", "ridge", "nystrom"))
+    attention, ridge, nystrom = (implementation(family, "triton") for family in ("attention", "intention", "nystrom"))
     q, k = (torch.randn(2, 2, n, 64, device=device) for n in (128, 1024))
     a = torch.randn(8, 16, 16, device=device).softmax(-1)
     return {

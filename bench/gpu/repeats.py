@@ -36,7 +36,7 @@ def _ridge(impl: str, device: str) -> Call:
     solves = not why_not("regularised_solve", "cuda", device)
 
     def call(k: Tensor, v: Tensor, weights: Tensor, mask: Tensor) -> Bits:
-        module = implementation("ridge", impl)
+        module = implementation("intention", impl)
         sums = module.gram(k, v, weights, mask, (True, True), False)
         exact = module.gram(k, v, weights, mask, (True, True), True)
         grads = module.gram_backward(*sums, k, v, weights, mask, (True, True, True), False)
@@ -136,7 +136,7 @@ def many_heads(device: str) -> bool:
 
 def many_systems(device: str) -> bool:
     k, v = (torch.randn(66_000, 1, 3, 8, device=device) for _ in range(2))
-    gram, moment = implementation("ridge", "triton").gram(k, v, None, None, (True, True), False)
+    gram, moment = implementation("intention", "triton").gram(k, v, None, None, (True, True), False)
     return bool((gram - k.double().mT @ k.double()).abs().max() < 1e-4 and (moment - k.double().mT @ v.double()).abs().max() < 1e-4)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.backends import choose, implementation
-from cmab_kernels.intention.schema import solve
+from cmab_kernels.intention.solve.schema import solve
 
 from .parity import DTYPES, key_of
 from .sections import Row, Task
@@ -124,7 +124,7 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     """Each result's worst element as a share of what it may be off by; above 1 it is wrong. What was not built is passed over, and said."""
     given = make(problem, device)
     try:
-        module = implementation("ridge", choose("ridge", problem.impl, given.key, given.key, given.value))
+        module = implementation("intention", choose("intention", problem.impl, given.key, given.key, given.value))
     except RuntimeError as error:
         return {**asdict(problem), "ok": problem.impl == "cuda", "passed over": str(error)}
     k, v, w = given.wide()

@@ -68,7 +68,7 @@ class Passes(NamedTuple):
 
 
 def ours(impl: str, sample: Tensor) -> Passes:
-    module = implementation("ridge", choose("ridge", impl, sample, sample, sample))
+    module = implementation("intention", choose("intention", impl, sample, sample, sample))
     alpha = sample.new_full(sample.shape[:2], ALPHA, dtype=torch.float64)
     return Passes(
         lambda x: module.gram(x.key, x.value, None, None, (True, True), False),
@@ -167,7 +167,10 @@ def _cholesky(gram: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _solve_tasks(device: str) -> list[Task]:
-    solvers = {"cuda": lambda a, b: implementation("solve", "cuda").regularised_solve(a, b, a.new_zeros(len(a)))[0], "torch": _cholesky}
+    solvers = {
+        "cuda": lambda a, b: implementation("intention.solve", "cuda").regularised_solve(a, b, a.new_zeros(len(a)))[0],
+        "torch": _cholesky,
+    }
     return [
         Task(
             f"{count} systems of {order}; solve; {name}",
@@ -187,7 +190,7 @@ def _measure_solve(name: str, solvers: Mapping[str, Callable[[Tensor, Tensor], T
         copies.append((a @ a.mT / order + torch.eye(order, device=device), torch.randn(count, order, order, device=device)))
     gram, rhs = copies[0]
     if name == "cuda":
-        choose("solve", "cuda", gram, rhs)
+        choose("intention.solve", "cuda", gram, rhs)
     wanted = _cholesky(gram.double(), rhs.double())
     error = float((solvers[name](gram, rhs).double() - wanted).norm() / wanted.norm())
     labels = {"shape": f"{count} systems of {order}", "pass": "solve", "impl": name, "error": error}

@@ -53,7 +53,7 @@ def attention(device: str) -> Iterator[Case]:
 
 def intention(device: str) -> Iterator[Case]:
     """Sums over several runs, in one tile and in several, their gradients, and rows."""
-    module = implementation("ridge", "triton")
+    module = implementation("intention", "triton")
     mask = torch.zeros(2, 1100, dtype=torch.bool, device=device)
     mask[1, 7:13] = True
 

@@ -3,14 +3,13 @@
 from . import variants
 from .api import (
     intention,
-    regularised_inverse,
-    regularised_solve,
     remove_ridge,
     ridge_state,
     sigma_intention,
     solve_ridge,
 )
-from .state import RidgeSolution, RidgeState, empty_ridge, merge_ridge
+from .solve import RidgeSolution, regularised_inverse, regularised_solve
+from .state import RidgeState, empty_ridge, merge_ridge
 
 __all__ = [
     "RidgeSolution",

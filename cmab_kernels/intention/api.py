@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,9 @@ from ..checks import (
 from ..dtypes import state_dtype
 from .dual import dual_solve
 from .reference import apply_rows_reference, gram_reference, ridge_solve_reference, rows_of
-from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op, solve
-from .state import RidgeSolution, RidgeState, check_ridge, subtract_ridge
+from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op
+from .solve.api import RidgeSolution, penalty_of, solve_heads
+from .state import RidgeState, check_ridge, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
 
@@ -73,8 +73,8 @@ def intention(
     if form not in FORMS:
         raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
-    penalty = _penalty(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen = choose("ridge", impl, *inputs[:3])
+    penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
+    chosen = choose("intention", impl, *inputs[:3])
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
@@ -107,8 +107,8 @@ def sigma_intention(
     True
     """
     inputs = _inputs(query, key, value, weights, key_padding_mask)
-    penalty = _penalty(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen = choose("ridge", impl, *inputs[:3])
+    penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
+    chosen = choose("intention", impl, *inputs[:3])
     *_, length, width = inputs.key.shape
     attend = named("attention", chosen)
     with as_they_are(inputs.key.device):
@@ -116,7 +116,7 @@ def sigma_intention(
             scores = _dual_scores(inputs, penalty, chosen)
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
             return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
-        solved = _solve_heads(_gram(inputs, chosen), inputs.query.mT.double(), penalty, chosen).weight.mT.to(inputs.query.dtype)
+        solved = solve_heads(_gram(inputs, chosen), inputs.query.mT.double(), penalty, chosen).weight.mT.to(inputs.query.dtype)
         return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
 
 
@@ -188,54 +188,8 @@ def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto")
     (True, 0)
     """
     check_ridge(state)
-    penalty = _penalty(alpha, state.gram.shape[:2], state.gram.device)
-    return _solve_heads(state.gram, state.moment, penalty, impl)
-
-
-def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
-    """(A + alpha I)^-1 B for many symmetric positive (semi-)definite matrices at once, by Cholesky.
-
-    Args:
-        gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
-        rhs: (..., D, E), the same leading dimensions and dtype.
-        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions.
-
-    Returns:
-        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, that weight is NaN, and its
-        neighbours' bits are what they would be without it; 2 condition number times eps above 1e-2: at most two digits are left.
-        Differentiable to any order in gram (symmetrised), rhs and alpha.
-
-    >>> a = torch.randn(3, 4, 4, dtype=torch.float64)
-    >>> weight, info = cmab_kernels.regularised_solve(a @ a.mT, torch.eye(4, dtype=torch.float64).expand(3, -1, -1), 0.5)
-    >>> torch.allclose((a @ a.mT + 0.5 * torch.eye(4)) @ weight, torch.eye(4, dtype=torch.float64)), info.tolist()
-    (True, [0, 0, 0])
-    """
-    check_operands(gram=gram, rhs=rhs)
-    if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or gram.shape[-1] == 0:
-        raise ValueError(wrong("gram", f"has shape {tuple(gram.shape)}", "(..., D, D) with D >= 1 is needed"))
-    if rhs.dim() != gram.dim() or rhs.shape[:-1] != gram.shape[:-1]:
-        allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E) is needed, as gram has shape {tuple(gram.shape)}"
-        raise ValueError(wrong("rhs", f"has shape {tuple(rhs.shape)}", allowed))
-    dtype = state_dtype(gram.dtype)
-    penalty = _penalty(alpha, gram.shape[:-2], gram.device, dtype)
-    if gram.dtype == dtype:
-        return _solve_heads(gram, rhs, penalty, impl)
-    weight, info = _solve_heads(gram.to(dtype), rhs.to(dtype), penalty, impl)
-    return RidgeSolution(weight.to(gram.dtype), info)
-
-
-def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
-    """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive definite.
-
-    A solve is as fast and more accurate than a product with the inverse: this is for those who need its elements (variances, say).
-
-    >>> cmab_kernels.regularised_inverse(torch.zeros(2, 2), 4.0)
-    tensor([[0.2500, 0.0000],
-            [0.0000, 0.2500]])
-    """
-    check_operands(gram=gram)
-    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return regularised_solve(gram, one.expand(gram.shape), alpha, impl=impl).weight
+    penalty = penalty_of(alpha, state.gram.shape[:2], state.gram.device)
+    return solve_heads(state.gram, state.moment, penalty, impl)
 
 
 class _Inputs(NamedTuple):
@@ -258,37 +212,10 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
 
 
-def _penalty(alpha: float | Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """alpha as a tensor of `shape` and `dtype`."""
-    if not isinstance(alpha, Tensor):
-        if not 0 <= alpha < math.inf:
-            raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
-        return torch.full(shape, alpha, dtype=dtype, device=device)
-    if not alpha.is_floating_point():
-        raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
-    if alpha.device != device and alpha.dim() > 0:
-        raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
-    aligned = zip(reversed(alpha.shape), reversed(shape), strict=False)
-    if alpha.dim() > len(shape) or any(given not in (1, wanted) for given, wanted in aligned):
-        raise ValueError(
-            wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
-        )
-    return alpha.to(device, dtype).expand(shape)
-
-
 def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
     """What operators check in their bodies, for the reference, which has none."""
     check_weights(inputs.weights, inputs.key_padding_mask)
     refuse_negative("alpha", penalty)
-
-
-def _solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
-    """`solve` of any leading dimensions; all in one dtype of sums."""
-    if gram.dim() == 3:
-        return RidgeSolution(*solve(gram, rhs, penalty, impl))
-    flat_gram, flat_rhs = (part.reshape(penalty.numel(), *part.shape[-2:]) for part in (gram, rhs))
-    weight, info = solve(flat_gram, flat_rhs, penalty.reshape(-1), impl)
-    return RidgeSolution(weight.view(rhs.shape), info.view(penalty.shape))
 
 
 def _gram(inputs: _Inputs, chosen: str) -> Tensor:
@@ -302,7 +229,7 @@ def _gram(inputs: _Inputs, chosen: str) -> Tensor:
 
 def _sums(inputs: _Inputs, impl: str) -> tuple[Tensor, Tensor]:
     """K'WK and K'WV for a state: products and sums in float64."""
-    chosen = choose("ridge", impl, *inputs[:3])
+    chosen = choose("intention", impl, *inputs[:3])
     if chosen == "reference":
         check_weights(inputs.weights, inputs.key_padding_mask)
         with as_they_are(inputs.key.device):

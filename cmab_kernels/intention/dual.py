@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import differentiable
-from .schema import solve
+from .solve.schema import solve
 
 
 def dual_solve(products: Tensor, value: Tensor, weights: Tensor | None, alpha: Tensor, impl: str) -> Tensor:

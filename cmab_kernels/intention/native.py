@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dtypes import NATIVE_DTYPES, state_dtype
 from ..extension import load
-from .native_solve import regularised_solve
+from .solve.native import regularised_solve
 
 _C = load()
 

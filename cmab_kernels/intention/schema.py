@@ -1,4 +1,4 @@
-"""Family C as `torch.library` operators, and the `torch.autograd.Function`s that call them."""
+"""Sums over rows, and rows times a solution, as `torch.library` operators, and the `torch.autograd.Function`s that call them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operator, folding_rule, gradient_of_formula
-from ..backends import choose, implementation, named
-from ..checks import as_they_are, refuse_negative
+from ..backends import implementation
+from ..checks import refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
-from .reference import gram_backward_reference, regularised_solve_reference
+from .reference import gram_backward_reference
+from .solve.schema import solve, solve_operations
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 LIB.define(
@@ -24,7 +25,6 @@ LIB.define(
     "bool exact, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights)"
 )
 LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
-LIB.define("regularised_solve(Tensor gram, Tensor rhs, Tensor alpha, str impl) -> (Tensor weight, Tensor info)")
 LIB.define(
     "ridge_solve(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor alpha, str impl) "
     "-> (Tensor weight, Tensor gram, Tensor info)"
@@ -42,34 +42,28 @@ def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> No
 
 def _gram(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
     check_weights(weights, mask)
-    return implementation("ridge", impl).gram(key, value, weights, mask, parts, exact)
+    return implementation("intention", impl).gram(key, value, weights, mask, parts, exact)
 
 
 def _gram_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *rest, impl = args
-    return implementation("ridge", impl).gram_backward(*rest)
+    return implementation("intention", impl).gram_backward(*rest)
 
 
 def _apply_rows(query: Tensor, weight: Tensor, impl: str) -> Tensor:
-    return implementation("ridge", impl).apply_rows(query, weight)
-
-
-def _regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    refuse_negative("alpha", alpha)
-    return implementation("solve", impl).regularised_solve(gram, rhs, alpha)
+    return implementation("intention", impl).apply_rows(query, weight)
 
 
 def _ridge_solve(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     check_weights(weights, mask)
     refuse_negative("alpha", alpha)
-    return implementation("ridge", impl).ridge_solve(key, value, weights, mask, alpha)
+    return implementation("intention", impl).ridge_solve(key, value, weights, mask, alpha)
 
 
 for _name, _body in {
     "gram": _gram,
     "gram_backward": _gram_backward,
     "apply_rows": _apply_rows,
-    "regularised_solve": _regularised_solve,
     "ridge_solve": _ridge_solve,
 }.items():
     LIB.impl(_name, _body, "CompositeExplicitAutograd")
@@ -101,18 +95,13 @@ def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
     return query.new_empty(*query.shape[:-1], weight.shape[-1])
 
 
-@torch.library.register_fake("cmab::regularised_solve", lib=LIB)
-def _(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    return rhs.new_empty(rhs.shape), rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
-
-
 @torch.library.register_fake("cmab::ridge_solve", lib=LIB)
 def _(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     gram, moment = _sums(key, value)
     return moment, gram, key.new_empty(key.shape[:2], dtype=torch.int32)
 
 
-for _name, _tensors in {"gram": 4, "gram_backward": 6, "regularised_solve": 3, "ridge_solve": 5}.items():
+for _name, _tensors in {"gram": 4, "gram_backward": 6, "ridge_solve": 5}.items():
     torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
 
 
@@ -130,11 +119,6 @@ def _gram_operations(key: Any, value: Any, parts: Any) -> int:
     """Of the symmetric sum one half, with its diagonal."""
     batch, heads, length, width = key
     return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
-
-
-def _solve_operations(systems: int, width: int, columns: int) -> int:
-    """A Cholesky factor, and two triangular solves of each column."""
-    return systems * (width**3 // 3 + 2 * width**2 * columns)
 
 
 @flop_formula(torch.ops.cmab.gram)
@@ -157,15 +141,10 @@ def _apply_rows_flops(query: Any, weight: Any, *rest: Any, **_: Any) -> int:
     return 2 * batch * heads * rows * width * weight[-1]
 
 
-@flop_formula(torch.ops.cmab.regularised_solve)
-def _regularised_solve_flops(gram: Any, rhs: Any, *rest: Any, **_: Any) -> int:
-    return _solve_operations(*rhs)
-
-
 @flop_formula(torch.ops.cmab.ridge_solve)
 def _ridge_solve_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
     batch, heads, _, width = key
-    return _gram_operations(key, value, (True, True)) + _solve_operations(batch * heads, width, value[-1])
+    return _gram_operations(key, value, (True, True)) + solve_operations(batch * heads, width, value[-1])
 
 
 # ---- gradients
@@ -225,21 +204,6 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
     return dquery, dweight, None
 
 
-def _save_solution(ctx: Any, inputs: Any, output: Any) -> None:
-    gram, _, alpha, ctx.impl = inputs
-    weight, info = output
-    ctx.mark_non_differentiable(info)
-    ctx.save_for_backward(gram, alpha, weight)
-
-
-def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Another solve with the same matrix; nothing but the solution is kept."""
-    gram, alpha, weight = ctx.saved_tensors
-    z, _info = regularised_solve_op(gram, dweight, alpha, ctx.impl)
-    product = z @ weight.mT
-    return (product + product.mT) / -2, z, -(z * weight).sum((-2, -1)), None
-
-
 def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.impl = inputs
     weight, gram, info = output
@@ -256,18 +220,7 @@ def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tupl
     return *rows, None, -(z * weight).sum((-2, -1)), None
 
 
-def solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """((A + alpha I)^-1 B, info) of (M, D, D), (M, D, E) and (M,), by the implementation of that name where solves have it."""
-    chosen = choose("solve", named("solve", impl), gram, rhs)
-    if chosen == "reference":
-        refuse_negative("alpha", alpha)
-        with as_they_are(gram.device):
-            return regularised_solve_reference(gram, rhs, alpha)
-    return regularised_solve_op(gram, rhs, alpha, chosen)
-
-
 gram_op = Operator(_gram, torch.ops.cmab.gram.default, _save_gram, _backward_of_gram)
 _gram_backward_op = Operator(_gram_backward, torch.ops.cmab.gram_backward.default, _save_gram_backward, _backward_of_gram_backward)
 apply_rows_op = Operator(_apply_rows, torch.ops.cmab.apply_rows.default, _save_all, _backward_of_apply_rows)
-regularised_solve_op = Operator(_regularised_solve, torch.ops.cmab.regularised_solve.default, _save_solution, _backward_of_solve)
 ridge_solve_op = Operator(_ridge_solve, torch.ops.cmab.ridge_solve.default, _save_ridge, _backward_of_ridge)

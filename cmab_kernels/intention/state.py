@@ -26,15 +26,6 @@ class RidgeState(NamedTuple):
     """(B, H) int64: how many keys were seen, not counting masked ones."""
 
 
-class RidgeSolution(NamedTuple):
-    """The solution of a regularised system, and what it is worth."""
-
-    weight: Tensor
-    """(B, H, D, E), in the dtype of the system: float64 from a `RidgeState`."""
-    info: Tensor
-    """(B, H) int32: 0 sound; 1 not positive definite, the weight is NaN; 2 so ill-conditioned that at most two digits are left."""
-
-
 def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
     """The state of no keys of `width` D and values of `value_width` E, the identity of `merge_ridge`. Extents below 0: `ValueError`.
 

@@ -21,7 +21,7 @@ from ..nystrom import (
     continual_nystrom_init,
     continual_nystrom_step,
 )
-from ..nystrom.continual import OUTPUTS
+from ..nystrom.continual.api import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention

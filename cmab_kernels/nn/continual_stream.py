@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..checks import wrong
 from ..dtypes import state_dtype
 from ..nystrom import ContinualAttentionState, ContinualNystromState
-from ..nystrom.state import check_state, position_on, ring_of, tokens_seen, window_of
+from ..nystrom.continual.state import check_state, position_on, ring_of, tokens_seen, window_of
 
 
 class FillingWindow(NamedTuple):

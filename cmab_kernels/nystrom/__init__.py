@@ -2,12 +2,15 @@
 
 from .api import iterative_pinv, nystrom_attention
 from .continual import (
+    ContinualAttentionState,
+    ContinualNystromState,
+    StepResult,
     continual_attention_init,
     continual_attention_step,
     continual_nystrom_init,
     continual_nystrom_step,
+    move_state,
 )
-from .state import ContinualAttentionState, ContinualNystromState, StepResult, move_state
 
 __all__ = [
     "ContinualAttentionState",

@@ -25,7 +25,7 @@ from .accuracy import lapack_ratio
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
 cuda = pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
-cuda_solve = pytest.importorskip("cmab_kernels.intention.cuda_solve", exc_type=ImportError)
+cuda_solve = pytest.importorskip("cmab_kernels.intention.solve.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
 

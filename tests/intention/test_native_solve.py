@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-native = pytest.importorskip("cmab_kernels.intention.native_solve", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip("cmab_kernels.intention.solve.native", reason="the extension was not built", exc_type=ImportError)
 
 DTYPES = [torch.float64, torch.float32]
 USUAL = 5.0

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.intention.reference import gram_backward_reference, gram_reference, regularised_solve_reference
+from cmab_kernels.intention.reference import gram_backward_reference, gram_reference
+from cmab_kernels.intention.solve.reference import regularised_solve_reference
 
 from .accuracy import dense, dense_sigma
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.dtypes import state_dtype
-from cmab_kernels.nystrom.continual_reference import attention_step_reference, nystrom_step_reference, window_of
-from cmab_kernels.nystrom.state import ContinualNystromState, tokens_seen
+from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
+from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
 
 from .. import emulated_cuda
 from .accuracy import STREAMS, bound, row_error
 
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
-cuda_step = pytest.importorskip("cmab_kernels.nystrom.cuda_step", exc_type=ImportError)
+cuda_step = pytest.importorskip("cmab_kernels.nystrom.continual.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
 Tokens = tuple[Tensor, Tensor, Tensor]

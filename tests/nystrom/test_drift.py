@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
-from cmab_kernels.nystrom.continual_reference import row_sums, window_of
+from cmab_kernels.nystrom.continual.reference import row_sums, window_of
 
-native = pytest.importorskip("cmab_kernels.nystrom.native_step", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip("cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError)
 
 WINDOW, LANDMARKS, WIDTH = 256, 2, 2
 BLOCK = 2000

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.continual import continual_nystrom_init
-from cmab_kernels.nystrom.continual_reference import nystrom_step_reference
+from cmab_kernels.nystrom.continual.reference import nystrom_step_reference
 
 from .test_native_step import Tokens, _some, _start, _step, _tokens, native
 
@@ -168,7 +168,7 @@ WITHOUT_TABLE = """
 import torch
 if {without}:
     del torch.Tensor.__dlpack_c_exchange_api__
-from cmab_kernels.nystrom import native_step
+from cmab_kernels.nystrom.continual import native as native_step
 from cmab_kernels.nystrom.continual import continual_nystrom_init
 with torch.no_grad():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
-from cmab_kernels.nystrom.continual_reference import attention_step_reference, nystrom_step_reference, row_sums, window_of
+from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, row_sums, window_of
+from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.nystrom.reference import logits
-from cmab_kernels.nystrom.state import ContinualNystromState
 
-native = pytest.importorskip("cmab_kernels.nystrom.native_step", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip("cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["continual", "fixed", "exact"]

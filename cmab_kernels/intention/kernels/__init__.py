@@ -8,7 +8,7 @@
 from torch import Tensor
 
 from ...triton_common import unsupported
-from ..schema import solve
+from ..solve.schema import solve
 from .rows import apply_rows, gram_backward
 from .sums import gram
 

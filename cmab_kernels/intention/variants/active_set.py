@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import RidgeSolution
+from ..solve import RidgeSolution
 from .models import scaled_solve
 
 VIOLATED = 1e-12

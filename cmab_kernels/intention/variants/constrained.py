@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...checks import check_operands, wrong
-from ..api import regularised_solve, ridge_state
+from ..api import ridge_state
+from ..solve import regularised_solve
 from .active_set import INFEASIBLE, SOUND, active_set, solve_active
 from .inputs import check_query, check_rows, expand_to
 

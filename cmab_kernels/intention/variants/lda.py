@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..api import regularised_solve
+from ..solve import regularised_solve
 from .inputs import divided, fraction_of, priors_of
 from .models import LinearClassifier, log_of, scaled_solve
 from .moments import ClassMoments, check_moments, class_moments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..api import regularised_solve
+from ..solve import regularised_solve
 from .inputs import divided
 from .models import LinearClassifier
 from .moments import ClassMoments, check_moments, class_moments

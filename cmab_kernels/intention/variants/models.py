@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import regularised_solve
-from ..state import RidgeSolution
+from ..solve import RidgeSolution, regularised_solve
 from .inputs import check_query
 
 

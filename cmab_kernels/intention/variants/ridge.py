@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import regularised_solve, ridge_state, solve_ridge
+from ..api import ridge_state, solve_ridge
+from ..solve import regularised_solve
 from .inputs import check_rows
 from .models import LinearRegression
 from .moments import class_moments

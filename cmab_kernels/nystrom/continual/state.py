@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import wrong
-from ..dtypes import FLOATING, state_dtype
+from ...checks import wrong
+from ...dtypes import FLOATING, state_dtype
 
 
 class ContinualNystromState(NamedTuple):

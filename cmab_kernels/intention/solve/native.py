@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import NATIVE_DTYPES
-from ..extension import load
+from ...dtypes import NATIVE_DTYPES
+from ...extension import load
 
 _C = load()
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
-from .reference import landmark_kernel, logits, pinv_reference, segment_ends
+from ...dtypes import state_dtype
+from ..reference import landmark_kernel, logits, pinv_reference, segment_ends
 from .state import ContinualAttentionState, ContinualNystromState, State, tokens_seen, window_of
 
 

@@ -9,15 +9,15 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import is_differentiated, is_plain, is_watched
-from ..backends import choose, imported, use_impl
-from ..checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
-from ..dtypes import state_dtype
-from .api import check_pinv, choose_landmarks, iterative_pinv
-from .continual_reference import attention_step_reference, nystrom_step_reference, row_sums
-from .reference import landmark_kernel
+from ...autograd import is_differentiated, is_plain, is_watched
+from ...backends import choose, imported, use_impl
+from ...checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
+from ...dtypes import state_dtype
+from ..api import check_pinv, choose_landmarks, iterative_pinv
+from ..reference import landmark_kernel
+from .reference import attention_step_reference, nystrom_step_reference, row_sums
+from .schema import attention_step_op, nystrom_step_op, run_step
 from .state import ContinualAttentionState, ContinualNystromState, State, StepResult, check_state, own_memory, position_on, ring_of
-from .step_schema import attention_step_op, nystrom_step_op, run_step
 
 OUTPUTS = ("single", "retroactive")
 SHORT = ("auto", "native")
@@ -181,7 +181,7 @@ def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, ou
 @functools.cache
 def _native(name: str) -> Callable[..., Any]:
     """The native step, which answers None to anything but ordinary arguments; as does what stands in for it where it is not built."""
-    native = imported("continual", "native")
+    native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
 
 
@@ -207,7 +207,7 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
     exact = isinstance(state, ContinualNystromState) and not state.fixed and state.pinv_iterations == 0
     if not exact:
         landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
-        return choose("continual", impl, *tokens, *landmarks)
+        return choose("nystrom.continual", impl, *tokens, *landmarks)
     if impl not in ("auto", "reference"):
         allowed = 'continual landmarks with pinv="exact" are stepped by "reference"; take pinv="iterative", or fixed landmarks'
         raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", allowed))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import wrong
-from ..cuda_launch import CUDA, gpu_problem, operand, stream_of
-from ..dtypes import NATIVE_DTYPES
-from ..extension import load
+from ...checks import wrong
+from ...cuda_launch import CUDA, gpu_problem, operand, stream_of
+from ...dtypes import NATIVE_DTYPES
+from ...extension import load
 from .state import ContinualAttentionState, ContinualNystromState, State
 
 NATIVE = load()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..dtypes import NATIVE_DTYPES
-from ..extension import load
+from ...dtypes import NATIVE_DTYPES
+from ...extension import load
 from .state import ContinualAttentionState, ContinualNystromState, StepResult
 
 _C = load()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import implementation
-from ..checks import refuse_not_finite
-from ..flops import flop_formula
-from .costs import executed_attention_operations, executed_operations
+from ...backends import implementation
+from ...checks import refuse_not_finite
+from ...flops import flop_formula
+from ..costs import executed_attention_operations, executed_operations
 from .state import ContinualAttentionState, ContinualNystromState
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -31,7 +31,7 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
     """(out, state) by an implementation. It answers None, with nothing written, to tokens that are not finite."""
-    result = getattr(implementation("continual", impl), name)(state, query, key, value, retroactive)
+    result = getattr(implementation("nystrom.continual", impl), name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
         raise RuntimeError(f"{impl} refused a step of {name} that passes every check")
