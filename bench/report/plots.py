@@ -378,7 +378,7 @@ def _draw_counts(values: Mapping[str, Sequence[float]], axis: str, unit: str, ax
     drawing.name_y(axes, unit)
 
 
-# ---- for the README --------------------------------------------------------------------------------------------------------------------
+# ---- the first plot ---------------------------------------------------------------------------------------------------------------------
 
 FIRST = (
     ("nn.CMAB", "N", None),
@@ -409,18 +409,18 @@ def _shown(run: Run) -> Series:
     """Our kernels beside their peers; the definition is for tests."""
     if not (one := headline(run)):
         raise BadRun(
-            f"{run.path}: no curve of {' or '.join(dict.fromkeys(scan for scan, _, _ in FIRST))} for the README; measure one of them"
+            f"{run.path}: no curve of {' or '.join(dict.fromkeys(scan for scan, _, _ in FIRST))} for the first plot; measure one of them"
         )
     return replace(one, lines={name: rows for name, rows in one.lines.items() if name != DEFINITION})
 
 
 def digest(run: Run) -> str:
-    """Of the rows that the README's plot shows."""
+    """A short hash of the rows that the first plot shows."""
     rows = [(name, row.group, row.median, row.low, row.high, row.scratch) for name, rows in _shown(run).lines.items() for row in rows]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
-def readme_plot(run: Run, path: Path) -> None:
+def first_plot(run: Run, path: Path) -> None:
     """Memory and time side by side, for a page 800 pixels wide; the file says which run it is of, and of which rows."""
     one = _shown(run)
     chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}

@@ -14,7 +14,7 @@ import cmab_kernels
 from bench import harness
 from bench.conftest import CLOCK
 from bench.floors import Rates
-from bench.report import readme
+from bench.report import measured
 from bench.scans import CASES, attention, attention_state, module, scans
 from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
 
@@ -192,7 +192,7 @@ def test_implementations_of_a_case_agree(case):
 def test_cases_have_names_of_their_own():
     names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
-    assert {label for table in readme.TABLES for label in table.labels} <= set(names)
+    assert {label for table in measured.TABLES for label in table.labels} <= set(names)
 
 
 # ---- scans -----------------------------------------------------------------------------------------------------------------------------

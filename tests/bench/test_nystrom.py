@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import harness
-from bench.report import readme
+from bench.report import measured
 from bench.scans import nystrom, operators
 from bench.scans.attention import SDPA
 from bench.scans.nystrom_eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
@@ -248,5 +248,5 @@ def test_a_missing_package_is_said(case, name, monkeypatch):
 
 
 def test_labels_say_what_is_saved():
-    label = readme.NYSTROM["nystrom-step-fixed-float32-16x12-n120-m4-beside-full"]
+    label = measured.NYSTROM["nystrom-step-fixed-float32-16x12-n120-m4-beside-full"]
     assert "1 / 1,788 of its operations by the paper" in label and "1 / 1,096 of those executed" in label

@@ -209,8 +209,8 @@ def test_sizes_are_short(value, text):
 # ---- the README's --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_plot_says_what_it_shows(run: runs.Run, tmp_path: Path):
-    plots.readme_plot(run, tmp_path / "measured.png")
+def test_the_first_plot_says_what_it_shows(run: runs.Run, tmp_path: Path):
+    plots.first_plot(run, tmp_path / "measured.png")
     with Image.open(tmp_path / "measured.png") as picture:
         assert (picture.text["Run"], picture.text["Digest"]) == ("some", plots.digest(run))
         assert picture.width == 1600
@@ -230,10 +230,10 @@ def test_the_digest_changes_with_the_rows_that_are_shown_only(run: runs.Run, tmp
     assert digest("latent_attention", "forward + backward") != plots.digest(run)
 
 
-def test_a_run_without_curves_has_no_plot_for_the_readme(tmp_path: Path):
+def test_a_run_without_curves_has_no_first_plot(tmp_path: Path):
     raw = synthetic.run()
     raw["benchmarks"] = [row for row in raw["benchmarks"] if row["extra_info"]["scan"] == "iterative_pinv"]
     run = runs.load(synthetic.write(tmp_path / "run.json", raw))
     assert plots.headline(run) is None and plots.overview(run) is None
     with pytest.raises(runs.BadRun, match=r"no curve of nn\.CMAB or latent_attention or continual_nystrom_step"):
-        plots.readme_plot(run, tmp_path / "measured.png")
+        plots.first_plot(run, tmp_path / "measured.png")

@@ -1,21 +1,26 @@
-"""The README's tables of figures, each between two marks, and its plot: `python -m bench.report.readme [RUN.json]` writes them."""
+"""docs/measured.md, the headline table of the README and the first plot: `python -m bench.report.measured [RUN.json]` writes them."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
 from . import plots
-from .runs import load
+from .runs import BadRun, Row, Run, load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 SCRATCH = "latest.json"
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "measured.md"
+PLOT = ROOT / "docs" / "measured.png"
+BEGIN, END = "<!-- headline table: begin -->", "<!-- headline table: end -->"
+"""The marks in the README between which the headline table stands."""
 
 HEADLINE = {
     "forward-float32-B1-4x16-L128-N100000": "`latent_attention`, 128 queries over 100,000 keys, 4 heads of 16",
@@ -60,7 +65,7 @@ INTENTION = (
 
 
 def _beside_full(window: int, landmarks: str) -> str:
-    """A step of 16 heads of 12 with 4 landmarks, and how many times as many operations full attention takes."""
+    """The label of a step of 16 heads of 12 with 4 landmarks: it says how many times as many operations full attention takes."""
     full, step = "full", f"{landmarks} single"
     paper = paper_operations(full, window, 4, 192) / paper_operations(step, window, 4, 192)
     executed = executed_on_average(full, window, 4, 12) / executed_on_average(step, window, 4, 12)
@@ -100,45 +105,38 @@ NYSTROM = (
 
 
 class Table(NamedTuple):
-    """One of the README's: what a reader calls each group, and what torch is."""
+    """One table: its title on the page, what its rows have in common, the groups that it shows, and what its column for torch holds."""
 
-    mark: str
+    title: str
     heading: str
     labels: dict[str, str]
-    """group -> row"""
+    """group -> what a reader calls it"""
     torch: str
-
-    @property
-    def begin(self) -> str:
-        return f"<!-- {self.mark}: begin -->"
-
-    @property
-    def end(self) -> str:
-        return f"<!-- {self.mark}: end -->"
 
 
 TABLES = (
     Table(
-        "headline table",
+        "Headline",
         "float32, on a CPU",
         HEADLINE,
-        "the fastest way known to us to do the same in torch: the tables below say which",
+        "the fastest way known to us to do the same in torch; in brackets are the quartiles of the ratio; memory is the peak beyond inputs "
+        "and results",
     ),
     Table(
-        "table",
+        "Latent cross-attention",
         "N = 100,000 keys, 128 queries, where not said otherwise",
         ATTENTION,
         "`scaled_dot_product_attention`, for the module `torch.nn.MultiheadAttention`, for one more key the update formula in eager torch",
     ),
     Table(
-        "intention table",
+        "Intention",
         "float32, 64 wide, as many queries as keys",
         INTENTION,
         "its Cholesky factorisation and triangular solves, for a million keys the fastest form that was found (a few thousand keys at a "
         "time, gradients by hand), beside attention `scaled_dot_product_attention`, for one more key the update formula in eager torch",
     ),
     Table(
-        "nystrom table",
+        "Nyström attention and continual attention",
         "float32, n = 64 tokens, m = 16 landmarks, 1 head of 64, where not said otherwise",
         NYSTROM,
         "for steps the papers' equations in eager torch, written for speed (in blocks, the faster of two ways); beside full attention "
@@ -147,33 +145,66 @@ TABLES = (
     ),
 )
 
+INTRODUCTION = """# Measured
 
-def newest_run(shown: Table, results: Path = RESULTS) -> Path | None:
-    """The committed run of the latest date that has rows of this table; None if there is none."""
-    runs = {path: json.loads(path.read_text()) for path in results.glob("*.json") if path.name != SCRATCH}
-    dates = {path: run["datetime"] for path, run in runs.items() if has_rows(run, shown)}
-    return max(dates, key=lambda path: dates[path], default=None)
+This package beside torch and other packages. Each ratio is our time divided by theirs, so that less is better: medians of interleaved
+rounds, with the quartiles of the ratio in brackets. Memory is the peak beyond inputs and results, to 0.3 MiB.
+
+![A CMAB that has read N points takes in one more: with its state in constant memory and time, and by reading all again](measured.png)
+
+`make bench` measures every operator on your machine in five minutes and writes `bench_report/report.html` (time, memory, FLOPs, error, and
+the share of what the machine could do at best). `python -m cmab_kernels bench --compare OLD.json` says what changed beyond the noise, and
+`python -m cmab_kernels bench latent_attention` measures one operator at all sizes. What the GPU kernels compile to, and the times that
+this implies, is in [gpu_readiness.md](gpu_readiness.md).
+
+This page and its plot are written by `python -m bench.report.measured` from the newest run in `bench/results`.
+"""
 
 
-def has_rows(run: dict[str, Any], shown: Table) -> bool:
-    return any(row["group"] in shown.labels for row in run.get("benchmarks", ()))
+def newest_run(results: Path = RESULTS) -> Run | None:
+    """The committed full run of the latest date; None if there is none."""
+    runs = []
+    for path in results.glob("*.json"):
+        if path.name != SCRATCH:
+            try:
+                runs.append(load(path))
+            except BadRun:  # the record of another check
+                continue
+    return max((run for run in runs if not run.quick), key=lambda run: run.date, default=None)
 
 
-def table(path: Path, shown: Table) -> str:
-    """The run as a table in Markdown, with a line that says where it was measured."""
-    run = json.loads(path.read_text())
-    lines = [f"| {shown.heading} | torch | cmab_kernels | time, of torch's |", "|---|---|---|---|"]
-    threads = set()
-    for group, label in shown.labels.items():
-        rows = {row["extra_info"]["implementation"]: row for row in run["benchmarks"] if row["group"] == group}
-        ours = next((row for row in rows.values() if row["extra_info"]["ours"]), None)
-        theirs = rows.get(ours["extra_info"].get("baseline")) if ours else None
-        if ours and theirs:
-            low, high = ours["extra_info"]["ratio_quartiles"]
-            ratio = f"**{_ratio(ours['extra_info']['ratio'])}** ({_ratio(low)} to {_ratio(high)})"
-            lines.append(f"| {label} | {_figures(theirs)} | {_figures(ours)} | {ratio} |")
-            threads.add(ours["extra_info"].get("threads", run["threads"]))
-    return "\n".join([*lines, "", _where(path, run, shown, " or ".join(map(str, sorted(threads))))])
+def page(run: Run) -> str:
+    """The text of docs/measured.md."""
+    tables = [f"## {shown.title}\n\n{found}\n" for shown in TABLES if (found := table(run, shown))]
+    return "\n".join([INTRODUCTION, *tables])
+
+
+def table(run: Run, shown: Table) -> str:
+    """One table in Markdown, with a line that says where it was measured; empty if the run has none of its rows."""
+    pairs = {label: pair for group, label in shown.labels.items() if (pair := _pair(run.groups.get(group, ())))}
+    if not pairs:
+        return ""
+    rows = [f"| {label} | {_figures(theirs)} | {_figures(ours)} | {_ratios(ours)} |" for label, (ours, theirs) in pairs.items()]
+    threads = sorted({ours.threads for ours, _ in pairs.values()})
+    head = [f"| {shown.heading} | torch | cmab_kernels | time, of torch's |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, "", _where(run, shown, threads)])
+
+
+def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
+    """Ours and the fastest baseline of a group."""
+    ours = next((row for row in group if row.ours), None)
+    theirs = next((row for row in group if ours and row.implementation == ours.baseline), None)
+    return (ours, theirs) if ours and theirs else None
+
+
+def _figures(row: Row) -> str:
+    return f"{readable(row.median)}, {row.scratch / 2**20:+.1f} MiB"
+
+
+def _ratios(row: Row) -> str:
+    assert row.ratio is not None and row.ratio_quartiles is not None
+    low, high = row.ratio_quartiles
+    return f"**{_ratio(row.ratio)}** ({_ratio(low)} to {_ratio(high)})"
 
 
 def _ratio(ratio: float) -> str:
@@ -183,50 +214,30 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
 
 
-def _figures(row: dict[str, Any]) -> str:
-    memory = (row["extra_info"]["extra_memory"] - row["extra_info"]["result_memory"]) / 2**20
-    return f"{readable(row['stats']['median'])}, {memory:+.1f} MiB"
-
-
-def _where(path: Path, run: dict[str, Any], shown: Table, threads: str) -> str:
-    machine = run["machine_info"]
+def _where(run: Run, shown: Table, threads: Sequence[int]) -> str:
+    count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     return (
-        "Medians of interleaved rounds, with the quartiles of the ratio; memory is the peak beyond inputs and results, to 0.3 MiB. torch "
-        f"is {shown.torch}. {machine['cpu']['brand_raw']} ({machine['native_instruction_set']}), {threads} "
-        f"thread{'' if threads == '1' else 's'}, torch {machine['versions']['torch']}, commit {run['commit_info']['id'][:7]}, "
-        f"{run['datetime'][:10]}, [{path.name}](bench/results/{path.name})."
+        f"torch is {shown.torch}. {run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}, "
+        f"commit {run.commit[:7]}, {run.date[:10]}, `{run.path.name}`."
     )
 
 
-def insert(text: str, new: str, shown: Table) -> str:
-    """`text` with what stands between the two marks of the table replaced."""
-    begin, end = shown.begin, shown.end
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-        raise SystemExit(f"README.md must hold one {begin} and one {end} after it")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{new}\n{end}{rest.split(end)[1]}"
-
-
-PLOT = ROOT / "docs" / "measured.png"
-PLOTTED = TABLES[1]
-"""The table from whose run the plot is."""
+def insert(text: str, new: str) -> str:
+    """`text` with what stands between the two marks replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise SystemExit(f"README.md must hold one {BEGIN} and one {END} after it")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        given = Path(sys.argv[1])
-        runs = [(shown, given) for shown in TABLES if has_rows(json.loads(given.read_text()), shown)]
-    else:
-        runs = [(shown, path) for shown in TABLES if (path := newest_run(shown))]
-    if not runs:
-        raise SystemExit("no run with rows of a table: pytest bench --save NAME")
-    readme = ROOT / "README.md"
-    for shown, path in runs:
-        readme.write_text(insert(readme.read_text(), table(path, shown), shown))
-        print(f"README.md: {shown.mark} of {path.name}")
-        if shown == PLOTTED:
-            plots.readme_plot(load(path), PLOT)
-            print(f"{PLOT.relative_to(ROOT)}: of {path.name}")
+    run = load(Path(sys.argv[1])) if len(sys.argv) > 1 else newest_run()
+    if run is None:
+        raise SystemExit("there is no run in bench/results: pytest bench --save NAME")
+    README.write_text(insert(README.read_text(), table(run, TABLES[0])))
+    PAGE.write_text(page(run))
+    plots.first_plot(run, PLOT)
+    print(f"{', '.join(str(path.relative_to(ROOT)) for path in (README, PAGE, PLOT))}: from {run.path.name}")
 
 
 if __name__ == "__main__":
