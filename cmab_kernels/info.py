@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +18,11 @@ _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "a
 
 
 def report() -> str:
-    """A page of text: versions, the native extension, the processor, the GPU, and what `auto` takes for each operator."""
+    """Describe this installation as a page of text.
+
+    The sections are versions, the native extension, the CUDA kernels, the processor, the GPU, and the implementation that `auto` takes for
+    each operator.
+    """
     sections = {
         "Versions": _versions(),
         "Native extension": _extension(),
@@ -30,12 +34,26 @@ def report() -> str:
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 
 
+def _columns(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Lines of left-aligned columns, each two characters wider than its longest cell."""
+    cells = list(rows)
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
 def _versions() -> Iterator[str]:
-    yield f"{'cmab_kernels':<14}{__version__}"
-    yield f"{'python':<14}{platform.python_version()} on {platform.platform()}"
-    for package in ("torch", "triton", "numpy"):
-        found = importlib.util.find_spec(package) is not None
-        yield f"{package:<14}{importlib.metadata.version(package) if found else 'not installed'}"
+    yield from _columns(
+        [
+            ("cmab_kernels", __version__),
+            ("python", f"{platform.python_version()} on {platform.platform()}"),
+            *((package, _installed(package)) for package in ("torch", "triton", "numpy")),
+        ]
+    )
+
+
+def _installed(package: str) -> str:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else "not installed"
 
 
 def _extension() -> Iterator[str]:
@@ -81,16 +99,19 @@ def _gpu() -> Iterator[str]:
 
 def _implementations() -> Iterator[str]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    for operator, family in OPERATORS.items():
-        for device in devices:
-            rows = explain(operator, *_sample(family, device))
-            taken = next(row.impl for row in rows if row.usable)
-            others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
-            yield f"{operator:<20}{device:<6}auto = {taken:<11}{f'({others})' if others else ''}".rstrip()
+    return _columns(_choice(operator, family, device) for operator, family in OPERATORS.items() for device in devices)
+
+
+def _choice(operator: str, family: str, device: str) -> tuple[str, str, str, str]:
+    """The operator, the device, the implementation that `auto` takes there, and why not each of the others."""
+    rows = explain(operator, *_sample(family, device))
+    taken = next(row.impl for row in rows if row.usable)
+    others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
+    return operator, device, f"auto = {taken}", f"({others})" if others else ""
 
 
 def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
-    """Small float32 inputs of the family's operators: a system and its right-hand sides, or query, key and value."""
+    """Small float32 inputs for the operators of a set: a system and its right-hand sides for solves, else a query, a key and a value."""
     if family == "intention.solve":
         return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)
     rows = torch.zeros(1, 1, 1, 16, device=device)

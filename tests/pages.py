@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ DOCS = ROOT / "docs"
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
+_TABLE = re.compile(r"^\|.*\n\|[-:| ]+\|\n((?:\|.*\n?)*)", flags=re.MULTILINE)
 
 
 def docs() -> list[Path]:
@@ -44,6 +46,19 @@ def prose(page: Path) -> str:
 def code(page: Path) -> list[str]:
     """What is set as code: fenced blocks, and spans in the prose."""
     return [found[2] for found in _FENCED.finditer(page.read_text())] + _SPAN.findall(prose(page))
+
+
+def tables(page: Path) -> list[list[str]]:
+    """The rows of each table, without its heading."""
+    return [found[1].splitlines() for found in _TABLE.finditer(prose(page))]
+
+
+def repeated_rows(page: Path) -> list[str]:
+    """Rows that stand in a table twice, and pages that two rows of a table link to."""
+    counts: list[Counter[str]] = []
+    for table in tables(page):
+        counts += [Counter(table), Counter(link for row in table for link in set(_LINK.findall(row)) if link.endswith(".md"))]
+    return [repeated for count in counts for repeated, times in count.items() if times > 1]
 
 
 def anchors(page: Path) -> set[str]:

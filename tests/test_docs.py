@@ -42,6 +42,11 @@ def test_links(name: str) -> None:
     assert not list(pages.broken_links(PAGES[name]))
 
 
+@pytest.mark.parametrize("page", [pages.README, *PAGES.values()], ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_no_table_says_a_thing_twice(page: Path) -> None:
+    assert pages.repeated_rows(page) == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = pages.prose(pages.DOCS / "README.md")
     assert [name for name in PAGES if name != "README.md" and f"]({name})" not in index] == []
@@ -121,6 +126,19 @@ def test_a_broken_link_is_seen(tmp_path: Path, page: str, broken: list[str]) -> 
     (tmp_path / "other.md").write_text("# One\n\n## One\n")
     (tmp_path / "page.md").write_text(page)
     assert list(pages.broken_links(tmp_path / "page.md")) == broken
+
+
+REPEATED = {
+    "a row": ("| a | b |\n|---|---|\n| 1 | 2 |\n| 1 | 3 |\n| 1 | 2 |\n", ["| 1 | 2 |"]),
+    "a page": ("| a | b |\n|---|---|\n| 1 | [x](y.md) |\n| 2 | [z](y.md) by hand, [part](y.md#part) |\n", ["y.md"]),
+    "two tables": ("| a |\n|---|\n| 1 |\n\n| a |\n|---|\n| 1 |\n", []),
+}
+
+
+@pytest.mark.parametrize("page, repeated", REPEATED.values(), ids=REPEATED)
+def test_a_repeated_row_is_seen(tmp_path: Path, page: str, repeated: list[str]) -> None:
+    (tmp_path / "page.md").write_text(page)
+    assert pages.repeated_rows(tmp_path / "page.md") == repeated
 
 
 def test_a_failing_program_is_shown_where_it_stands(tmp_path: Path) -> None:

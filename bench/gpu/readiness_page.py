@@ -119,7 +119,9 @@ def _details(kernel: str, rows: Sequence[Row]) -> str:
     head = ["case", "sm", "registers", "shared KiB", "local", "warps", "blocks", "occupancy", "limit", "all", *units, "matrix flops"]
     lines = []
     for row in rows:
-        names = (f"{row['pass']}, {row['shape']}, {row['dtype']}", row["arch"].removeprefix("sm_"))
+        launch = row["kernel"].partition(" ")[2]  # the second and later launches of a kernel in one call are numbered
+        case = f"{row['pass']}, {row['shape']}, {row['dtype']}{f', launch {launch}' if launch else ''}"
+        names = (case, row["arch"].removeprefix("sm_"))
         if "problem" in row:
             lines.append((*names, row["problem"], *["-"] * (len(head) - 3)))
             continue

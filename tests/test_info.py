@@ -1,0 +1,37 @@
+"""What `python -m cmab_kernels info` prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import cmab_kernels
+from cmab_kernels import info
+from cmab_kernels.backends import FAMILIES, OPERATORS
+
+
+@pytest.fixture(scope="module")
+def printed() -> str:
+    return subprocess.run([sys.executable, "-m", "cmab_kernels", "info"], check=True, capture_output=True, text=True).stdout
+
+
+def test_every_section_is_there(printed: str) -> None:
+    for heading in ("Versions", "Native extension", "CUDA kernels", "Processor", "GPU", "Implementations"):
+        assert re.search(rf"^{heading}$", printed, flags=re.MULTILINE)
+    assert re.search(rf"^  cmab_kernels +{re.escape(cmab_kernels.__version__)}$", printed, flags=re.MULTILINE)
+
+
+def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
+    """Names longer than their column once ran into the name of the device."""
+    lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines()]
+    assert {line[0] for line in lines} == set(OPERATORS)
+    for operator, device, *rest in lines:
+        assert device in ("cpu", "cuda") and rest[:2] == ["auto", "="] and rest[2] in {*FAMILIES[OPERATORS[operator]], "reference"}
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    assert list(info._columns([("a", "bc", ""), ("long name", "d", "e")])) == ["a          bc", "long name  d   e"]
+    assert list(info._columns([])) == []
