@@ -31,22 +31,27 @@ _HOOKS = (
 )
 
 
-def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]]) -> int:
-    """Replace the modules inside `model` by type, in place; returns how many there were.
+def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None) -> int:
+    """Replace modules inside `model`, by type and in place, and return how many were replaced.
 
-    `mapping` takes `torch.nn.MultiheadAttention` to `cmab_kernels.nn.MultiheadAttention`, which computes the same, or to another attention
-    with its constructor, which need not: `MultiheadIntention`, `MultiheadSigmaIntention`, `NystromAttention`, `ContinualAttention`,
-    `ContinualNystromAttention`, or a `functools.partial` of one with its options. It takes `torch.nn.TransformerEncoderLayer` to
-    `InformerEncoderLayer` (`TypeError` for another pair). Types match exactly: a subclass with a forward of its own is left alone. The new
-    modules hold the very parameters of the old, so optimizers go on working, in their dtype, on their device and in their training mode;
-    those of Intention have a `log_alpha` of their own, for an optimizer to be told of. A module in two places is replaced once, by one.
-    References held outside the module tree keep the old module. `ValueError`, with the model untouched, if the model itself is to be
-    replaced (nobody outside could see it); if a module has hooks, which would be lost: register them after the replacement; or if the new
-    module cannot be configured as the old one is: Intention and Nyström attention have no dropout of their own (set that of the attention
-    to 0 first) and no extra keys.
+    `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
+    the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
+    `MultiheadSigmaIntention`, `NystromAttention`, `ContinualAttention`, `ContinualNystromAttention`, or a `functools.partial` of one with
+    its options. `torch.nn.TransformerEncoderLayer` may be replaced by `InformerEncoderLayer`. Types match exactly: a subclass, which may
+    have a forward of its own, is not replaced.
 
-    A `torch.nn.TransformerEncoder` into which one of these two comes no longer makes nested tensors of padded inputs, which only torch's
-    layers can read.
+    The new modules hold the parameters of the old ones, so optimizers go on working, and have their dtype, device and training mode. The
+    modules of Intention have a new parameter `log_alpha`, which an optimizer must be given. A module that is used in two places is replaced
+    by one module in both. References that are held outside of the module tree keep the old module.
+
+    A `torch.nn.TransformerEncoder` in which Intention or Nyström attention replaces attention no longer makes nested tensors of padded
+    inputs, because only torch's own layers can read them.
+
+    Raises:
+        TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
+        ValueError: the model itself would be replaced, which nobody outside could see; a module has hooks, which would be lost (register
+            them after the replacement); or the new module cannot be configured as the old one is: Intention and Nyström attention have no
+            dropout of their own (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
@@ -57,6 +62,11 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom})
     6
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(wrong("model", f"is {model!r}", "a torch.nn.Module is needed"))
+    if not isinstance(mapping, Mapping):
+        allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, is needed"
+        raise TypeError(wrong("mapping", f"is {mapping!r}", allowed))
     for old, made in mapping.items():
         base, new = _REPLACEABLE.get(old), _class_of(made)[0]
         if base is None or not (isinstance(new, type) and issubclass(new, base)):

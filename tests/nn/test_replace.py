@@ -153,6 +153,22 @@ def test_refusals() -> None:
             replace_modules(nn.Sequential(), mapping)
 
 
+@pytest.mark.parametrize(
+    "mapping", [(), ("MultiheadAttention",), (nn.MultiheadAttention,), ([(nn.MultiheadAttention, MultiheadAttention)],)]
+)
+def test_what_is_no_mapping_is_told_what_is_needed(mapping: tuple) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 2))
+    with pytest.raises(
+        TypeError, match=r"^`mapping` is .*\{torch\.nn\.MultiheadAttention: cmab_kernels\.nn\.MultiheadAttention\}.* is needed$"
+    ):
+        replace_modules(model, *mapping)
+    with pytest.raises(TypeError, match=r"^`mapping` asks to replace 'MultiheadAttention'"):
+        replace_modules(model, {"MultiheadAttention": MultiheadAttention})
+    with pytest.raises(TypeError, match=r"^`model` is 'MultiheadAttention': a torch\.nn\.Module is needed$"):
+        replace_modules("MultiheadAttention", MAPPING)
+    assert type(model[0]) is nn.MultiheadAttention
+
+
 INTENTION = {nn.MultiheadAttention: MultiheadIntention}
 SIGMA = {nn.MultiheadAttention: MultiheadSigmaIntention}
 INFORMER = {nn.TransformerEncoderLayer: InformerEncoderLayer}
