@@ -1,13 +1,19 @@
-"""What holds around the whole suite."""
+"""What holds around the whole suite, and what tests of every family are given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from cmab_kernels import backends, testing
 from cmab_kernels.extension import load
+
+TESTS = Path(__file__).parent
+# Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
+collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels.py"]
 
 
 def _instruction_sets() -> list[str]:
@@ -19,15 +25,40 @@ def _instruction_sets() -> list[str]:
 
 @pytest.fixture(params=_instruction_sets())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that every family has kernels for."""
+    """Run a test for every instruction set that all families have kernels for; the value is its name."""
     monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
     assert load().instruction_set() == request.param
     return request.param
 
 
+def _operator_set(path: Path) -> str:
+    """Return the operator set whose tests lie in this folder: nystrom.continual for tests/nystrom/continual."""
+    name = ".".join(path.parent.relative_to(TESTS).parts)
+    return max((known for known in backends.SETS if name.startswith(known)), key=len)
+
+
+def _importable(request: pytest.FixtureRequest, impl: str) -> str:
+    operator_set = _operator_set(request.path)
+    if impl != "reference" and backends.imported(operator_set, impl) is None:
+        pytest.skip(f"{impl} implementation of {operator_set} cannot be imported here")
+    return impl
+
+
+@pytest.fixture(params=["reference", "native"])
+def impl(request: pytest.FixtureRequest) -> str:
+    """Run a test for every implementation on the CPU of the operator set whose tests lie in this folder; the value is its name."""
+    return _importable(request, request.param)
+
+
+@pytest.fixture
+def native(request: pytest.FixtureRequest) -> str:
+    """Run a test for the native implementation only; skip where there is none."""
+    return _importable(request, "native")
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: what is for small inputs takes ten times as long with more on a busy machine."""
+    """Use one thread, or as many as a test sets by calling the value: small inputs take ten times as long with more on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.set_num_threads
@@ -36,10 +67,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives NaN, so that an element that nobody wrote is seen."""
+    """Seed torch, and let uninitialised memory hold NaN, so that an element that nobody wrote is seen."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with testing.poisoned_memory():
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(3).isnan().all()
+        yield

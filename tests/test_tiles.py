@@ -162,7 +162,7 @@ def _everything(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches otherwise")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_launchers_take_planted_tiles(dtype: torch.dtype) -> None:
-    from bench.gpu.cubin import record
+    from cmab_kernels.testing.cubin import record
 
     def tiles_of() -> dict[str, dict[str, Any]]:
         launches = {launch.kernel.__name__: launch.options for launch in record(lambda: _everything(dtype))}

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from tests.attention.accuracy import bound
-from tests.nystrom.accuracy import STREAMS
+from cmab_kernels.testing import STREAMS, bound
 
 from .parity import DTYPES, key_of
 from .sections import Row, Task

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from tests.attention.accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+from cmab_kernels.testing import LAWS, bound, row_error
+from cmab_kernels.testing.oracles import attention, attention_terms, largest_score
 
 from .sections import Row, Task
 
@@ -96,7 +97,7 @@ def make(problem: Problem, device: str, seed: int = 0) -> Inputs:
 
 
 def _reference(given: Inputs, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    out, lse = oracle(*leaves, given.mask, given.cu_seqlens)
+    out, lse = attention(*leaves, given.mask, given.cu_seqlens)
     return (out, lse) if given.state is None else tuple(ck.merge_states(ck.AttentionState(out, lse), _double(given.state)))
 
 
@@ -159,7 +160,7 @@ def _terms(given: Inputs, wide: tuple[Tensor, ...], dout: Tensor, dlse: Tensor, 
         out, lse = expected[0], expected[1].masked_fill(expected[1] == -math.inf, math.inf)
         weight = (q.shape[-1] ** -0.5 * q @ k.mT - lse[..., None]).exp()
         slope = q.shape[-1] ** -0.5 * weight * dlse.abs()[..., None]
-        plain = gradient_terms(dout.double(), q, k, v, out, lse)
+        plain = attention_terms(dout.double(), q, k, v, out, lse)
         return [
             (t + extra).norm(dim=-1)
             for t, extra in zip(plain, (slope @ k.abs(), slope.mT @ q.abs(), torch.zeros_like(plain[2])), strict=True)

@@ -22,9 +22,9 @@ import torch
 import triton
 
 from bench.floors import floor
+from cmab_kernels.testing.cubin import Launch, machine_code
 
 from . import readiness_cuda as cuda
-from .cubin import Launch, machine_code
 from .readiness_cases import PASSES, Case, Pass, cases
 from .readiness_model import CHIPS, WARP, occupancy, seconds
 from .readiness_page import page

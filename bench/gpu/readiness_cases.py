@@ -19,8 +19,7 @@ from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.kernels import launch as intention_launch
 from cmab_kernels.intention.kernels.sums import IN_FLOAT32
 from cmab_kernels.nystrom import kernels as nystrom
-
-from .cubin import Launch, as_if_on, record
+from cmab_kernels.testing.cubin import Launch, as_if_on, record
 
 ITERATIONS = 6
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import cmab_kernels
 from bench.floors import Work, ridge_work, solve_work
 from cmab_kernels.extension import build_report
+from cmab_kernels.testing.cubin import cuobjdump
 
-from .cubin import cuobjdump
 from .readiness_cases import Case, Pass
 from .readiness_model import WARP
 from .readiness_sass import Code, Counts, Loop

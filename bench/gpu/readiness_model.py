@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench.floors import Rates
+from cmab_kernels.testing.cubin import TENSOR_COLUMNS
 
-from .cubin import TENSOR_COLUMNS
 from .readiness_sass import Counts
 
 WARP = 32

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from tests.attention.accuracy import bound, largest_score
+from cmab_kernels.testing import bound
+from cmab_kernels.testing.oracles import largest_score
 
 from .parity import DTYPES, key_of
 from .sections import Task

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.extension import load
-
-from .accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+from cmab_kernels.testing import LAWS, bound, oracles, row_error
 
 WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100), (129, 15), (255, 256), (256, 255)]
 
@@ -52,7 +51,7 @@ def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: T
     dlse = torch.where(state.lse.isinf(), 0.0, dlse)
     mine = torch.autograd.grad((state.out, state.lse), inputs, (dout, dlse))
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    expected = oracle(*wide, mask, offsets)
+    expected = oracles.attention(*wide, mask, offsets)
     right = torch.autograd.grad(expected, wide, (dout.double(), dlse), allow_unused=True)
     for name, ours, theirs in zip("qkv", mine, right, strict=True):
         assert ours.dtype == torch.bfloat16 and not ours.isnan().any()
@@ -70,8 +69,8 @@ def test_accuracy(engine: str, law: str, latents: int, keys: int, width: int, va
     shapes = ((latents, width), (keys, width), (keys, value_width))
     inputs = [LAWS[law](2, 2, n, w).bfloat16().requires_grad_() for n, w in shapes]
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    score = largest_score(*inputs[:2])
-    expected = oracle(*wide)
+    score = oracles.largest_score(*inputs[:2])
+    expected = oracles.attention(*wide)
     state = _state(*inputs)
     theirs = torch.nn.functional.scaled_dot_product_attention(*inputs)
     assert (row_error(state.out, expected[0]) <= bound(torch.bfloat16, score, row_error(theirs, expected[0]))).all()
@@ -82,7 +81,7 @@ def test_accuracy(engine: str, law: str, latents: int, keys: int, width: int, va
     ours = torch.autograd.grad(state.out, inputs, dout.float())
     wanted = torch.autograd.grad(expected[0], wide, dout.double())
     own = torch.autograd.grad(theirs, inputs, dout)
-    terms = gradient_terms(dout.double(), *wide, *expected)
+    terms = oracles.attention_terms(dout.double(), *wide, *expected)
     for name, mine, right, other, term in zip("qkv", ours, wanted, own, terms, strict=True):
         size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
         error = (mine.double() - right).norm(dim=-1) / size
@@ -94,7 +93,7 @@ def test_accuracy(engine: str, law: str, latents: int, keys: int, width: int, va
 def test_widths(engine: str, width: int, value_width: int) -> None:
     inputs = [_random(1, 2, n, w).requires_grad_() for n, w in ((37, width), (150, width), (150, value_width))]
     state = _state(*inputs)
-    expected, lse = oracle(*(t.detach() for t in inputs))
+    expected, lse = oracles.attention(*(t.detach() for t in inputs))
     assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() < 2e-5
     _check_gradients(state, inputs)
 
@@ -103,7 +102,7 @@ def test_widths(engine: str, width: int, value_width: int) -> None:
 def test_numbers_of_latents(engine: str, latents: int) -> None:
     inputs = [_random(1, 2, n, w).requires_grad_() for n, w in ((latents, 16), (70, 16), (70, 8))]
     state = _state(*inputs)
-    expected, _ = oracle(*(t.detach() for t in inputs))
+    expected, _ = oracles.attention(*(t.detach() for t in inputs))
     assert (state.out - expected).norm() < 0.003 * expected.norm()
     _check_gradients(state, inputs)
 
@@ -112,7 +111,7 @@ def test_numbers_of_latents(engine: str, latents: int) -> None:
 def test_scales(engine: str, scale: float) -> None:
     q, k, v = (_random(1, 2, n, 8) for n in (20, 100, 100))
     state = _state(q, k, v, scale=scale)
-    expected, lse = oracle(q, k, v, scale=scale)
+    expected, lse = oracles.attention(q, k, v, scale=scale)
     assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() < 1e-4
 
 
@@ -122,7 +121,7 @@ def test_large_logits(engine: str, size: float) -> None:
     q, k, v = torch.full((1, 1, 2, 1), 1.0), size + torch.randn(1, 1, 100, 1), torch.randn(1, 1, 100, 4)
     inputs = [t.bfloat16().requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, scale=1.0)
-    expected, lse = oracle(*(t.detach() for t in inputs), scale=1.0)
+    expected, lse = oracles.attention(*(t.detach() for t in inputs), scale=1.0)
     assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * size
 
 
@@ -150,7 +149,7 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
     k[:, :, 33] = logit
     inputs = [t.bfloat16().requires_grad_() for t in (torch.ones(1, 1, 2, 1), k, torch.randn(1, 1, 70, 3))]
     state = _state(*inputs, scale=1.0)
-    expected, lse = oracle(*(t.detach() for t in inputs), scale=1.0)
+    expected, lse = oracles.attention(*(t.detach() for t in inputs), scale=1.0)
     assert row_error(state.out, expected).max() < 0.004
     assert (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * abs(logit)
     dquery, *others = torch.autograd.grad(tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse)))
@@ -190,7 +189,7 @@ def test_exact_gradients(engine: str, keys: int, masked: bool) -> None:
     dout = _integers(0, 2, 1, 1, 40, 1).float()
     mine = torch.autograd.grad(state.out, inputs, dout)
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    right = torch.autograd.grad(oracle(*wide, mask, scale=1.0)[0], wide, dout.double())
+    right = torch.autograd.grad(oracles.attention(*wide, mask, scale=1.0)[0], wide, dout.double())
     assert mine[0].eq(0).all()
     for ours, theirs in zip(mine[1:], right[1:], strict=True):
         assert ((ours.double() - theirs).abs() <= 2**-8 * theirs.abs() + 1e-9).all()
@@ -208,7 +207,7 @@ def test_nothing_leaks_from_ignored_keys(engine: str, start: int, stop: int) -> 
     k[0, :, start + 1 : stop : 2], v[0, :, start + 1 : stop : 2] = math.inf, math.nan
     inputs = [t.requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, key_padding_mask=mask)
-    expected, lse = oracle(q, k, v, mask)
+    expected, lse = oracles.attention(q, k, v, mask)
     assert (state.out - expected).norm() < 0.003 * expected.norm() and torch.equal(state.lse == -math.inf, lse == -math.inf)
     grads = torch.autograd.grad(tuple(state), inputs, (torch.randn_like(state.out), torch.randn_like(state.lse)))
     assert not any(g.isnan().any() for g in grads)

@@ -18,10 +18,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 import triton.language as tl
 
-from bench.gpu.cubin import Launch, as_if_on, compiled, faults, narrow_offsets, record
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, narrow_offsets, record
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-
-from .accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+from cmab_kernels.testing import LAWS, bound, oracles, row_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,7 +44,7 @@ def test_masked_blocks(impl: str, start: int, stop: int) -> None:
     k[0, :, start:stop:2], v[0, :, start:stop:2] = math.nan, math.inf
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
     state = ck.attention_state(*inputs, key_padding_mask=mask, impl=impl)
-    expected, lse = oracle(q, k, v, mask)
+    expected, lse = oracles.attention(q, k, v, mask)
     assert row_error(state.out, expected).max() < 4e-6 and (state.lse - lse).nan_to_num().abs().max() < 1e-5
     assert torch.equal(state.lse == -math.inf, lse == -math.inf)
     grads = _gradients(state, inputs, (torch.randn_like(state.out), torch.randn_like(state.lse)))
@@ -62,7 +61,7 @@ def test_extreme_logits(impl: str, logit: float, among: bool) -> None:
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
     state = ck.attention_state(*inputs, scale=1.0, impl=impl)
-    expected, lse = oracle(q, k, v, scale=1.0)
+    expected, lse = oracles.attention(q, k, v, scale=1.0)
     assert not state.out.isnan().any() and row_error(state.out, expected).max() < 1e-5
     same = (state.lse == lse) | ((state.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))
     assert same.all()
@@ -103,8 +102,8 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, latents: 
     shapes = ((latents, width), (keys, width), (keys, value_width))
     q, k, v = (LAWS[law](2, heads, n, w).to(dtype).requires_grad_() for n, w in shapes)
     wide = tuple(t.detach().double().requires_grad_() for t in (q, k, v))
-    score = largest_score(q, k)
-    expected = oracle(*wide)
+    score = oracles.largest_score(q, k)
+    expected = oracles.attention(*wide)
     state = ck.attention_state(q, k, v, impl=impl)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert (row_error(state.out, expected[0]) <= bound(dtype, score, row_error(theirs, expected[0]))).all()
@@ -115,7 +114,7 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, latents: 
     ours = torch.autograd.grad(state.out, (q, k, v), dout.to(state.out.dtype))
     wanted = torch.autograd.grad(expected[0], wide, dout.double())
     own = torch.autograd.grad(theirs, (q, k, v), dout)
-    terms = gradient_terms(dout.double(), *wide, *expected)
+    terms = oracles.attention_terms(dout.double(), *wide, *expected)
     for name, mine, right, other, term in zip("qkv", ours, wanted, own, terms, strict=True):
         assert mine.dtype == dtype
         size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
@@ -205,7 +204,7 @@ def test_expanded_tensors(impl: str) -> None:
     inputs = tuple(t.double().requires_grad_() for t in (q, k, v))
     shared, keys, values = inputs[0], inputs[1].expand(2, 3, 70, 8), inputs[2].expand(2, 3, 70, 4)
     state = ck.attention_state(shared, keys, values, impl=impl)
-    expected = oracle(shared.expand(2, 3, 5, 8), keys, values)
+    expected = oracles.attention(shared.expand(2, 3, 5, 8), keys, values)
     ours = torch.autograd.grad(state.out.sum() + state.lse.sum(), inputs)
     wanted = torch.autograd.grad(expected[0].sum() + expected[1].sum(), inputs)
     for a, b in zip((*state, *ours), (*expected, *wanted), strict=True):
@@ -232,7 +231,7 @@ def test_a_shared_query_equals_an_expanded_one(impl: str) -> None:
 
 def test_more_than_65535_heads(impl: str) -> None:
     q, k, v = (torch.randn(66_000, 1, n, 2) for n in (1, 3, 3))
-    assert row_error(ck.latent_attention(q, k, v, impl=impl), oracle(q, k, v)[0]).max() < 1e-4
+    assert row_error(ck.latent_attention(q, k, v, impl=impl), oracles.attention(q, k, v)[0]).max() < 1e-4
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -259,7 +258,7 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
     q, k, v = (torch.randn(1, 2, n, w, dtype=dtype) for n, w in ((3, width), (77, width), (77, value_width)))
     results = _bits(impl, q, k, v)
     wide = tuple(t.double().requires_grad_() for t in (q, k, v))
-    expected = oracle(*wide)
+    expected = oracles.attention(*wide)
     wanted = _gradients(ck.AttentionState(*expected), wide, (torch.ones_like(expected[0]), torch.ones_like(expected[1])))
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for a, b in zip(results, (*expected, *wanted), strict=True):
@@ -274,7 +273,7 @@ def test_packed_sets(impl: str, sizes: list[int]) -> None:
     mask = torch.rand(1, total) < 0.2
     inputs = tuple(t.double().requires_grad_() for t in (q, k, v))
     state = ck.attention_state(*inputs, cu_seqlens=offsets, key_padding_mask=mask, impl=impl)
-    expected = oracle(*inputs, mask, offsets)
+    expected = oracles.attention(*inputs, mask, offsets)
     weights = torch.randn_like(state.out), torch.randn_like(state.lse)
     ours, wanted = _gradients(state, inputs, weights), _gradients(ck.AttentionState(*expected), inputs, weights)
     for a, b in zip((*state, *ours), (*expected, *wanted), strict=True):

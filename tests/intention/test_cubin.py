@@ -16,9 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl
 
-from bench.gpu.cubin import Launch, as_if_on, compiled, faults, record
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
 from cmab_kernels.triton_common import Products
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels import measure
-
-from .accuracy import LAWS, bound, dense, lapack_ratio, row_error, same_precision
+from cmab_kernels.testing import LAWS, bound, lapack_ratio, oracles, row_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -46,7 +45,7 @@ def test_masked_blocks(impl: str, start: int, stop: int) -> None:
     for form in ("primal", "dual"):
         out = ck.intention(q, k, v, 0.7, form=form, weights=weights, key_padding_mask=mask, impl=impl)
         visible = [t.masked_fill(mask[:, None, :, None], 0.0).double() for t in (k, v)]
-        wanted = dense(q.double(), *visible, 0.7, weights.masked_fill(mask, 0.0).double(), mask)
+        wanted = oracles.intention(q.double(), *visible, 0.7, weights.masked_fill(mask, 0.0).double(), mask)
         torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-5)
         grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
         assert not any(g.isnan().any() for g in grads)
@@ -64,7 +63,7 @@ def test_keys_of_any_size(impl: str, size: float) -> None:
     if impl == "reference" and size > 1e19:
         return  # dense float32 products: the definition does not survive what the kernels do
     out = ck.intention(size * q, k, v, size**2, impl=impl)
-    wanted = dense(q.double(), k.double() / size, v.double(), 1.0)
+    wanted = oracles.intention(q.double(), k.double() / size, v.double(), 1.0)
     assert row_error(out, wanted).max() < 2e-4
 
 
@@ -94,7 +93,7 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, rows: int
     alpha = 10.0
     q, k, v = (LAWS[law](2, heads, n, w).to(dtype).requires_grad_() for n, w in ((rows, width), (keys, width), (keys, value_width)))
     wide = tuple(t.detach().double().requires_grad_() for t in (q, k, v))
-    expected, theirs = dense(*wide, alpha), same_precision(q, k, v, alpha)
+    expected, theirs = oracles.intention(*wide, alpha), oracles.intention_in_torch(q, k, v, alpha)
     ours = ck.intention(q, k, v, alpha, impl=impl)
     dout = torch.randn(theirs.shape).to(dtype)
     results = (ours, *torch.autograd.grad(ours, (q, k, v), dout))
@@ -195,10 +194,10 @@ def test_expanded_tensors(impl: str) -> None:
         out = function(q.expand(2, 3, 5, 8), k.expand(2, 3, 70, 8), v.expand(2, 3, 70, 4), alpha, **options)
         return out, *torch.autograd.grad(out.sum(), inputs)
 
-    for a, b in zip(run(ck.intention, *inputs, impl=impl), run(dense, *inputs), strict=True):
+    for a, b in zip(run(ck.intention, *inputs, impl=impl), run(oracles.intention, *inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     shared = ck.intention(inputs[0], inputs[1].expand(2, 3, 70, 8), inputs[2].expand(2, 3, 70, 4), alpha.abs(), impl=impl)
-    torch.testing.assert_close(shared, run(dense, *inputs)[0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(shared, run(oracles.intention, *inputs)[0], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -216,7 +215,7 @@ def test_a_lazy_negation_is_seen(impl: str, position: int) -> None:
 
 def test_more_than_65535_heads(impl: str) -> None:
     q, k, v = (torch.randn(66_000, 1, n, 2) for n in (1, 3, 3))
-    wanted = dense(q.double(), k.double(), v.double(), 1.0)
+    wanted = oracles.intention(q.double(), k.double(), v.double(), 1.0)
     assert (ck.intention(q, k, v, 1.0, form="primal", impl=impl) - wanted).abs().max() < 1e-4
 
 
@@ -226,7 +225,7 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
     q, k, v = (torch.randn(1, 2, n, w, dtype=dtype) for n, w in ((3, width), (77, width), (77, value_width)))
     wide = tuple(t.double() for t in (q, k, v))
     out = ck.intention(q, k, v, 5.0, form="primal", impl=impl)
-    assert row_error(out, dense(*wide, 5.0)).max() < (1e-12 if dtype == torch.float64 else 2e-5)
+    assert row_error(out, oracles.intention(*wide, 5.0)).max() < (1e-12 if dtype == torch.float64 else 2e-5)
 
 
 def _read_off(rows: int):

@@ -9,8 +9,7 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.intention.reference import gram_backward_reference, gram_reference
 from cmab_kernels.intention.solve.reference import regularised_solve_reference
-
-from .accuracy import dense, dense_sigma
+from cmab_kernels.testing import oracles
 
 
 def _inputs(length: int = 9, width: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +30,7 @@ def test_both_forms_are_the_formula(impl: str, form: str, width: int, weighted: 
     inputs = [t.requires_grad_() for t in (q, k, v, alpha)] + ([weights.clone().requires_grad_()] if weighted else [])
     given = inputs[4] if weighted else None
     ours = ck.intention(q, k, v, alpha, form=form, weights=given, key_padding_mask=mask, impl=impl)
-    wanted = dense(q, k, v, alpha, given, mask)
+    wanted = oracles.intention(q, k, v, alpha, given, mask)
     torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
     direction = torch.randn_like(ours)
     for a, b in zip(torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True):
@@ -45,7 +44,7 @@ def test_sigma_is_the_formula(impl: str, width: int, weighted: bool, masked: boo
     q, k, v = (t.requires_grad_() for t in _inputs(width=width))
     weights, mask = WEIGHTS if weighted else None, MASK if masked else None
     ours = ck.sigma_intention(q, k, v, 0.3, weights=weights, key_padding_mask=mask, impl=impl)
-    wanted = dense_sigma(q, k, v, 0.3, weights, mask)
+    wanted = oracles.sigma_intention(q, k, v, 0.3, weights, mask)
     torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours.sum(), (q, k)), torch.autograd.grad(wanted.sum(), (q, k)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)

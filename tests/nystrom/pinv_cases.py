@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
-
-from ..attention.accuracy import bound
+from cmab_kernels.testing import bound
 
 GRADIENTS = 4.0
 """Times what a result may be off by."""

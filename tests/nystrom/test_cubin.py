@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.gpu.cubin import Launch, as_if_on, compiled, faults, record, source
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record, source
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]

@@ -146,12 +146,12 @@ STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("name", BAD_TOKENS)
-def test_tokens(step_impl: str, name: str, kind: str) -> None:
+def test_tokens(impl: str, name: str, kind: str) -> None:
     """And the state's bits stay."""
     error, message, given = BAD_TOKENS[name]
     step, state = STEPS[kind]
     before = copy.deepcopy(state)
-    for impl in (step_impl, "auto"):
+    for impl in (impl, "auto"):
         with pytest.raises(error, match=message):
             step(state, **{"query": TOKEN[0], "key": TOKEN[1], "value": TOKEN[2], "impl": impl, **given})
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, state, strict=True))

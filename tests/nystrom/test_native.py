@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..attention.accuracy import LAWS
+from cmab_kernels.testing import LAWS
+
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks
 
 native = pytest.importorskip("cmab_kernels.nystrom.native", reason="the extension was not built", exc_type=ImportError)

@@ -98,8 +98,8 @@ def _step_fields(state: ck.ContinualNystromState) -> tuple[Any, ...]:
     return (*state[:4], *state[5:9], None, state.position, *state[10:])
 
 
-def test_opcheck(impl: str, step_impl: str) -> None:
-    if "reference" in (impl, step_impl):
+def test_opcheck(impl: str) -> None:
+    if impl == "reference":
         pytest.skip("the reference is no operator")
     ops = torch.ops.cmab
     q, k, v = (t.detach() for t in _tokens())
@@ -160,7 +160,7 @@ def test_compile(impl: str, case: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_compiled_steps(step_impl: str, exact: bool, output: str) -> None:
+def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
     """A stream through a compiled step: the state goes in and comes out."""
     torch._dynamo.reset()
     q, k, v = (t.detach() for t in _tokens())
@@ -168,7 +168,7 @@ def test_compiled_steps(step_impl: str, exact: bool, output: str) -> None:
     step = ck.continual_attention_step if exact else ck.continual_nystrom_step
 
     def run(state: Any, *token: Tensor) -> Any:
-        return step(state, *token, output=output, impl=step_impl)
+        return step(state, *token, output=output, impl=impl)
 
     compiled, other = torch.compile(run, fullgraph=True, backend="aot_eager"), state
     for i in range(5):
@@ -214,7 +214,7 @@ def test_flops_of_whole_windows() -> None:
     assert counter.get_total_flops() == 6 * costs.nystrom_attention_operations(40, 4, 8, 5, 6)
 
 
-@pytest.mark.usefixtures("native_step")
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 def test_flops_of_steps(fixed: bool, output: str) -> None:

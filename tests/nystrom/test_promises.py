@@ -12,8 +12,7 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels import measure
-
-from .accuracy import LAWS, bound, dense, dense_pinv, means
+from cmab_kernels.testing import LAWS, bound, oracles
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -79,7 +78,7 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, length: i
     low = torch.float32 if dtype == torch.float64 else dtype
     same = tuple(t.detach().to(low).requires_grad_() for t in inputs)
     shrink = torch.finfo(dtype).eps / torch.finfo(low).eps
-    expected, theirs = dense(*wide[:3], wide[3:]), dense(*same[:3], same[3:])
+    expected, theirs = oracles.nystrom_attention(*wide[:3], wide[3:]), oracles.nystrom_attention(*same[:3], same[3:])
     ours = ck.nystrom_attention(q, k, v, landmarks=(near, far), impl=impl)
     dout = torch.randn(theirs.shape).to(dtype)
     results = (ours, *torch.autograd.grad(ours, inputs, dout))
@@ -101,7 +100,7 @@ def test_accuracy(impl: str, dtype: torch.dtype, law: str, heads: int, length: i
 @pytest.mark.parametrize("number", [1, 3, 16, 40, 64])
 def test_accuracy_of_the_pseudo_inverse(impl: str, number: int, dtype: torch.dtype) -> None:
     matrix = (2 * torch.randn(20, number, number)).softmax(-1).to(dtype)
-    wanted, theirs = dense_pinv(matrix.double(), 6), dense_pinv(matrix, 6)
+    wanted, theirs = oracles.iterative_pinv(matrix.double(), 6), oracles.iterative_pinv(matrix, 6)
     ours = ck.iterative_pinv(matrix, impl=impl)
     size = wanted.flatten(1).norm(dim=1)
     error, others = ((t.double() - wanted).flatten(1).norm(dim=1) / size for t in (ours, theirs))
@@ -156,7 +155,7 @@ def test_any_layout(impl: str, layout: str) -> None:
     wanted = ck.nystrom_attention(q, k, v, 7, impl=impl)
     ours = ck.nystrom_attention(change(q), change(k), change(v), 7, impl=impl)
     torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
-    landmarks = (means(q, 7), means(k, 7))
+    landmarks = (oracles.segment_means(q, 7), oracles.segment_means(k, 7))
     given = ck.nystrom_attention(change(q), change(k), change(v), landmarks=tuple(change(t) for t in landmarks), impl=impl)
     torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-6)
     matrix = k[..., :8, :8].softmax(-1)
@@ -167,7 +166,7 @@ def test_expanded_inputs_and_gradients(impl: str) -> None:
     """Stride 0 in, and the gradient of a sum out."""
     q, k, v = (torch.randn(1, 1, 50, w, dtype=torch.float64, requires_grad=True) for w in (8, 8, 5))
     out = ck.nystrom_attention(*(t.expand(2, 3, 50, t.shape[-1]) for t in (q, k, v)), 7, impl=impl)
-    wanted = 6 * dense(q, k, v, (means(q, 7), means(k, 7))).sum()
+    wanted = 6 * oracles.nystrom_attention(q, k, v, (oracles.segment_means(q, 7), oracles.segment_means(k, 7))).sum()
     for ours, right in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(wanted, (q, k, v)), strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
 

@@ -8,8 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cmab_kernels as ck
 from cmab_kernels.nystrom.reference import segment_ends, segment_means
-
-from .accuracy import dense, dense_pinv, means, row_error
+from cmab_kernels.testing import oracles, row_error
+from cmab_kernels.testing.oracles import nystrom_attention as dense
 
 
 def _tokens(length: int, width: int = 8, value_width: int = 5) -> tuple[torch.Tensor, ...]:
@@ -21,15 +21,15 @@ def test_segments(length: int, segments: int) -> None:
     tokens, mask = torch.randn(2, 3, length, 4, dtype=torch.float64), torch.rand(2, length) < 0.6
     mask[1] = True
     assert segment_ends(length, segments)[-1] == length
-    torch.testing.assert_close(segment_means(tokens, segments), means(tokens, segments), rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(segment_means(tokens, segments, mask), means(tokens, segments, mask), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(segment_means(tokens, segments), oracles.segment_means(tokens, segments), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(segment_means(tokens, segments, mask), oracles.segment_means(tokens, segments, mask), rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("length, segments", [(1, 1), (20, 1), (20, 3), (21, 4), (33, 33), (200, 16)])
 def test_segment_means_as_landmarks(impl: str, length: int, segments: int) -> None:
     q, k, v = _tokens(length)
     ours = ck.nystrom_attention(q, k, v, segments, impl=impl)
-    wanted = dense(q, k, v, (means(q, segments), means(k, segments)))
+    wanted = dense(q, k, v, (oracles.segment_means(q, segments), oracles.segment_means(k, segments)))
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -59,8 +59,8 @@ def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) ->
     q, k, v = _tokens(20)
     mask = torch.zeros(2, 20, dtype=torch.bool)
     mask[0, hidden] = True
-    near, far = means(q, 6, mask), means(k, 6, mask)
-    there = means((~mask).double()[:, None, :, None], 6)[0, 0, :, 0] > 0
+    near, far = oracles.segment_means(q, 6, mask), oracles.segment_means(k, 6, mask)
+    there = oracles.segment_means((~mask).double()[:, None, :, None], 6)[0, 0, :, 0] > 0
     one = [t[:1] for t in (q, k, v)]
     present = ~mask[0]
     wanted = dense(one[0], *(t[:, :, present] for t in one[1:]), (near[:1, :, there], far[:1, :, there])) if present.any() else None
@@ -80,7 +80,7 @@ def test_pinv(impl: str, number: int) -> None:
     matrix[0, 1] = 0.0
     for iterations in (1, 6):
         ours = ck.iterative_pinv(matrix, iterations, impl=impl)
-        torch.testing.assert_close(ours, dense_pinv(matrix, iterations), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(ours, oracles.iterative_pinv(matrix, iterations), rtol=1e-11, atol=1e-11)
     assert ours[0, 1].eq(0).all()
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1, which must be set before Triton is imported.
+"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
 
 The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,39 +18,18 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
-MARGIN = 512
 EVERYTHING = (True, True, True)
 
 
-def _between_margins(tensor: Tensor) -> Tensor:
-    """A copy whose memory lies between NaN (0 for a bool mask: keys that take part)."""
-    filler = 0 if tensor.dtype == torch.bool else math.nan
-    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
-    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
-    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
-
-
 @pytest.fixture(autouse=True)
-def guarded_results() -> Iterator[None]:
-    """`new_empty` gives NaN between margins; the margins are looked at when the test is over."""
-    storages: list[Tensor] = []
-
-    plain = Tensor.new_empty
-
-    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        if options:  # the interpreter's
-            return plain(like, shape, dtype=dtype, **options)
-        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=dtype or like.dtype)
-        storages.append(storage)
-        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
-
-    with mock.patch.object(Tensor, "new_empty", guarded):
+def margins() -> Iterator[None]:
+    """Results lie between margins that must stay as they were."""
+    with guarded_results():
         yield
-    for storage in storages:
-        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
 
 
 def _close(ours: Tensor, right: Tensor, terms: Tensor, tolerance: float) -> None:
@@ -108,12 +86,12 @@ class Case:
 
 
 def _inputs(batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    key, value = (_between_margins(torch.randn(batch, heads, keys, n).to(dtype)) for n in (width, value_width))
+    key, value = (between_margins(torch.randn(batch, heads, keys, n).to(dtype)) for n in (width, value_width))
     return key, value
 
 
 def _weights(batch: int, heads: int, keys: int, dtype: torch.dtype) -> Tensor:
-    return _between_margins(torch.rand(batch, heads, keys, dtype=torch.promote_types(dtype, torch.float32)))
+    return between_margins(torch.rand(batch, heads, keys, dtype=torch.promote_types(dtype, torch.float32)))
 
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
@@ -183,7 +161,7 @@ def test_masks_hide_nan(keys: int, masked: slice) -> None:
     mask = torch.zeros(2, keys, dtype=torch.bool)
     mask[1, masked] = True
     key[1, :, masked], value[1, :, masked], weights[1, :, masked] = math.nan, math.inf, math.nan
-    case = Case(key, value, weights, _between_margins(mask))
+    case = Case(key, value, weights, between_margins(mask))
     case.gram(False, 1e-6)
     case.gradients(False, 1e-6)
     nan = torch.full((2, 1, 3, 3), math.nan).double()

@@ -1,14 +1,16 @@
-"""What the launches of a call compile to, for GPUs that need not be at hand.
+"""Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), for GPUs that need not be at hand.
 
 `record(call)` keeps the launches of a call on CPU tensors instead of running them, `machine_code(launch, capability)` compiles one as the
-launcher would have, with the same specialisation of its arguments, and `compiled` reads the figures of the machine code.
+launcher would have, with the same specialisation of its arguments, and `compiled` reads the figures of the machine code. Needs Triton.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,24 +23,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from cmab_kernels import tiles
-from cmab_kernels.attention.kernels import launch as attention_launch
-from cmab_kernels.intention.kernels import launch as intention_launch
-from cmab_kernels.nystrom.kernels import launch as nystrom_launch
+from ..backends import FAMILIES
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLS = 0.005
-"""The share of instructions to local memory that is let pass: ptxas parks a few values there to fit one block more on a processor."""
+"""The share of instructions that may access local memory: ptxas keeps a few values there to fit one block more on a multiprocessor."""
 
 TENSOR_COLUMNS = 512
-"""The tensor memory of a multiprocessor of sm_100; a block that takes more is not launched."""
+"""The columns of tensor memory of a multiprocessor of sm_100; a block that takes more cannot be launched."""
 
 _CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Launch(NamedTuple):
+    """One launch of a Triton kernel: the kernel, its grid, its positional arguments and its options."""
+
     kernel: JITFunction
     grid: tuple[int, ...]
     args: tuple[Any, ...]
@@ -46,7 +47,8 @@ class Launch(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """Of a launch: registers of a thread; bytes of shared memory, columns of tensor memory and warps of a block; what was disassembled."""
+    """The machine code of a launch: registers of a thread; bytes of shared memory, columns of tensor memory and warps of a block; the
+    disassembly; and `ttir`, Triton's first form of the kernel."""
 
     registers: int
     shared: int
@@ -54,11 +56,10 @@ class MachineCode(NamedTuple):
     warps: int
     sass: str
     ttir: str
-    """Triton's first form of the kernel."""
 
 
 class Figures(NamedTuple):
-    """Machine code in numbers. `local` counts the instructions that go to local memory: what did not fit in registers."""
+    """Numbers of a launch's machine code. `local` counts the instructions that access local memory, where spilled registers go."""
 
     kernel: str
     capability: int
@@ -71,7 +72,7 @@ class Figures(NamedTuple):
     ttir: str
 
     def count(self, *names: str) -> int:
-        """Instructions whose name, without its modifiers or with some of them, is one of `names`."""
+        """Return the number of instructions whose name starts with one of `names`: `FFMA`, `MUFU.EX2`, ..."""
         return sum(count for name, count in self.instructions.items() if name.startswith(names))
 
     def __str__(self) -> str:
@@ -85,19 +86,23 @@ class Figures(NamedTuple):
 
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
-    """Block sizes are chosen as they are on a GPU of this compute capability."""
+    """Within this context, block sizes are chosen as they are on a GPU of this compute capability (80, 90 or 100)."""
 
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
+    for family in FAMILIES.values():  # imported before anything is patched, so that none keeps the patch
+        if "triton" in family:
+            importlib.import_module(family["triton"])
+    ours = [module for name, module in sys.modules.items() if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")]
     with contextlib.ExitStack() as patched:
-        for module in (tiles, attention_launch, intention_launch, nystrom_launch):
+        for module in ours:
             patched.enter_context(mock.patch.object(module, "capability_of", capability_of))
         yield
 
 
 def record(call: Callable[[], Any]) -> list[Launch]:
-    """The launches of `call`, none of them run."""
+    """Return the Triton launches of `call` in their order; none of them is run."""
     launches: list[Launch] = []
 
     def keep(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -109,7 +114,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
 
 
 def source(launch: Launch, capability: int) -> tuple[ASTSource, dict[str, Any]]:
-    """The kernel as this launch specialises it, and its options."""
+    """Return the kernel as this launch specialises it, and the options that it is compiled with."""
     kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", capability, 32))
     options = {**launch.options, "debug": False, "instrumentation_mode": ""}
     bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*launch.args, **options)
@@ -118,7 +123,7 @@ def source(launch: Launch, capability: int) -> tuple[ASTSource, dict[str, Any]]:
 
 
 def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
-    """For one compute capability; `folder` is for the object file."""
+    """Compile a launch for one compute capability; the object file is written into `folder`."""
     code, options = source(launch, capability)
     kernel = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = folder / f"{launch.kernel.__name__}.cubin"
@@ -130,7 +135,7 @@ def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
 
 
 def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
-    """Figures of the launch for one compute capability; `folder` is for the object file."""
+    """Compile a launch for one compute capability and return its figures; the object file is written into `folder`."""
     code = machine_code(launch, capability, folder)
     instructions = Counter(
         re.findall(r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", code.sass, re.M),
@@ -149,7 +154,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
 
 
 def faults(figures: Figures, matrix: bool) -> list[str]:
-    """What is wrong with a kernel; `matrix`: its products must be done by the matrix units."""
+    """Return what is wrong with a kernel, as sentences; `matrix` says that its products must be done by the matrix units."""
     found = []
     if figures.local > SPILLS * figures.instructions.total():
         found.append(f"{figures.local} instructions go to local memory: registers were spilled")
@@ -163,12 +168,12 @@ def faults(figures: Figures, matrix: bool) -> list[str]:
 
 
 def narrow_offsets(ttir: str) -> list[str]:
-    """Tiles of offsets, or products that lead to them, in 32 bits: they wrap once rows lie 2**31 elements apart."""
+    """Return the operations of a kernel that compute tiles of offsets in 32 bits: they wrap once rows lie 2**31 elements apart."""
     operation = r"%\S+, %\S+(?: \{[^}]*\})? : "
     narrow = re.findall(rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir)
     return [f"32-bit offsets: {line}" for line in narrow]
 
 
 def cuobjdump(*arguments: object) -> str:
-    """What Triton's own says; it reads what nvcc makes as well."""
+    """Return the output of Triton's own cuobjdump, which reads the files of nvcc as well."""
     return subprocess.run([_CUOBJDUMP, *map(str, arguments)], check=True, capture_output=True, text=True).stdout

@@ -22,9 +22,8 @@ import cmab_kernels as ck
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
 from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
-
-from .. import emulated_cuda
-from .accuracy import STREAMS, bound, row_error
+from cmab_kernels.testing import STREAMS, bound, row_error
+from tests import emulated_cuda
 
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)

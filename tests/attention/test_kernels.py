@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1, which must be set before Triton is imported.
+"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
 
 The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,44 +16,18 @@ from torch import Tensor
 
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import runs
-
-from .accuracy import LAWS, bound, gradient_terms, largest_score, oracle, row_error
+from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
-MARGIN = 512
 EVERYTHING = (True, True, True)
 
 
-def _between_margins(tensor: Tensor) -> Tensor:
-    """A copy whose memory lies between NaN (0 for a bool mask: keys that take part)."""
-    filler = 0 if tensor.dtype == torch.bool else math.nan
-    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
-    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
-    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
-
-
 @pytest.fixture(autouse=True)
-def guarded_results() -> Iterator[None]:
-    """`new_empty` and `empty_like` give NaN between margins; the margins are looked at when the test is over."""
-    storages: list[Tensor] = []
-
-    plain = Tensor.new_empty
-
-    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        if options:  # the interpreter's
-            return plain(like, shape, dtype=dtype, **options)
-        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=dtype or like.dtype)
-        storages.append(storage)
-        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
-
-    with (
-        mock.patch.object(Tensor, "new_empty", guarded),
-        mock.patch.object(torch, "empty_like", lambda like, memory_format: guarded(like, like.shape)),
-    ):
+def margins() -> Iterator[None]:
+    """Results lie between margins that must stay as they were."""
+    with guarded_results():
         yield
-    for storage in storages:
-        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
 
 
 class Case:
@@ -81,7 +53,7 @@ class Case:
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         wide = tuple(t.double().requires_grad_() for t in self.inputs)
-        out, lse = oracle(*wide, self.mask, self.cu_seqlens, self.scale)
+        out, lse = oracles.attention(*wide, self.mask, self.cu_seqlens, self.scale)
         if self.state is not None:
             out, lse = _merged((out, lse), (self.state[0].double(), self.state[1]))
         some = lse > -math.inf
@@ -118,7 +90,7 @@ def _inputs(
     batch: int, heads: int, latents: int, keys: int, width: int, value_width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((latents, width), (keys, width), (keys, value_width))
-    return tuple(_between_margins(torch.randn(batch, heads, *shape).to(dtype)) for shape in shapes)
+    return tuple(between_margins(torch.randn(batch, heads, *shape).to(dtype)) for shape in shapes)
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3}
@@ -158,7 +130,7 @@ def test_masks_hide_nan(masked: slice) -> None:
     mask = torch.zeros(2, 1100, dtype=torch.bool)
     mask[1, masked] = True
     k[1, :, masked], v[1, :, masked] = math.nan, math.inf
-    case = Case(q, k, v, _between_margins(mask))
+    case = Case(q, k, v, between_margins(mask))
     case.check(1e-12)
     for grad in case.grads[1:]:
         assert grad[1, :, masked].eq(0).all()
@@ -237,11 +209,11 @@ def test_accuracy(law: str, latents: int, keys: int, width: int, value_width: in
     (out, lse), grads = case.expected()
     leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    score = largest_score(q, k)
+    score = oracles.largest_score(q, k)
     assert not case.out.isnan().any() and (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
     assert (case.lse - lse).abs().max() <= 8 * torch.finfo(torch.float32).eps * (score + 4)
     own = torch.autograd.grad(theirs, leaves, case.dout)
-    terms = gradient_terms(case.dout.double(), *(t.double() for t in (q, k, v)), out, lse)
+    terms = oracles.attention_terms(case.dout.double(), *(t.double() for t in (q, k, v)), out, lse)
     for name, mine, right, other, term in zip("qkv", case.grads, grads, own, terms, strict=True):
         size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
         allowed = bound(torch.float32, score, (other.double() - right).norm(dim=-1) / size, factor=4.0)
@@ -256,7 +228,7 @@ def test_extreme_logits(logit: float, among: bool) -> None:
     k[:, :, 33] = logit
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
     case = Case(q, k, v, scale=1.0)
-    expected, lse = oracle(q, k, v, scale=1.0)
+    expected, lse = oracles.attention(q, k, v, scale=1.0)
     assert not case.out.isnan().any() and row_error(case.out, expected).max() < 1e-5
     assert ((case.lse == lse) | ((case.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))).all()
     if math.isfinite(logit):

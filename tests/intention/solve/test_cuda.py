@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.dtypes import state_dtype
-
-from .. import emulated_cuda
-from .accuracy import lapack_ratio
+from cmab_kernels.testing import lapack_ratio
+from tests import emulated_cuda
 
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)

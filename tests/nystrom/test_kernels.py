@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. Run by test_interpreted.py with TRITON_INTERPRET=1, set before Triton is imported.
+"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
 
 The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,53 +15,33 @@ import triton
 from torch import Tensor
 
 from cmab_kernels.nystrom import kernels
+from cmab_kernels.testing import between_margins, guarded_results
 
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where a lane that is masked overflows
 
-MARGIN = 512
 DTYPES = [torch.float64, torch.float32]
 
 
-def _between_margins(tensor: Tensor) -> Tensor:
-    """A copy whose memory lies between NaN (False for a mask: landmarks that take part)."""
-    filler = 0 if tensor.dtype == torch.bool else math.nan
-    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype)
-    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
-    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
-
-
 @pytest.fixture(autouse=True)
-def guarded_results() -> Iterator[None]:
-    """`new_empty` gives NaN between margins; the margins are looked at when the test is over."""
-    storages: list[Tensor] = []
-    plain = Tensor.new_empty
-
-    def guarded(like: Tensor, shape: Any, **options: Any) -> Tensor:
-        if options:  # the interpreter's
-            return plain(like, shape, **options)
-        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=like.dtype)
-        storages.append(storage)
-        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
-
-    with mock.patch.object(Tensor, "new_empty", guarded):
+def margins() -> Iterator[None]:
+    """Results lie between margins that must stay as they were."""
+    with guarded_results():
         yield
-    for storage in storages:
-        assert storage[:MARGIN].isnan().all() and storage[storage.numel() - MARGIN :].isnan().all(), "written out of bounds"
 
 
 def _landmarks(*shape: int, **options: Any) -> Landmarks:
     given = landmarks(*shape, **options)
-    absent = None if given.absent is None else _between_margins(given.absent)
-    return Landmarks(*map(_between_margins, given.tensors), absent, *given[4:])
+    absent = None if given.absent is None else between_margins(given.absent)
+    return Landmarks(*map(between_margins, given.tensors), absent, *given[4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, iterations", [(1, 2), (3, 6), (16, 0), (16, 1), (17, 2), (33, 1), (64, 1)])
 def test_inverses(dtype: torch.dtype, m: int, iterations: int) -> None:
-    check_pinv(kernels, _between_margins(MATRICES["normal"](2, m).to(dtype)), iterations)
+    check_pinv(kernels, between_margins(MATRICES["normal"](2, m).to(dtype)), iterations)
 
 
 @pytest.mark.parametrize("kind", sorted(set(MATRICES) - {"normal"}))

@@ -13,8 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cmab_kernels as ck
 from cmab_kernels.nystrom import costs
+from cmab_kernels.testing import STREAMS, oracles, row_error
+from cmab_kernels.testing.oracles import segment_means
 
-from .accuracy import STREAMS, dense, last, means, row_error, stepped, window_at
+from .streams import last, stepped, window_at
 
 WINDOWS = [(1, 1), (7, 7), (16, 1), (16, 4), (17, 5), (64, 16)]
 OUTPUTS = ["single", "retroactive"]
@@ -55,30 +57,30 @@ def _same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("window, number", WINDOWS)
-def test_every_step_equals_its_window(step_impl: str, window: int, number: int, fixed: bool, output: str) -> None:
+def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed: bool, output: str) -> None:
     """With the landmarks as they are; which are the window's own segment means whenever a whole window has gone by."""
     stream = _stream(3 * window + 5)
     state, rest = _start(stream, window, number, fixed)
-    for taken, out, now in stepped(state, rest, output=output, impl=step_impl):
+    for taken, out, now in stepped(state, rest, output=output, impl=impl):
         tokens = window_at(stream, window + taken, window)
-        wanted = dense(*tokens, _landmarks(now))
+        wanted = oracles.nystrom_attention(*tokens, _landmarks(now))
         torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-10, atol=1e-11)
         assert all(torch.equal(ring, t) for ring, t in zip(_window_rows(now), tokens, strict=True))
         if not fixed and taken % window == 0:
             for ours, t in zip(_landmarks(now), tokens, strict=False):
-                torch.testing.assert_close(ours, means(t, number), rtol=1e-13, atol=1e-14)
+                torch.testing.assert_close(ours, segment_means(t, number), rtol=1e-13, atol=1e-14)
     assert now.position == stream[0].shape[2]
 
 
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
-def test_a_landmark_is_replaced_when_its_segment_is_full(step_impl: str, window: int, number: int) -> None:
+def test_a_landmark_is_replaced_when_its_segment_is_full(impl: str, window: int, number: int) -> None:
     """The mean of the newest tokens, as many as the replaced one had, in place of the oldest."""
     stream = _stream(2 * window)
     state, rest = _start(stream, window, number, fixed=False)
     size, longer = divmod(window, number)
     ends = [j * size + min(j, longer) for j in range(1, number + 1)]
     before = _landmarks(state)
-    for taken, _, stepped_state in stepped(state, rest, impl=step_impl):
+    for taken, _, stepped_state in stepped(state, rest, impl=impl):
         after = _landmarks(stepped_state)
         if taken not in ends:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -92,50 +94,50 @@ def test_a_landmark_is_replaced_when_its_segment_is_full(step_impl: str, window:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("window", [1, 7, 16])
-def test_exact_attention_equals_its_window(step_impl: str, window: int, output: str) -> None:
+def test_exact_attention_equals_its_window(impl: str, window: int, output: str) -> None:
     stream = _stream(3 * window + 5)
     first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
-    for taken, out, _ in stepped(ck.continual_attention_init(*first, scale=0.3), rest, output=output, impl=step_impl):
+    for taken, out, _ in stepped(ck.continual_attention_init(*first, scale=0.3), rest, output=output, impl=impl):
         wanted = scaled_dot_product_attention(*window_at(stream, window + taken, window), scale=0.3)
         torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
 
 
-def test_single_and_retroactive_steps_of_exact_attention_mix(step_impl: str) -> None:
+def test_single_and_retroactive_steps_of_exact_attention_mix(impl: str) -> None:
     stream = _stream(40)
     first, rest = zip(*(t.split([9, 31], dim=2) for t in stream), strict=True)
     state = ck.continual_attention_init(*first)
     for i, parts in enumerate(zip(*(t.split(1, dim=2) for t in rest), strict=True)):
         output = OUTPUTS[(i // 3) % 2]
-        out, state = ck.continual_attention_step(state, *parts, output=output, impl=step_impl)
+        out, state = ck.continual_attention_step(state, *parts, output=output, impl=impl)
         wanted = scaled_dot_product_attention(*window_at(stream, 10 + i, 9))
         torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("chunk", [2, 3, 7, 40, 41])
-def test_any_chunking(step_impl: str, chunk: int, fixed: bool) -> None:
+def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
     """More tokens than the window has included."""
     stream = _stream(11 + 41)
     state, rest = _start(stream, 11, 4, fixed)
-    one_by_one = [(out, new) for _, out, new in stepped(state, rest, impl=step_impl)]
-    outs, states = zip(*((out, new) for _, out, new in stepped(state, rest, chunk, impl=step_impl)), strict=True)
+    one_by_one = [(out, new) for _, out, new in stepped(state, rest, impl=impl)]
+    outs, states = zip(*((out, new) for _, out, new in stepped(state, rest, chunk, impl=impl)), strict=True)
     torch.testing.assert_close(torch.cat(outs, 2), torch.cat([out for out, _ in one_by_one], 2), rtol=1e-12, atol=1e-13)
     last = one_by_one[-1][1]
     assert states[-1].position == last.position
     torch.testing.assert_close(_landmarks(states[-1]), _landmarks(last), rtol=1e-13, atol=1e-14)
-    retroactive = [out for _, out, _ in stepped(state, rest, chunk, impl=step_impl, output="retroactive")][-1]
+    retroactive = [out for _, out, _ in stepped(state, rest, chunk, impl=impl, output="retroactive")][-1]
     torch.testing.assert_close(retroactive[:, :, -1:], outs[-1][:, :, -1:], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("law", STREAMS)
 @pytest.mark.parametrize("fixed", [True, False])
-def test_steps_survive_large_logits(step_impl: str, fixed: bool, law: str) -> None:
+def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
     """Where raw exponentials overflow and plain subtraction leaves noise."""
     length, window = 400, 32
     q, k, v = _stream(length, torch.float32)
     q, k = torch.nn.functional.normalize(q, dim=-1) * 6**0.5, k * STREAMS[law](length)[:, None]
     state, rest = _start((q, k, v), window, 5, fixed)
-    for taken, out, now in stepped(state, rest, impl=step_impl):
+    for taken, out, now in stepped(state, rest, impl=impl):
         tokens = [t.double() for t in window_at((q, k, v), window + taken, window)]
         sums = now.sums.double()
         average = sums[..., :-3] / sums[..., -3:-2]
@@ -149,7 +151,7 @@ def test_gradients_through_a_stream() -> None:
     stream = tuple(t.requires_grad_() for t in _stream(20))
     landmarks = tuple(torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inputs = (*stream, *landmarks)
-    wanted = torch.autograd.grad(dense(*window_at(stream, 20, 9), landmarks).pow(2).sum(), inputs)
+    wanted = torch.autograd.grad(oracles.nystrom_attention(*window_at(stream, 20, 9), landmarks).pow(2).sum(), inputs)
     for chunk in (1, 4, 11):
         state = ck.continual_nystrom_init(*(t[:, :, :9] for t in stream), landmarks=landmarks)
         out, _ = last(state, tuple(t[:, :, 9:] for t in stream), chunk, output="retroactive")
@@ -160,14 +162,16 @@ def test_gradients_through_a_stream() -> None:
 def test_gradients_through_continual_landmarks() -> None:
     stream = tuple(t.requires_grad_() for t in _stream(27))
     tokens = window_at(stream, 27, 9)
-    wanted = torch.autograd.grad(dense(*tokens, (means(tokens[0], 4), means(tokens[1], 4))).pow(2).sum(), stream)
+    wanted = torch.autograd.grad(
+        oracles.nystrom_attention(*tokens, (segment_means(tokens[0], 4), segment_means(tokens[1], 4))).pow(2).sum(), stream
+    )
     state = ck.continual_nystrom_init(*(t[:, :, :9] for t in stream), 4)
     out, _ = last(state, tuple(t[:, :, 9:] for t in stream), output="retroactive")  # 18 tokens: two whole windows
     for ours, right in zip(torch.autograd.grad(out.pow(2).sum(), stream), wanted, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
 
 
-def test_a_graph_survives_later_steps_without_one(step_impl: str) -> None:
+def test_a_graph_survives_later_steps_without_one(impl: str) -> None:
     """What a backward needs is not written over by steps that record nothing."""
     stream = _stream(30)
     state, rest = _start(stream, 9, 3, fixed=False)
@@ -175,7 +179,7 @@ def test_a_graph_survives_later_steps_without_one(step_impl: str) -> None:
     out, state = ck.continual_nystrom_step(state, *token)
     first = torch.autograd.grad(out.sum(), token, retain_graph=True)
     with torch.no_grad():
-        last(state, tuple(t[:, :, 1:] for t in rest), impl=step_impl)
+        last(state, tuple(t[:, :, 1:] for t in rest), impl=impl)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), token), strict=True))
 
 
@@ -183,28 +187,28 @@ def test_a_graph_survives_later_steps_without_one(step_impl: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "exact retroactive"])
-def test_an_older_state_is_as_good_as_it_was(step_impl: str, kind: str) -> None:
+def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
     """Stepped twice, kept while the stream goes on, kept by a reference to one of its tensors."""
     stream = _stream(60)
     state, rest = _start(stream, 10, 3, kind == "fixed")
     output = "retroactive" if kind == "exact retroactive" else "single"
     if kind.startswith("exact"):
         state = ck.continual_attention_init(*(t[:, :, :10] for t in stream))
-    _, state = last(state, tuple(t[:, :, :3] for t in rest), output=output, impl=step_impl)
+    _, state = last(state, tuple(t[:, :, :3] for t in rest), output=output, impl=impl)
     frozen = copy.deepcopy(state)
     rest = tuple(t[:, :, 3:] for t in rest)
     outs = []
     for _ in range(2):
-        outs.append([out for _, out, _ in stepped(state, rest, output=output, impl=step_impl)])
+        outs.append([out for _, out, _ in stepped(state, rest, output=output, impl=impl)])
         assert _same(state, frozen)
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
     kept = state.keys, state.sums
     copies = [tensor.clone() for tensor in kept]
-    _, state = last(state, rest, output=output, impl=step_impl)
+    _, state = last(state, rest, output=output, impl=impl)
     assert all(torch.equal(tensor, copied) for tensor, copied in zip(kept, copies, strict=True))
 
 
-@pytest.mark.usefixtures("native_step")
+@pytest.mark.usefixtures("native")
 def test_a_state_that_nobody_shares_is_not_copied() -> None:
     """Constant time: the very same ring serves the whole stream, and two sums take turns."""
     stream = _stream(80)
@@ -218,22 +222,20 @@ def test_a_state_that_nobody_shares_is_not_copied() -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 @pytest.mark.parametrize("moment", [0, 1, 5, 13])
-def test_saved_and_restored(step_impl: str, kind: str, moment: int) -> None:
+def test_saved_and_restored(impl: str, kind: str, moment: int) -> None:
     """At any step, to the same bits afterwards."""
     stream = _stream(50, torch.float32)
     state, rest = _start(stream, 9, 4, kind == "fixed")
     if kind == "exact":
         state = ck.continual_attention_init(*(t[:, :, :9] for t in stream))
     if moment:
-        _, state = last(state, tuple(t[:, :, :moment] for t in rest), impl=step_impl)
+        _, state = last(state, tuple(t[:, :, :moment] for t in rest), impl=impl)
     file = io.BytesIO()
     torch.save(dict(state._asdict()), file)
     file.seek(0)
     restored = type(state)(**torch.load(file, weights_only=True))
     after = tuple(t[:, :, moment:] for t in rest)
-    for (_, out, new), (_, again, renewed) in zip(
-        stepped(state, after, impl=step_impl), stepped(restored, after, impl=step_impl), strict=True
-    ):
+    for (_, out, new), (_, again, renewed) in zip(stepped(state, after, impl=impl), stepped(restored, after, impl=impl), strict=True):
         assert torch.equal(out, again) and _same(new, renewed)
 
 
@@ -258,7 +260,7 @@ def test_move_state() -> None:
 
 
 @pytest.mark.parametrize("kind", ["continual", "exact"])
-def test_blocks_of_tokens_leave_no_more_than_two_windows(step_impl: str, kind: str) -> None:
+def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -> None:
     """However many come at once; and they lie where a stream token by token finds them."""
     stream = _stream(200)
     state, rest = _start(stream, 10, 3, fixed=False)
@@ -267,8 +269,8 @@ def test_blocks_of_tokens_leave_no_more_than_two_windows(step_impl: str, kind: s
     for sizes in ([1, 1], [4, 1, 10, 1], [97, 3, 1, 60, 1]):
         new = state
         for parts in zip(*(t[:, :, : sum(sizes)].split(sizes, dim=2) for t in rest), strict=True):
-            out, new = (ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step)(new, *parts, impl=step_impl)
+            out, new = (ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step)(new, *parts, impl=impl)
         assert new.keys.shape[2] <= 20
-        wanted, one_by_one = last(state, tuple(t[:, :, : sum(sizes)] for t in rest), impl=step_impl)
+        wanted, one_by_one = last(state, tuple(t[:, :, : sum(sizes)] for t in rest), impl=impl)
         torch.testing.assert_close(out[:, :, -1:], wanted, rtol=1e-12, atol=1e-13)
         assert all(torch.equal(a, b) for a, b in zip(_window_rows(new), _window_rows(one_by_one), strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from cmab_kernels.nystrom.continual import continual_nystrom_init
 from cmab_kernels.nystrom.continual.reference import nystrom_step_reference
 
-from .test_native_step import Tokens, _some, _start, _step, _tokens, native
+from .test_native import Tokens, _some, _start, _step, _tokens, native
 
 pytestmark = pytest.mark.usefixtures("threads")
 

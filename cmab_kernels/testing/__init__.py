@@ -1,0 +1,24 @@
+"""What tests of an operator need: accuracy bounds, oracles, memory that shows faults, layouts, figures of compiled kernels.
+
+Nothing here is imported by `import cmab_kernels`. `cubin` needs Triton, and running a suite needs pytest.
+"""
+
+from .bounds import LAWS, STREAMS, bound, lapack_ratio, row_error
+from .interpreter import INTERPRETING, run_in_interpreter
+from .layouts import LAYOUTS, lazily_negated
+from .memory import between_margins, guarded_results, poisoned_memory
+
+__all__ = [
+    "INTERPRETING",
+    "LAWS",
+    "LAYOUTS",
+    "STREAMS",
+    "between_margins",
+    "bound",
+    "guarded_results",
+    "lapack_ratio",
+    "lazily_negated",
+    "poisoned_memory",
+    "row_error",
+    "run_in_interpreter",
+]

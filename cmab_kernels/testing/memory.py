@@ -1,0 +1,71 @@
+"""Memory that shows faults: uninitialised memory that holds NaN, inputs and outputs between guard margins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+MARGIN = 512
+"""The number of elements before and after a tensor that lies between margins."""
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill with NaN what `torch.empty` and its relatives return on any device, so that an element that nobody wrote is seen.
+
+    Torch does so while its deterministic algorithms are on; they are switched off at the end.
+
+    >>> with poisoned_memory():
+    ...     torch.empty(2)
+    tensor([nan, nan])
+    """
+    torch.use_deterministic_algorithms(True)
+    if not torch.empty(3).isnan().all():
+        raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def between_margins(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy of `tensor` whose memory lies between `MARGIN` elements of NaN (False for a bool mask) on either side.
+
+    A kernel that reads out of bounds then returns NaN, or takes a key into account that is not there.
+    """
+    filler = 0 if tensor.dtype == torch.bool else math.nan
+    storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype, device=tensor.device)
+    storage[MARGIN : MARGIN + tensor.numel()] = tensor.reshape(-1)
+    return storage[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
+
+
+@contextmanager
+def guarded_results() -> Iterator[None]:
+    """Let `Tensor.new_empty` and `torch.empty_like` return NaN between margins of NaN; `AssertionError` at the end if a margin was written.
+
+    Triton's interpreter, which checks no bounds, allocates with further options; those calls are left as they are.
+    """
+    storages: list[Tensor] = []
+    plain = Tensor.new_empty
+
+    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if options:
+            return plain(like, shape, dtype=dtype, **options)
+        storage = torch.full((math.prod(shape) + 2 * MARGIN,), math.nan, dtype=dtype or like.dtype, device=like.device)
+        storages.append(storage)
+        return storage[MARGIN : storage.numel() - MARGIN].view(shape)
+
+    def guarded_like(like: Tensor, dtype: torch.dtype | None = None, memory_format: Any = None) -> Tensor:
+        return guarded(like, like.shape, dtype)
+
+    with mock.patch.object(Tensor, "new_empty", guarded), mock.patch.object(torch, "empty_like", guarded_like):
+        yield
+    for storage in storages:
+        margins = storage[:MARGIN], storage[storage.numel() - MARGIN :]
+        assert all(bool(margin.isnan().all()) for margin in margins), "a result was written out of bounds"

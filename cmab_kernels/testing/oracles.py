@@ -1,0 +1,124 @@
+"""Oracles: the formulas of the package's operators once more, dense, in the dtype that they are given; call them with float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention.reference import attention_reference, ignored_keys, visible
+
+# ---- latent cross-attention
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of latent cross-attention by its definition, computed in float64 from the values that are given."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attention_reference(query.double(), key.double(), value.double(), mask, cu_seqlens, scale)
+
+
+def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients (dquery, dkey, dvalue) of attention with every term taken absolute: the size that rounding errors go by.
+
+    Where terms cancel, a gradient is much smaller than its rounding error; with all keys equal, dquery is exactly 0.
+    """
+    scale = query.shape[-1] ** -0.5
+    with torch.no_grad():
+        weight = (scale * query @ key.mT - lse[..., None]).exp()
+        slope = scale * weight * (dout.abs() @ value.abs().mT + (dout * out).abs().sum(-1, keepdim=True))
+        return slope @ key.abs(), slope.mT @ query.abs(), weight.mT @ dout.abs()
+
+
+def largest_score(query: Tensor, key: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> float:
+    """Return the largest absolute logit |q' k| / sqrt(D) of keys that take part; logits are rounded to eps times it at best."""
+    if key.numel() == 0 or query.numel() == 0:
+        return 0.0
+    seen = visible(key.detach(), ignored_keys(key, mask, cu_seqlens), torch.float64)
+    return float((query.detach().double() @ seen.mT).abs().max()) * query.shape[-1] ** -0.5
+
+
+# ---- intention
+
+
+def _hidden(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else rows.masked_fill(mask[:, None, :, None], 0.0)
+
+
+def _system(key: Tensor, alpha: Tensor | float, weights: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return K'WK + alpha I and K'W."""
+    key = _hidden(key, mask)
+    weighted = key if weights is None else _hidden((weights if weights.dim() == 3 else weights[:, None])[..., None] * key, mask)
+    penalty = torch.as_tensor(alpha, dtype=key.dtype).expand(key.shape[:2])
+    return weighted.mT @ key + penalty[..., None, None] * torch.eye(key.shape[-1], dtype=key.dtype), weighted.mT
+
+
+def intention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor | float, weights: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Return Q (K'WK + alpha I)^-1 K'WV by a Cholesky factorisation, in the dtype of the inputs, differentiable by autograd."""
+    system, weighted = _system(key, alpha, weights, mask)
+    return query @ torch.cholesky_solve(weighted @ _hidden(value, mask), torch.linalg.cholesky(system))
+
+
+def sigma_intention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor | float, weights: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Return softmax(Q (K'WK + alpha I)^-1 K') V, in the dtype of the inputs, differentiable by autograd."""
+    system, _ = _system(key, alpha, weights, mask)
+    scores = query @ torch.cholesky_solve(_hidden(key, mask).mT, torch.linalg.cholesky(system))
+    if mask is not None:
+        scores = scores.masked_fill(mask[:, None, None], -torch.inf)
+    return scores.softmax(-1) @ _hidden(value, mask)
+
+
+def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) -> Tensor:
+    """Return intention as one would write it in torch: products in the dtype of the inputs, the system in float32 at least.
+
+    NaN where the rounded system is not positive definite any more.
+    """
+    system = (key.mT @ key).to(torch.promote_types(key.dtype, torch.float32))
+    system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype)
+    factor, failure = torch.linalg.cholesky_ex(system)
+    weight = torch.cholesky_solve((key.mT @ value).to(system.dtype), factor).masked_fill(failure[..., None, None] > 0, torch.nan)
+    return query @ weight.to(query.dtype)
+
+
+# ---- Nyström attention
+
+
+def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> Tensor:
+    """Return the landmarks (B, H, m, D) of `tokens` (B, H, N, D): the mean of each of m segments, 0 for one without tokens."""
+    size, longer = divmod(tokens.shape[2], segments)
+    start, found = 0, []
+    for j in range(segments):
+        end = start + size + (j < longer)
+        present = torch.ones(tokens.shape[0], end - start, dtype=torch.bool) if mask is None else ~mask[:, start:end]
+        kept = torch.where(present[:, None, :, None], tokens[:, :, start:end], 0)
+        found.append(kept.sum(2) / present.sum(1).clamp(min=1)[:, None, None])
+        start = end
+    return torch.stack(found, dim=2).to(tokens.dtype)
+
+
+def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
+    """Return the iterated pseudo-inverse of each matrix (..., m, m), one matrix after the other; 0 for a matrix of zeros."""
+    if matrix.dim() > 2:
+        return torch.stack([iterative_pinv(part, iterations) for part in matrix]) if matrix.shape[0] else matrix
+    if not matrix.any():
+        return torch.zeros_like(matrix.mT)
+    z = matrix.mT / (matrix.abs().sum(0).max() * matrix.abs().sum(1).max())
+    one = torch.eye(len(matrix), dtype=matrix.dtype)
+    for _ in range(iterations):
+        z = 0.25 * z @ (13 * one - matrix @ z @ (15 * one - matrix @ z @ (7 * one - matrix @ z)))
+    return z
+
+
+def nystrom_attention(
+    query: Tensor, key: Tensor, value: Tensor, landmarks: tuple[Tensor, Tensor], iterations: int = 6, scale: float | None = None
+) -> Tensor:
+    """Return the product of three softmaxes and a pseudo-inverse; 0 iterations choose the exact pseudo-inverse."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    near, far = landmarks
+    gamma = (scale * near @ far.mT).softmax(-1)
+    inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
+    return (scale * query @ far.mT).softmax(-1) @ (inverse @ ((scale * near @ key.mT).softmax(-1) @ value))

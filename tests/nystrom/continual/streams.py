@@ -1,0 +1,31 @@
+"""Streams through the continual steps: what a step gives after each chunk, and the window that it should equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+import cmab_kernels as ck
+
+
+def stepped(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """(tokens taken of these, out, state) after each chunk."""
+    step = ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
+    taken = 0
+    for parts in zip(*(t.split(chunk, dim=2) for t in tokens), strict=True):
+        out, state = step(state, *parts, **options)
+        taken += parts[0].shape[2]
+        yield taken, out, state
+
+
+def last(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> tuple[Tensor, Any]:
+    """(out, state) after all of them."""
+    for _, out, new in stepped(state, tokens, chunk, **options):
+        result = out, new
+    return result
+
+
+def window_at(stream: tuple[Tensor, ...], end: int, window: int) -> tuple[Tensor, ...]:
+    return tuple(t[:, :, end - window : end] for t in stream)
