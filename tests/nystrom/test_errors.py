@@ -151,9 +151,9 @@ def test_tokens(impl: str, name: str, kind: str) -> None:
     error, message, given = BAD_TOKENS[name]
     step, state = STEPS[kind]
     before = copy.deepcopy(state)
-    for impl in (impl, "auto"):
+    for chosen in (impl, "auto"):
         with pytest.raises(error, match=message):
-            step(state, **{"query": TOKEN[0], "key": TOKEN[1], "value": TOKEN[2], "impl": impl, **given})
+            step(state, **{"query": TOKEN[0], "key": TOKEN[1], "value": TOKEN[2], "impl": chosen, **given})
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, state, strict=True))
 
 
