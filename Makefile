@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test nightly bench lint format clean
+.PHONY: demo test nightly bench docs lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m cmab_kernels demo
@@ -18,6 +19,9 @@ nightly: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m cmab_kernels bench --quick --force
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -32,15 +36,15 @@ format: $(VENV)/.lint
 
 # One environment; a stamp says which extras are in it, and is remade when what is built changes.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[$*]"
+	$(INSTALL) ".[$*]"
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.test
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[lint]"
+$(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.test
+	$(INSTALL) ".[$*]"
 	touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build *.egg-info cmab_kernels/_C*.so cmab_kernels/_cuda*.so cmab_kernels/_build.json
+	rm -rf $(VENV) build dist site *.egg-info cmab_kernels/_C*.so cmab_kernels/_cuda*.so cmab_kernels/_build.json

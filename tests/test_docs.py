@@ -57,6 +57,12 @@ def test_every_public_name_is_documented() -> None:
     assert {*cmab_kernels.__all__, *nn.__all__, *variants.__all__} - words == set()
 
 
+def test_every_public_name_is_in_the_api() -> None:
+    """Signatures and docstrings of the site are those of all names that can be imported, and of no others."""
+    listed = {name for page in (pages.DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    assert listed == {f"{module.__name__}.{name}" for module in (cmab_kernels, nn, variants) for name in module.__all__}
+
+
 def test_the_tests_that_pages_name_exist() -> None:
     named = {part for page in PAGES.values() for part in pages.code(page) if re.fullmatch(r"tests/[\w/]+\.py(::\w+)?", part)}
     assert len(named) > 20

@@ -1,0 +1,136 @@
+"""The source distribution and the wheels: what is in them, and that they run where the checkout is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import cmab_kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPENDENCIES = Path(torch.__file__).parents[1]
+FAMILIES = """
+import sys, torch, cmab_kernels as ck
+from cmab_kernels import info, nn
+print("from", ck.__file__)
+x, y = torch.randn(2, 1, 4, 200, 16)
+out = ck.latent_attention(torch.randn(4, 8, 16), x, y)
+fit = ck.intention(x, x, y, 0.1)
+first, rest = x[:, :, :64], x[:, :, 64:]
+state = ck.continual_nystrom_init(first, first, first, num_landmarks=8)
+step, state = ck.continual_nystrom_step(state, rest, rest, rest)
+summary = nn.CMAB(32, 8, 4)(torch.randn(1, 50, 32), torch.randn(1, 8, 32))
+assert all(tensor.isfinite().all() for tensor in (out, fit, step, summary))
+print("extension", "cmab_kernels._C" in sys.modules)
+print(info.report())
+"""
+"""A call of each family, a module, and what `info` prints, from wherever the package is found."""
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "setup.py").exists() or any(importlib.util.find_spec(name) is None for name in ("ninja", "pybind11", "setuptools")),
+    reason="needs the checkout, and ninja, pybind11 and setuptools beside it",
+)
+
+
+def _build(what: str, source: Path, target: Path, **variables: str) -> Path:
+    """`what` is "sdist" or "wheel"; the file that setuptools writes to `target`."""
+    target.mkdir(parents=True)
+    code = f"from setuptools import build_meta; build_meta.build_{what}({str(target)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, env={**_outside(), **variables}, check=True, capture_output=True)
+    (built,) = target.iterdir()
+    return built
+
+
+def _outside() -> dict[str, str]:
+    """The environment without what leads Python to the checkout or setup.py to a compiler of the tests."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CUDA_HOME", "CMAB_KERNELS_BUILD")}
+
+
+def _run(folder: Path, *arguments: str) -> str:
+    """What Python prints where the package is to be had from `folder` alone: -S keeps the finder of an editable installation away."""
+    environment = {**_outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(DEPENDENCIES)])}
+    done = subprocess.run([sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the checkout stays as it is; unpacked."""
+    copy = tmp_path_factory.mktemp("checkout") / "copy"
+    copy.mkdir()
+    for name in ("csrc", "cmab_kernels", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, copy)
+    built = _build("sdist", copy, tmp_path_factory.mktemp("sdist") / "dist")
+    with tarfile.open(built) as archive:
+        archive.extractall(built.parent, filter="data")
+    return built.parent / built.name.removesuffix(".tar.gz")
+
+
+def test_the_source_distribution_holds_what_it_needs(sdist: Path) -> None:
+    files = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()} <= files
+    python = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cmab_kernels").rglob("*.py")}
+    assert python | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= files
+    assert {"cmab_kernels/py.typed", "cmab_kernels/tiles.json"} <= files
+
+
+def test_the_source_distribution_holds_nothing_else(sdist: Path) -> None:
+    """No tests (they would be without their data), and nothing that an earlier build left in the checkout."""
+    top = {path.name for path in sdist.iterdir() if path.is_dir()}
+    assert top == {"csrc", "cmab_kernels", "cmab_kernels.egg-info"}
+    assert not [path for path in sdist.rglob("*") if path.suffix in (".so", ".pyc") or path.name == "_build.json"]
+
+
+def test_one_version(sdist: Path) -> None:
+    assert sdist.name.endswith(f"-{cmab_kernels.__version__}")
+    written = {name: (ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff")}
+    assert re.search(r"^version: (\S+)$", written["CITATION.cff"], re.MULTILINE)[1] == cmab_kernels.__version__  # type: ignore[index]
+    assert f"## [{cmab_kernels.__version__}]" in written["CHANGELOG.md"] or "## [Unreleased]" in written["CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("how, reason", [("switched off", "CMAB_KERNELS_BUILD=0"), ("without a compiler", "no C++ compiler")])
+def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: str, reason: str) -> None:
+    variables = {"CMAB_KERNELS_BUILD": "0"} if how == "switched off" else {"PATH": str(Path(sys.executable).parent)}
+    wheel = _build("wheel", sdist, tmp_path / "wheel", **variables)
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    assert not list(installed.rglob("*.so"))
+    metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
+    assert f"\nVersion: {cmab_kernels.__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
+    told = _run(installed, "-W", "ignore::RuntimeWarning", "-c", FAMILIES)
+    assert f"from {installed}" in told and "extension False" in told
+    assert f"not built: {reason}" in told and "auto = reference" in told
+
+
+@pytest.mark.nightly
+def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Path) -> None:
+    """Installed by pip into an environment of its own, which borrows torch and the other dependencies from this one."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("there is no compiler on the PATH")
+    wheel = _build("wheel", sdist, tmp_path / "wheel", CMAB_KERNELS_BUILD="1")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--no-deps", "--quiet", wheel], check=True, env=_outside())
+    packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
+    told = subprocess.run([python, "-c", FAMILIES], cwd=tmp_path, env=_outside(), check=True, capture_output=True, text=True).stdout
+    assert f"from {packages}" in told and "extension True" in told
+    for example in sorted((ROOT / "python" / "examples").glob("*.py")):
+        program = shutil.copy(example, tmp_path)
+        subprocess.run([python, program], cwd=tmp_path, env=_outside(), check=True, capture_output=True, timeout=300)
