@@ -1,7 +1,8 @@
 """Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where nvcc is, with ninja. No torch, no GPU, no network.
 
-What flags a source gets is in its name. CMAB_KERNELS_BUILD=auto (default): what does not build is left out, and `_build.json` in the
-package says why; 1: a failed build is an error; 0: no build. Without nvcc, in CUDA_HOME or on the PATH, there is no _cuda.
+Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
+build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. Without nvcc, in CUDA_HOME or on
+the PATH, there is no _cuda.
 """
 
 import json
@@ -21,29 +22,40 @@ ROOT = Path(__file__).resolve().parent
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 FLAGS = "-O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Werror"
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
-INSTRUCTION_SETS = {
-    "_avx2": "-mavx2 -mfma -mf16c",
-    "_avx512": AVX512,
-    "_avx512bf16": f"{AVX512} -mavx512bf16",
-    "_amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
+BF16 = f"{AVX512} -mavx512bf16"
+VECTORS = {
+    "portable": "-DCMAB_VECTOR_BYTES=16",
+    "avx2": "-DCMAB_VECTOR_BYTES=32 -mavx2 -mfma -mf16c",
+    "avx512": f"-DCMAB_VECTOR_BYTES=64 {AVX512}",
 }
+"""The instruction sets that each kernels.cpp is compiled for, with their flags."""
+ENGINES = {
+    "avx512bf16": f"-DCMAB_ENGINE=DotEngine {BF16}",
+    "amx": f"'-DCMAB_ENGINE=TileEngine<HardwareTiles>' {BF16} -mamx-tile -mamx-bf16",
+    "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
+}
+"""Those that bf16_kernels.cpp is compiled for."""
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 """Machine code for each, and PTX of the last for later GPUs."""
 NVCC_FLAGS = "-O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 
 
-def suffix(source: Path) -> str:
-    return next((s for s in INSTRUCTION_SETS if source.stem.endswith(s)), "")
+def cpu_sources() -> list[tuple[Path, str]]:
+    """Each source with the instruction set that it is compiled for, "" where it is compiled once, for any CPU."""
+    sources = []
+    for source in sorted((ROOT / "csrc").glob("*/*.cpp")):
+        sets = {"kernels": VECTORS, "bf16_kernels": ENGINES}.get(source.stem, {"": ""})
+        sources += [(source, name) for name in sets if ON_X86 or name in ("", "portable")]
+    return [(ROOT / "csrc" / "module.cpp", ""), *sources]
 
 
-def cpu_sources() -> list[Path]:
-    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    files = [*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")]
-    return [s for s in sorted(files) if on_x86 or not suffix(s)]
+def cuda_sources() -> list[tuple[Path, str]]:
+    return [(source, "") for source in (ROOT / "csrc" / "cuda_module.cpp", *sorted((ROOT / "csrc").glob("*/*.cu")))]
 
 
-def cuda_sources() -> list[Path]:
-    return [ROOT / "csrc" / "cuda" / "bindings.cpp", *sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
+def flags(instruction_set: str) -> str:
+    return f"-DCMAB_INSTRUCTION_SET={instruction_set} {(VECTORS | ENGINES)[instruction_set]}" if instruction_set else ""
 
 
 def find_compiler() -> str:
@@ -61,37 +73,37 @@ def find_nvcc() -> str | None:
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
     import pybind11
 
-    includes = f"-I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
+    includes = f"-I{ROOT}/csrc -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
     extra = os.environ.get("CXXFLAGS", "")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     newest = list(GPUS.values())[-1]
     codes += f" -gencode arch=compute_{newest},code=compute_{newest}"
 
-    compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} {codes}"
+    compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} -I{ROOT}/csrc {codes}"
 
-    def objects(sources: list[Path]) -> dict[Path, Path]:
-        return {s: folder / f"{s.relative_to(ROOT)}.o" for s in sources}
+    def object_file(source: Path, instruction_set: str) -> Path:
+        name = source.with_stem(f"{source.stem}_{instruction_set}") if instruction_set else source
+        return folder / f"{name.relative_to(ROOT)}.o"
 
-    def compile_all(sources: list[Path]) -> list[str]:
-        return [
-            f"build {o}: {'nvcc' if s.suffix == '.cu' else 'cpp'} {s}\n  flags = {INSTRUCTION_SETS.get(suffix(s), '')}"
-            for s, o in objects(sources).items()
+    def build(target: Path, link: str, sources: list[tuple[Path, str]]) -> list[str]:
+        compiled = [
+            f"build {object_file(*each)}: {'nvcc' if each[0].suffix == '.cu' else 'cpp'} {each[0]}\n  flags = {flags(each[1])}"
+            for each in sources
         ]
+        return [*compiled, f"build {target}: {link} {' '.join(str(object_file(*each)) for each in sources)}\n"]
 
     lines = [
         "rule cpp\n  deps = gcc\n  depfile = $out.d",
         f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
         f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
-        *compile_all(cpu_sources()),
-        f"build {cpu}: link {' '.join(map(str, objects(cpu_sources()).values()))}\n",
+        *build(cpu, "link", cpu_sources()),
     ]
     if nvcc:
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
             f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
             f"rule nvlink\n  command = {nvcc} -ccbin {compiler} -shared -cudart static $in -o $out",
-            *compile_all(cuda_sources()),
-            f"build {cuda}: nvlink {' '.join(map(str, objects(cuda_sources()).values()))}\n",
+            *build(cuda, "nvlink", cuda_sources()),
         ]
     return "\n".join(lines)
 
@@ -129,7 +141,8 @@ class NinjaBuild(build_ext):
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "build.ninja").write_text(ninja_file(self.cpu, self.cuda, self.folder, compiler, find_nvcc()))
         self.make(self.cpu, compiler)
-        return {"compiler": version(compiler, 0), "targets": ["cpu", *sorted({s[1:] for s in map(suffix, cpu_sources()) if s})]}
+        targets = {name for _, name in cpu_sources()} - {"", "portable", "amx_emulated"}
+        return {"compiler": version(compiler, 0), "targets": ["cpu", *sorted(targets)]}
 
     def build_cuda(self) -> dict:
         nvcc = find_nvcc()

@@ -1,4 +1,4 @@
-"""What every call into csrc/cuda needs: a GPU that can run it, a stream, addresses and strides."""
+"""What every call of a CUDA kernel needs: a GPU that can run it, a stream, addresses and strides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WIDTH = CUDA.MAX_WIDTH
 
 @traced_as_constant
 def gpu_problem(index: int | None) -> str | None:
-    """Why this GPU cannot run the kernels of csrc/cuda; None when it can."""
+    """Why this GPU cannot run the CUDA kernels; None when it can."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(index)

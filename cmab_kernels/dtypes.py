@@ -13,4 +13,4 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 NATIVE_DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""What csrc calls them: DType, for the CPU in operands.h, for CUDA in elements.h."""
+"""What csrc calls them: DType in common/dtype.h."""

@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda played by the CPU: `csrc/cuda/emulated.cpp`, compiled here, in the place of `cmab_kernels._cuda`."""
+"""The CUDA kernels of csrc played by the CPU: `csrc/cuda_emulated.cpp`, compiled here, in the place of `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-Wall", "-W
 def build(folder: Path, *flags: str) -> Path:
     """The shared library; `flags` such as a sanitizer's."""
     library = folder / "emulated_cuda.so"
-    source = ROOT / "csrc" / "cuda" / "emulated.cpp"
-    subprocess.run([str(COMPILER), *FLAGS, *flags, str(source), "-o", str(library)], check=True)
+    source = ROOT / "csrc" / "cuda_emulated.cpp"
+    subprocess.run([str(COMPILER), *FLAGS, *flags, f"-I{ROOT}/csrc", str(source), "-o", str(library)], check=True)
     return library
 
 

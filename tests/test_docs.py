@@ -95,7 +95,7 @@ def _variables_read() -> set[str]:
     found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | _variables_in((pages.ROOT / "setup.py").read_text())
     for folder in ("cmab_kernels", "csrc", "tests", "bench", "python"):
         for path in (pages.ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".cpp", ".h", ".cu"} and path != Path(__file__):
+            if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"} and path != Path(__file__):
                 found |= _variables_in(path.read_text())
     return found
 

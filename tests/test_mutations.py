@@ -28,26 +28,26 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "a mask off by one": Fault(
-        "csrc/cpu/tile.h", "keys.ignored[(first + k) * keys.ignored_stride]", "keys.ignored[(first + k / 2) * keys.ignored_stride]"
+        "csrc/common/tile.h", "keys.ignored[(first + k) * keys.ignored_stride]", "keys.ignored[(first + k / 2) * keys.ignored_stride]"
     ),
     "a key too many": Fault(
-        "csrc/cpu/attention_forward_kernel.h", "for (int r = count - k; r < kKeys; ++r)", "for (int r = count - k + 1; r < kKeys; ++r)"
+        "csrc/attention/forward_kernel.h", "for (int r = count - k; r < kKeys; ++r)", "for (int r = count - k + 1; r < kKeys; ++r)"
     ),
-    "a missing rescale": Fault("csrc/cpu/attention_forward_kernel.h", "store(acc, load<V>(acc) * factor);", "store(acc, load<V>(acc));"),
+    "a missing rescale": Fault("csrc/attention/forward_kernel.h", "store(acc, load<V>(acc) * factor);", "store(acc, load<V>(acc));"),
     "a wrong stride": Fault(
-        "csrc/cpu/attention_plan.h", "b * operand.stride[0] + h * operand.stride[1]", "b * operand.stride[0] + h * operand.stride[2]"
+        "csrc/attention/plan.h", "b * operand.stride[0] + h * operand.stride[1]", "b * operand.stride[0] + h * operand.stride[2]"
     ),
-    "a dropped last block": Fault("csrc/cpu/plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
-    "= for +=": Fault("csrc/cpu/attention_backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
-    "base 2 for base e": Fault("csrc/cpu/attention_forward.cpp", "merge.reference[row] * kLn2", "merge.reference[row]"),
-    "a 32-bit offset": Fault("csrc/cpu/attention_plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),
+    "a dropped last block": Fault("csrc/common/plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
+    "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
+    "base 2 for base e": Fault("csrc/attention/forward.cpp", "merge.reference[row] * kLn2", "merge.reference[row]"),
+    "a 32-bit offset": Fault("csrc/attention/plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),
     "a lost gradient through lse": Fault(
-        "csrc/cpu/attention_backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
+        "csrc/attention/backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
     ),
     "a lost gradient to the state's lse": Fault("cmab_kernels/attention/schema.py", "share * dscore", "0 * dscore"),
     "a lost second derivative": Fault("cmab_kernels/attention/schema.py", "*partials[5:], None", "None, None, None"),
     "an empty row divided by its sum": Fault(
-        "csrc/common/state.h", "return sums.empty() ? T(0) : T(1) / sums.sum;", "return T(1) / sums.sum;"
+        "csrc/attention/state.h", "return sums.empty() ? T(0) : T(1) / sums.sum;", "return T(1) / sums.sum;"
     ),
     "a merge without its gradient": Fault(
         "cmab_kernels/attention/state.py", "weight = (lse - top).exp()", "weight = (lse - top).exp().detach()"
@@ -57,22 +57,22 @@ FAULTS = {
         "key.masked_fill(ignore[:, None, :, None], 0.0)",
         "key.masked_fill(ignore[:1, None, :, None], 0.0)",
     ),
-    "sums whose last run is dropped": Fault("csrc/cpu/gram.cpp", "} while (key < end);", "} while (key + run_ < end);", "intention"),
+    "sums whose last run is dropped": Fault("csrc/gram/sums.cpp", "} while (key < end);", "} while (key + run_ < end);", "intention"),
     "pieces of the keys that are not added": Fault(
-        "csrc/cpu/gram.cpp", "moment_of(head)[j] += sums", "moment_of(head)[j] = sums", "intention"
+        "csrc/gram/sums.cpp", "moment_of(head)[j] += sums", "moment_of(head)[j] = sums", "intention"
     ),
-    "an overflow that stays": Fault("csrc/cpu/gram_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", "intention"),
+    "an overflow that stays": Fault("csrc/gram/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", "intention"),
     "lanes that share one penalty": Fault(
-        "csrc/cpu/solve_lanes.h", "matrix_of(lane) * systems_.alpha_stride", "matrix_of(0) * systems_.alpha_stride", "intention"
+        "csrc/solve/lanes.h", "matrix_of(lane) * systems_.alpha_stride", "matrix_of(0) * systems_.alpha_stride", "intention"
     ),
     "a Gram matrix that is not mirrored": Fault(
-        "csrc/cpu/gram.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", "intention"
+        "csrc/gram/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", "intention"
     ),
     "a gradient that takes the Gram matrix's for symmetric": Fault(
-        "csrc/cpu/gram_rows.cpp", "mirrored = slope.transposed();", "mirrored = slope;", "intention"
+        "csrc/gram/rows.cpp", "mirrored = slope.transposed();", "mirrored = slope;", "intention"
     ),
     "half of a weight's gradient": Fault(
-        "csrc/cpu/gram_rows_kernel.h", "first + k, 1, &sum, T(0.5));", "first + k, 1, &sum, T(1));", "intention"
+        "csrc/gram/rows_kernel.h", "first + k, 1, &sum, T(0.5));", "first + k, 1, &sum, T(1));", "intention"
     ),
     "a penalty without its gradient": Fault(
         "cmab_kernels/intention/schema.py",
@@ -95,22 +95,22 @@ FAULTS = {
         "gram_op(*inputs[1:], (True, True), False, chosen)",
         "intention",
     ),
-    "a guard that never asks": Fault("csrc/cpu/continual_sums.h", "if (!is_sound(", "if (rows < 0 && !is_sound(", "nystrom"),
+    "a guard that never asks": Fault("csrc/continual/sums.h", "if (!is_sound(", "if (rows < 0 && !is_sound(", "nystrom"),
     "a token that leaves too late": Fault(
-        "csrc/cpu/continual_kernel.h", "with(newest - shape_.window, scratch_", "with(newest - shape_.window + 1, scratch_", "nystrom"
+        "csrc/continual/kernel.h", "with(newest - shape_.window, scratch_", "with(newest - shape_.window + 1, scratch_", "nystrom"
     ),
     "a landmark replaced a token late": Fault(
-        "csrc/cpu/continual.h", "phase = (position - 1) % window + 1;", "phase = (position - 2 + window) % window + 1;", "nystrom"
+        "csrc/continual/continual.h", "phase = (position - 1) % window + 1;", "phase = (position - 2 + window) % window + 1;", "nystrom"
     ),
-    "a longer segment taken for a shorter one": Fault("csrc/cpu/continual.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", "nystrom"),
+    "a longer segment taken for a shorter one": Fault("csrc/continual/continual.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", "nystrom"),
     "rows that do not move up with their landmarks": Fault(
-        "csrc/cpu/continual_kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", "nystrom"
+        "csrc/continual/kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", "nystrom"
     ),
-    "memory that somebody else holds": Fault("csrc/bindings_continual.cpp", "state, i)) != 1) return", "state, i)) < 1) return", "nystrom"),
+    "memory that somebody else holds": Fault("csrc/continual/binding.cpp", "state, i)) != 1) return", "state, i)) < 1) return", "nystrom"),
     "a pseudo-inverse that starts from one norm": Fault(
-        "csrc/cpu/pinv_kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", "nystrom"
+        "csrc/pinv/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", "nystrom"
     ),
-    "a gradient that forgets the norms": Fault("csrc/cpu/pinv_backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", "nystrom"),
+    "a gradient that forgets the norms": Fault("csrc/pinv/backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", "nystrom"),
     "norms of the whole batch": Fault(
         "cmab_kernels/nystrom/reference.py", "matrix.abs().sum(dim).amax(-1)[..., None, None]", "matrix.abs().sum(dim).amax()", "nystrom"
     ),

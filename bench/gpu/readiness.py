@@ -126,7 +126,7 @@ def rows(wanted: Sequence[str], say: Callable[[str], None]) -> Iterator[Row]:
                 yield _heading(case, label, capability) | {"compiler": COMPILER} | row
     compiled = [one for one in cuda.compiled() if not wanted or one.kernel in wanted]
     if compiled:
-        say("kernels of csrc/cuda")
+        say("CUDA kernels of csrc")
         texts = cuda.disassembled()
         for one in compiled:
             yield of_nvcc(cuda.case(one.kernel, one.dtype), one, texts[one.mangled, one.target])

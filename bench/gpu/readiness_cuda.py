@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda as nvcc has compiled them into the package: what ptxas said of them, and their machine code."""
+"""The CUDA kernels of csrc as nvcc has compiled them into the package: what ptxas said of them, and their machine code."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Kernel(NamedTuple):
 
 
 def _step_shared(value_width: int, landmarks: int) -> Callable[[int], int]:
-    """csrc/cuda/continual.h, Layout."""
+    """csrc/continual/step.cuh, Layout."""
     return lambda size: size * (8 * 256 + 256 + 16 + 4 * 128 + 2 * 256 + max(256, value_width + 1) + (4 * landmarks + 2) * landmarks)
 
 
 def _ridge_shared(size: int) -> int:
-    """csrc/cuda/gram_block.h, of 64 columns of keys and of values: a panel of 64 x 128 sums, and tiles of 16 keys with both factors."""
+    """csrc/gram/gram_block.cuh, of 64 columns of keys and of values: a panel of 64 x 128 sums, and tiles of 16 keys with both factors."""
     return 64 * 128 * 8 + 16 * (128 + 64 + 1) * size
 
 
 def _solve_shared(size: int) -> int:
-    """csrc/cuda/solve_block.h, of order 64 with 64 columns."""
+    """csrc/solve/solve_block.cuh, of order 64 with 64 columns."""
     return (64 + 64 + 1) * 65 * size + 4
 
 

@@ -91,7 +91,7 @@ def nystrom(device: str) -> Iterator[Case]:
 
 
 def cuda(device: str) -> Iterator[Case]:
-    """The kernels of csrc/cuda: sums with a solve, batches of solves, and both continual steps."""
+    """The CUDA kernels of csrc: sums with a solve, batches of solves, and both continual steps."""
     if reason := why_not("regularised_solve", "cuda", device):
         print(f"passed over: {reason}")
         return

@@ -1,4 +1,4 @@
-"""Latent cross-attention on the CPU: calls into csrc/cpu, which gets addresses and strides and fills what is allocated here."""
+"""Latent cross-attention on the CPU: calls into csrc, which gets addresses and strides and fills what is allocated here."""
 
 from __future__ import annotations
 

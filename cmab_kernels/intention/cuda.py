@@ -1,4 +1,4 @@
-"""Streams over rows on an NVIDIA GPU: sums and solve fused in one CUDA kernel (csrc/cuda); what is sums alone is Triton's."""
+"""Streams over rows on an NVIDIA GPU: sums and solve fused in one CUDA kernel (csrc/gram); what is sums alone is Triton's."""
 
 from __future__ import annotations
 

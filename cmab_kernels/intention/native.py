@@ -1,4 +1,4 @@
-"""What Intention sums over rows and applies to rows on the CPU: calls into csrc/cpu, which fills what is allocated here."""
+"""What Intention sums over rows and applies to rows on the CPU: calls into csrc, which fills what is allocated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The m x m part of Nyström attention on the CPU: calls into csrc/cpu, which gets addresses and fills what is allocated here."""
+"""The m x m part of Nyström attention on the CPU: calls into csrc, which gets addresses and fills what is allocated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Conversions between float32 and the two 16-bit types, on raw bits: branch-free, so that loops over them vectorise.
+// Types of elements, and conversions between float32 and the two 16-bit types, on raw bits: branch-free, so that loops
+// over them vectorise.
 // Everything is static: files compiled for different instruction sets must not share one copy.
 #pragma once
 
@@ -6,6 +7,15 @@
 #include <cstring>
 
 namespace cmab {
+
+enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+static inline int64_t element_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// The type of sums and of weights.
+static inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 struct BFloat16 {
   uint16_t bits;

@@ -1,4 +1,4 @@
-"""The bfloat16 CPU kernels: AVX512-BF16, and the data flow of AMX on tiles in software, against the definition in float64.
+"""The bfloat16 CPU kernels: AVX512-BF16, AMX where there is one, and its data flow on tiles in software, against the definition in float64.
 
 Rounding to bfloat16 hides a key too many. So beside the error bounds there are exact tests: where weights and products are representable,
 counts and gradients must come out to float32's last bits, for every number of keys and any mask.
@@ -22,14 +22,20 @@ from cmab_kernels.testing import LAWS, bound, oracles, row_error
 WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100), (129, 15), (255, 256), (256, 255)]
 
 
-@pytest.fixture(params=["avx512bf16", "amx_emulated"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test on each engine; both need a processor with AVX512-BF16."""
+def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs what follows on one engine, or skips the test where this processor has none of the kind; all need AVX512-BF16."""
     extension = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
-    if "avx512bf16" not in extension.instruction_sets():
-        pytest.skip(f"this processor has no AVX512-BF16, only {', '.join(extension.instruction_sets())}")
-    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
-    assert extension.instruction_set() == request.param
+    needed = "amx" if name == "amx" else "avx512bf16"
+    if needed not in extension.instruction_sets():
+        pytest.skip(f"this processor has no {needed}, only {', '.join(extension.instruction_sets())}")
+    monkeypatch.setenv("CMAB_KERNELS_ISA", name)
+    assert extension.instruction_set() == name
+
+
+@pytest.fixture(params=["avx512bf16", "amx", "amx_emulated"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test on each engine."""
+    _use(request.param, monkeypatch)
     return request.param
 
 
@@ -58,6 +64,20 @@ def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: T
         size = theirs.norm(dim=-1).clamp(min=0.05 * float(theirs.norm(dim=-1).max()) + 1e-30)
         error = (ours.double() - theirs).norm(dim=-1) / size
         assert error.max() < 4 * 2**-8, (name, float(error.max()))
+
+
+@pytest.mark.parametrize("latents, keys, width, value_width", [(1, 65, 1, 1), (16, 300, 64, 64), (33, 1000, 40, 72), (128, 777, 128, 128)])
+def test_hardware_tiles_give_the_bits_of_tiles_in_software(
+    latents: int, keys: int, width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients of AMX are those of the emulation that other machines test."""
+    inputs = [_random(1, 2, *shape).requires_grad_() for shape in ((latents, width), (keys, width), (keys, value_width))]
+    results = []
+    for name in ("amx", "amx_emulated"):
+        _use(name, monkeypatch)
+        state = _state(*inputs)
+        results.append((state.out, state.lse, *torch.autograd.grad(state.out.square().sum() + state.lse.sum(), inputs)))
+    assert all(map(torch.equal, *results))
 
 
 # ---- Accuracy (P2)

@@ -80,7 +80,7 @@ def _check(
     "width, value_width", [(1, 1), (2, 3), (5, 8), (8, 8), (12, 7), (16, 16), (17, 33), (64, 64), (100, 40), (255, 256), (256, 129)]
 )
 def test_widths(isa: str, dtype: torch.dtype, width: int, value_width: int) -> None:
-    if dtype == torch.bfloat16 and isa == "avx512bf16":
+    if dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"):
         pytest.skip("kernels of their own: test_bf16.py")
     _check(*_case(1, 2, 20, 75, width, value_width, dtype))
 

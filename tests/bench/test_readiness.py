@@ -165,7 +165,7 @@ def test_the_page_is_what_the_record_says(record: dict[str, Any]) -> None:
 
 def test_every_kernel_is_there(record: dict[str, Any]) -> None:
     launched = {name for path in ROOT.glob("cmab_kernels/*/kernels/*.py") for name in re.findall(r"\b(_\w+)\[\(", path.read_text())}
-    by_nvcc = {name for path in ROOT.glob("csrc/cuda/*.cu") for name in re.findall(r"(\w+)\(const __grid_constant__", path.read_text())}
+    by_nvcc = {name for path in ROOT.glob("csrc/*/*.cu") for name in re.findall(r"(\w+)\(const __grid_constant__", path.read_text())}
     assert launched == set(PASSES) and by_nvcc == set(readiness_cuda.KERNELS) and len(launched) > 10 and len(by_nvcc) == 4
     found = {(row["kernel"].split()[0], row["arch"]) for row in record["rows"] if "problem" not in row}
     assert found == {(name, f"sm_{capability}") for name in launched | by_nvcc for capability in CHIPS}

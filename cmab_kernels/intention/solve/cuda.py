@@ -1,4 +1,4 @@
-"""Batches of small systems on an NVIDIA GPU, a block each (csrc/cuda)."""
+"""Batches of small systems on an NVIDIA GPU, a block each (csrc/solve)."""
 
 from __future__ import annotations
 

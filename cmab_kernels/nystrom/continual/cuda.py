@@ -1,4 +1,4 @@
-"""Steps of continual attention on an NVIDIA GPU: one launch each, a block a head (csrc/cuda).
+"""Steps of continual attention on an NVIDIA GPU: one launch each, a block a head (csrc/continual).
 
 The kernels read how far a stream is from the GPU's memory, so a step waits for nothing, and a captured one streams on when it is replayed:
 while a CUDA graph captures, a state is advanced in place, since a replay finds the next state where it found the last.
@@ -100,7 +100,7 @@ def _renewal(before: Tensor, after: Tensor) -> tuple[int, int]:
 def _numbers(
     state: State, after: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, out: Tensor, known: bool
 ) -> list[int]:
-    """What both steps are told: csrc/cuda/calls.h reads it in this order."""
+    """What both steps are told: csrc/calls.cuh reads it in this order."""
     return [
         *stream_of(key),
         *(NATIVE_DTYPES[key.dtype], *query.shape[:3], state.window, query.shape[3], value.shape[3]),

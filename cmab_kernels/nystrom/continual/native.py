@@ -1,4 +1,4 @@
-"""The steps of continual attention on the CPU: csrc/cpu/continual*, called without anything between.
+"""The steps of continual attention on the CPU: csrc/continual, called without anything between.
 
 Each takes (state, query, key, value, retroactive) and gives a `StepResult`. It answers None, and has written nothing, where anything is
 out of the ordinary: a shape, dtype, device or layout, a token that is not finite, a tensor that is no plain one.

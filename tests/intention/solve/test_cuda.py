@@ -1,7 +1,7 @@
 """The CUDA C++ kernels, played by the CPU: numerics, layouts, empty extents, and the same bits whatever the order of blocks.
 
-A block's code is compiled for the CPU too, and its threads are gone through one after the other, phase by phase (csrc/cuda/block.h). What
-this does not see: a missing fence between blocks, and what a GPU makes of the instructions.
+A block's code is compiled for the CPU too, and its threads are gone through one after the other, phase by phase
+(csrc/common/block.cuh). What this does not see: a missing fence between blocks, and what a GPU makes of the instructions.
 """
 
 from __future__ import annotations

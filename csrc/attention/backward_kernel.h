@@ -1,0 +1,301 @@
+// The backward kernel for float32 and float64 sums: one pass over the keys. Scores stand as in the forward kernel, with
+// queries in the lanes; dK and dV have the columns of a row in the lanes instead, and take the weights one by one.
+#pragma once
+
+#include "attention/forward_kernel.h"
+
+namespace cmab::cpu {
+namespace {
+
+// Rows of a (.., width) matrix are padded to whole vectors; narrow ones use narrower vectors where there are such.
+template <class T>
+constexpr int row_bytes(int width) {
+  const int bytes = width * int(sizeof(T));
+  return bytes <= 16 ? 16 : bytes <= 32 && CMAB_VECTOR_BYTES >= 32 ? 32 : CMAB_VECTOR_BYTES;
+}
+
+template <class T>
+constexpr int padded_width(int width) {
+  return round_up(width, row_bytes<T>(width) / int(sizeof(T)));
+}
+
+// rows of padded_width: factor * matrix[row][d].
+template <class T>
+inline void pack_rows(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* to) {
+  const int padded = padded_width<T>(width);
+  with_elements<T>(dtype, matrix, [&](const auto* from) {
+    for (int row = 0; row < rows; ++row)
+      copy_row(from + row * matrix.row_stride, matrix.col_stride, width, padded, to + row * padded);
+  });
+  for (int i = 0; i < rows * padded; ++i) to[i] = T(to[i] * factor);
+}
+
+// The parts of a packed block.
+template <class T>
+struct PackedRows {
+  T *query_columns, *dout_columns;  // [width][row]; logits in base 2
+  T *query_rows, *dout_rows;        // [row][padded width]; with the scale in the query
+  T *lse, *lse_low, *delta;         // [row]; base 2
+
+  PackedRows(const Shape& shape, int rows, const void* memory) {
+    Arena arena(const_cast<void*>(memory));
+    const int lanes = padded_rows<T>(rows);
+    query_columns = arena.take<T>(size_t(shape.key_width) * lanes);
+    dout_columns = arena.take<T>(size_t(shape.value_width) * lanes);
+    query_rows = arena.take<T>(size_t(rows) * padded_width<T>(shape.key_width));
+    dout_rows = arena.take<T>(size_t(rows) * padded_width<T>(shape.value_width));
+    lse = arena.take<T>(lanes);
+    lse_low = arena.take<T>(lanes);
+    delta = arena.take<T>(lanes);
+    bytes = arena.used();
+  }
+  size_t bytes;
+};
+
+// out[k][:] += sum over rows of weights[k][row] * rows_of[row][:], kColumns vectors of the columns; `keys` is a
+// multiple of 16.
+template <int kColumns, class V, class T>
+inline void accumulate_keys(T* out, int stride, int keys, const T* weights, int weight_stride, const T* rows_of,
+                            int rows) {
+  constexpr int kKeys = kAccumulators / kColumns;
+  for (int k = 0; k < keys; k += kKeys)
+    accumulate<V, kKeys, kColumns>(out + k * stride, stride, weights + k * weight_stride, weight_stride, 1, rows_of,
+                                   stride, rows);
+}
+
+template <class V, class T>
+inline void accumulate_key_gradient(T* out, int stride, int keys, const T* weights, int weight_stride, const T* rows_of,
+                                    int rows) {
+  constexpr int kStep = lanes<V>();
+  int d = 0;
+  for (; d + kMaxColumns * kStep <= stride; d += kMaxColumns * kStep)
+    accumulate_keys<kMaxColumns, V>(out + d, stride, keys, weights, weight_stride, rows_of + d, rows);
+  if constexpr (kMaxColumns == 4)
+    for (; d + 2 * kStep <= stride; d += 2 * kStep)
+      accumulate_keys<2, V>(out + d, stride, keys, weights, weight_stride, rows_of + d, rows);
+  for (; d < stride; d += kStep)
+    accumulate_keys<1, V>(out + d, stride, keys, weights, weight_stride, rows_of + d, rows);
+}
+
+template <class T>
+inline void add_key_gradient(int width, T* out, int keys, const T* weights, int weight_stride, const T* rows_of,
+                             int rows) {
+  const int stride = padded_width<T>(width);
+  switch (row_bytes<T>(width)) {
+    case 16:
+      return accumulate_key_gradient<Vector<T, 16>>(out, stride, keys, weights, weight_stride, rows_of, rows);
+#if CMAB_VECTOR_BYTES > 32
+    case 32:
+      return accumulate_key_gradient<Vector<T, 32>>(out, stride, keys, weights, weight_stride, rows_of, rows);
+#endif
+    default:
+      return accumulate_key_gradient<Vector<T>>(out, stride, keys, weights, weight_stride, rows_of, rows);
+  }
+}
+
+// log2 of P. In float64 lse has no second part to be exact with, so a difference that a double of that size cannot
+// resolve is none: with a single huge logit, P is 1.
+template <class V>
+CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
+  const V x = logit - lse - lse_low;
+  if constexpr (std::is_same_v<std::remove_reference_t<decltype(x[0])>, const double>) {
+    const V size = lse < V{} ? -lse : lse;
+    return x > -0x1p-51 * size ? V{} : x;
+  }
+  return x;
+}
+
+// weights[key][row] = P = exp2(logit - lse) for one register tile of columns; `keys` is a multiple of 16, zero weights
+// past `count`.
+template <class B, class T>
+inline void recompute_weights(const PackedRows<T>& packed, int depth, Tile<T> key, int count, int keys, int column,
+                              T* weights) {
+  using V = typename B::V;
+  constexpr int kColumns = B::kColumns, kKeys = B::kKeys;
+  const int at = column * lanes<V>();
+  for (int k = 0; k < keys; k += kKeys) {
+    V s[kKeys][kColumns] = {};
+    multiply_add<V, kKeys, kColumns>(s, key.rows + k * key.stride, key.stride, 1, packed.query_columns + at, B::kRows,
+                                     depth);
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const V high = load<V>(packed.lse + at + c * lanes<V>()), low = load<V>(packed.lse_low + at + c * lanes<V>());
+#pragma GCC unroll 16
+      for (int r = 0; r < kKeys; ++r) {
+        const V p = exp2(log_weight(s[r][c], high, low));
+        store(weights + (k + r) * B::kRows + at + c * lanes<V>(), k + r < count ? p : V{});
+      }
+    }
+  }
+}
+
+// dscores[key][row] = P * (dout value' - delta).
+template <class B, class T>
+inline void differentiate_scores(const PackedRows<T>& packed, int depth, Tile<T> value, int keys, int column,
+                                 const T* weights, T* dscores) {
+  using V = typename B::V;
+  constexpr int kColumns = B::kColumns, kKeys = B::kKeys;
+  const int at = column * lanes<V>();
+  for (int k = 0; k < keys; k += kKeys) {
+    V dp[kKeys][kColumns] = {};
+    multiply_add<V, kKeys, kColumns>(dp, value.rows + k * value.stride, value.stride, 1, packed.dout_columns + at,
+                                     B::kRows, depth);
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const V delta = load<V>(packed.delta + at + c * lanes<V>());
+#pragma GCC unroll 16
+      for (int r = 0; r < kKeys; ++r) {
+        const ptrdiff_t i = (k + r) * B::kRows + at + c * lanes<V>();
+        store(dscores + i, load<V>(weights + i) * (dp[r][c] - delta));
+      }
+    }
+  }
+}
+
+template <class T>
+struct Backward {
+  static size_t packed_bytes(const Shape& shape, int rows) { return PackedRows<T>(shape, rows, nullptr).bytes; }
+  static size_t state_bytes(const Shape& shape, int rows) {
+    return sizeof(T) * size_t(padded_rows<T>(rows)) * round_up(shape.key_width, 4);
+  }
+
+  struct Scratch {
+    T *key, *value, *weights, *dscores, *dkey, *dvalue;
+    size_t bytes;
+
+    Scratch(const Shape& shape, void* memory) {
+      Arena arena(memory);
+      const int block = kBlockVectors * kVectorLanes<T>;
+      key = arena.take<T>(kKeyTile * round_up(shape.key_width, 4));
+      value = arena.take<T>(kKeyTile * round_up(shape.value_width, 4));
+      weights = arena.take<T>(kKeyTile * block);
+      dscores = arena.take<T>(kKeyTile * block);
+      dkey = arena.take<T>(kKeyTile * padded_width<T>(shape.key_width));
+      dvalue = arena.take<T>(kKeyTile * padded_width<T>(shape.value_width));
+      bytes = arena.used();
+    }
+  };
+  static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
+
+  static void pack(const Shape& shape, int rows, const QueryRows& from, void* memory) {
+    const PackedRows<T> packed(shape, rows, memory);
+    const Matrix dout{from.dout, from.dout_row_stride, from.dout_col_stride};
+    const DType sums = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+    pack_columns(shape.dtype, from.query, rows, shape.key_width, shape.scale * kLog2E, packed.query_columns);
+    pack_rows(shape.dtype, from.query, rows, shape.key_width, shape.scale, packed.query_rows);
+    pack_columns(sums, dout, rows, shape.value_width, 1.0, packed.dout_columns);
+    pack_rows(sums, dout, rows, shape.value_width, 1.0, packed.dout_rows);
+    for (int row = 0; row < padded_rows<T>(rows); ++row) {
+      const bool empty = row >= rows || from.lse[row] == -kInfinity;
+      const double lse = empty ? kInfinity : from.lse[row] * kLog2E;
+      packed.lse[row] = T(lse);
+      packed.lse_low[row] = empty ? T(0) : T(lse_remainder(lse, packed.lse[row]));
+      packed.delta[row] = empty ? T(0) : T(from.delta[row]);
+      if (empty && row < rows) forget_dout(shape, rows, packed, row);
+    }
+  }
+
+  // What is left of a double lse beside its float32 part; nothing where a double of that size resolves no more.
+  static double lse_remainder(double lse, double high) {
+    const double low = lse - high, resolution = 0x1p-51 * __builtin_fabs(lse);
+    return __builtin_fabs(low) > resolution ? low : 0.0;
+  }
+
+  // A row without a key takes no part: not even a NaN in its dout may reach dV.
+  static void forget_dout(const Shape& shape, int rows, const PackedRows<T>& packed, int row) {
+    for (int e = 0; e < shape.value_width; ++e) {
+      packed.dout_columns[e * padded_rows<T>(rows) + row] = 0;
+      packed.dout_rows[row * padded_width<T>(shape.value_width) + e] = 0;
+    }
+  }
+
+  static void clear(const Shape& shape, int rows, void* state) { __builtin_memset(state, 0, state_bytes(shape, rows)); }
+
+  static void attend(const Shape& shape, const Needs& needs, const BackwardBlock* blocks, int count, const Keys& keys,
+                     const KeyGradient& gradient, void* memory) {
+    const Scratch scratch(shape, memory);
+    const int dkey_width = padded_width<T>(shape.key_width), dvalue_width = padded_width<T>(shape.value_width);
+    for (int64_t first = 0; first < keys.count; first += kKeyTile) {
+      const Present present = present_keys(keys, first);
+      const auto key =
+          load_tile(shape.dtype, keys.key, first, present, shape.key_width, round_up(shape.key_width, 4), scratch.key);
+      const auto value = load_tile(shape.dtype, keys.value, first, present, shape.value_width,
+                                   round_up(shape.value_width, 4), scratch.value);
+      __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * dkey_width);
+      __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * dvalue_width);
+      if (present.count > 0)
+        for (const BackwardBlock* block = blocks; block < blocks + count; ++block)
+          with_block<T>(block->rows, [&](auto kind) {
+            attend_block<decltype(kind)>(shape, needs, *block, key, value, present.count, scratch);
+          });
+      const int rows = int(keys.count - first < kKeyTile ? keys.count - first : kKeyTile);
+      write_gradient(gradient.type, gradient.dkey, first, rows, shape.key_width, present, scratch.dkey, dkey_width);
+      write_gradient(gradient.type, gradient.dvalue, first, rows, shape.value_width, present, scratch.dvalue,
+                     dvalue_width);
+    }
+  }
+
+  template <class B>
+  static void attend_block(const Shape& shape, const Needs& needs, const BackwardBlock& block, Tile<T> key,
+                           Tile<T> value, int count, const Scratch& scratch) {
+    const PackedRows<T> packed(shape, block.rows, block.packed);
+    const int keys = round_up(count, kKeyStep);
+    constexpr int kVectors = B::kRows / kVectorLanes<T>;
+    for (int c = 0; c < kVectors; c += B::kColumns)
+      recompute_weights<B>(packed, shape.key_width, key, count, keys, c, scratch.weights);
+    if (needs.value)
+      add_key_gradient(shape.value_width, scratch.dvalue, keys, scratch.weights, B::kRows, packed.dout_rows,
+                       block.rows);
+    if (!needs.query && !needs.key) return;
+    for (int c = 0; c < kVectors; c += B::kColumns)
+      differentiate_scores<B>(packed, shape.value_width, value, keys, c, scratch.weights, scratch.dscores);
+    if (needs.key)
+      add_key_gradient(shape.key_width, scratch.dkey, keys, scratch.dscores, B::kRows, packed.query_rows, block.rows);
+    if (needs.query)
+      for (int c = 0; c < kVectors; c += B::kColumns)
+        accumulate_rows<B>(static_cast<T*>(block.state) + c * kVectorLanes<T>, round_up(shape.key_width, 4), key,
+                           scratch.dscores + c * kVectorLanes<T>, count);
+  }
+
+  static void write_gradient(DType type, void* gradient, int64_t first, int rows, int width, const Present& present,
+                             const T* from, int stride) {
+    if (!gradient) return;
+    const int64_t at = first * width;
+    if constexpr (sizeof(T) == 8)
+      return scatter(static_cast<double*>(gradient) + at, rows, width, present, from, stride);
+    else if (type == DType::kFloat32)
+      scatter(static_cast<float*>(gradient) + at, rows, width, present, from, stride);
+    else if (type == DType::kBFloat16)
+      scatter(static_cast<BFloat16*>(gradient) + at, rows, width, present, from, stride);
+    else
+      scatter(static_cast<Float16*>(gradient) + at, rows, width, present, from, stride);
+  }
+
+  // Rows of present keys, in order, to where these keys are; zeros to the absent ones.
+  template <class To>
+  static void scatter(To* to, int rows, int width, const Present& present, const T* from, int stride) {
+    const T* row = from;
+    for (int k = 0; k < rows; ++k, to += width) {
+      const int taken = int((row - from) / stride);
+      if (taken < present.count && present.row[taken] == k) {
+        for (int d = 0; d < width; ++d) narrow(row[d], to + d);
+        row += stride;
+      } else {
+        for (int d = 0; d < width; ++d) narrow(T(0), to + d);
+      }
+    }
+  }
+
+  static void read(const Shape& shape, int rows, const void* state, double* dquery) {
+    const T* columns = static_cast<const T*>(state);
+    for (int row = 0; row < rows; ++row)
+      for (int d = 0; d < shape.key_width; ++d)
+        dquery[row * shape.key_width + d] = columns[d * padded_rows<T>(rows) + row];
+  }
+
+  static constexpr BackwardKernel kernel = {
+      kBlockVectors * kVectorLanes<T>, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read};
+};
+
+}  // namespace
+}  // namespace cmab::cpu

@@ -1,0 +1,31 @@
+// The two operations of latent cross-attention on the CPU, over raw memory; the caller allocates everything.
+#pragma once
+
+#include "attention/attention.h"
+
+namespace cmab::cpu {
+
+struct Inputs {
+  Shape shape;
+  int64_t batch, heads, queries, keys;  // keys: N, over all sets where sets are packed
+  Operand query, key, value;
+  const uint8_t* ignored;  // (batch of the keys, N), or null
+  int64_t ignored_stride[2];
+  const void* cu_seqlens;  // (batch + 1,), or null: every batch element has all N keys of its own
+  bool cu_seqlens_wide;    // int64, else int32
+  int threads;
+};
+
+// out (B, H, L, E) and lse (B, H, L) are contiguous; out in the type of sums. state_out and state_lse (width 1) without
+// data: no incoming state.
+void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse);
+
+// dout (B, H, L, E), dlse (B, H, L, 1); out and lse as forward wrote them. Gradients are contiguous, in the dtype of
+// the inputs; null where not needed.
+struct Gradients {
+  void *query, *key, *value;
+};
+void attention_backward(const Inputs&, const Operand& dout, const Operand& dlse, const void* out, const double* lse,
+                        const Gradients&);
+
+}  // namespace cmab::cpu

@@ -1,0 +1,236 @@
+// Forward: pack the queries, attend to every piece of the keys, merge the pieces.
+#include <omp.h>
+
+#include "attention/plan.h"
+#include "attention/state.h"
+#include "common/instruction_sets.h"
+
+namespace cmab::cpu {
+namespace {
+
+constexpr double kLn2 = 0.69314718055994530942;
+constexpr int64_t kGroupRows = 1024;  // queries of one head in a wave
+
+// Partial states of the pieces are kept until they are merged: with many queries there is less to gain from pieces.
+int64_t key_pieces(int64_t keys, int64_t queries) {
+  return keys == 0 ? 0 : std::clamp<int64_t>(std::min(keys / 2048, 2048 / queries), 1, 16);
+}
+
+// Some rows of one head, against all keys of its set.
+struct Group {
+  int64_t b, h, first_row, rows;
+  KeySet set;
+  int64_t pieces;
+  size_t packed, states;  // where its blocks start in the workspace
+};
+
+// What one thread does in one go: blocks of queries of some neighbouring heads against one piece of the keys.
+struct Task {
+  size_t group, heads;
+  int64_t piece, first_block, blocks;
+};
+
+// A thread's buffers while it merges one block.
+struct Merge {
+  Sums<double>* total;             // [rows]
+  double *reference, *sum, *part;  // [rows], [rows], [rows][E]: one piece
+  double* acc;                     // [rows][E]: of all pieces so far
+
+  Merge(const Shape& shape, int rows, char* memory)
+      : total(reinterpret_cast<Sums<double>*>(memory)),
+        reference(reinterpret_cast<double*>(total + rows)),
+        sum(reference + rows),
+        part(sum + rows),
+        acc(part + rows * shape.value_width) {}
+
+  static size_t bytes(const Shape& shape, int rows) {
+    return rows * (sizeof(Sums<double>) + 2 * (1 + shape.value_width) * sizeof(double));
+  }
+};
+
+class Forward {
+ public:
+  Forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse)
+      : in_(in),
+        kernel_(forward_kernel(in.shape.dtype)),
+        state_out_(state_out),
+        state_lse_(state_lse),
+        out_(out),
+        lse_(lse),
+        threads_(useful_threads(in)) {
+    const int rows = int(std::min<int64_t>(kernel_.block, in.queries));
+    packed_bytes_ = align(kernel_.packed_bytes(in.shape, rows));
+    state_bytes_ = align(kernel_.state_bytes(in.shape, rows));
+    scratch_bytes_ = align(std::max(kernel_.scratch_bytes(in.shape), Merge::bytes(in.shape, kernel_.block)));
+  }
+
+  void run() {
+    const int64_t row_groups = ceil_div(in_.queries, kGroupRows), count = in_.batch * row_groups * in_.heads;
+    for (int64_t next = 0; next < count;) {
+      groups_.clear();
+      size_t bytes = threads_ * scratch_bytes_;
+      do {  // heads go fastest, so that those that share cache lines are neighbours
+        const int64_t batch_row = next / in_.heads;
+        bytes = add_group(batch_row / row_groups, next % in_.heads, batch_row % row_groups * kGroupRows, bytes);
+        ++next;
+      } while (next < count && bytes < kWaveBytes && groups_.size() < kWaveHeads);
+      workspace_.reserve(bytes);
+      deal_tasks();
+      run_wave();
+    }
+  }
+
+ private:
+  size_t add_group(int64_t b, int64_t h, int64_t first_row, size_t bytes) {
+    const KeySet set = key_set(in_, b);
+    Group group{b, h, first_row, std::min(kGroupRows, in_.queries - first_row), set, 0, bytes, 0};
+    group.pieces = key_pieces(set.count, in_.queries);
+    group.states = group.packed + blocks_of(group) * packed_bytes_;
+    groups_.push_back(group);
+    return group.states + group.pieces * blocks_of(group) * state_bytes_;
+  }
+
+  void deal_tasks() {
+    tasks_.clear();
+    int64_t units = 0;
+    for (const Group& group : groups_) units += group.pieces * blocks_of(group);
+    const int64_t blocks = std::max<int64_t>(units / (4 * threads_), 1);
+    for (size_t g = 0; g < groups_.size();) {
+      const Group& group = groups_[g];
+      size_t heads = 1;
+      const size_t most = heads_together(in_, group.pieces);
+      while (heads < most && g + heads < groups_.size() && groups_[g + heads].b == group.b &&
+             groups_[g + heads].first_row == group.first_row)
+        ++heads;
+      for (int64_t piece = 0; piece < group.pieces; ++piece)
+        for (int64_t block = 0; block < blocks_of(group); block += blocks)
+          tasks_.push_back({g, heads, piece, block, std::min(blocks, blocks_of(group) - block)});
+      g += heads;
+    }
+    all_blocks_.clear();
+    for (size_t g = 0; g < groups_.size(); ++g)
+      for (int64_t block = 0; block < blocks_of(groups_[g]); ++block) all_blocks_.push_back({g, 1, 0, block, 1});
+  }
+
+  void run_wave() {
+#pragma omp parallel num_threads(threads_)
+    {
+      char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < all_blocks_.size(); ++i) pack(groups_[all_blocks_[i].group], all_blocks_[i].first_block);
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < tasks_.size(); ++i) attend(tasks_[i], scratch);
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < all_blocks_.size(); ++i)
+        finish(groups_[all_blocks_[i].group], all_blocks_[i].first_block, scratch);
+    }
+  }
+
+  int64_t blocks_of(const Group& group) const { return ceil_div(group.rows, kernel_.block); }
+  int rows_of_block(const Group& group, int64_t block) const {
+    return int(std::min<int64_t>(kernel_.block, group.rows - block * kernel_.block));
+  }
+  char* packed(const Group& group, int64_t block) const { return workspace_.at(group.packed + block * packed_bytes_); }
+  char* state(const Group& group, int64_t piece, int64_t block) const {
+    return workspace_.at(group.states + (piece * blocks_of(group) + block) * state_bytes_);
+  }
+
+  void pack(const Group& group, int64_t block) const {
+    const Matrix query = rows_of(in_, in_.query, group.b, group.h, group.first_row + block * kernel_.block);
+    kernel_.pack(in_.shape, rows_of_block(group, block), query, packed(group, block));
+  }
+
+  void attend(const Task& task, char* scratch) const {
+    const Group& first = groups_[task.group];
+    const int64_t begin = piece_start(first.set.count, first.pieces, task.piece, kKeyTile);
+    const int64_t end = piece_start(first.set.count, first.pieces, task.piece + 1, kKeyTile);
+    const int64_t chunk = chunk_keys(in_, task.heads);
+    for (int64_t key = begin; key < end; key += chunk)
+      for (size_t g = task.group; g < task.group + task.heads; ++g) {
+        const Keys keys = keys_of(in_, first.set, groups_[g].h, key, std::min(chunk, end - key));
+        for (int64_t block = task.first_block; block < task.first_block + task.blocks; ++block) {
+          const int rows = rows_of_block(first, block);
+          char* at = state(groups_[g], task.piece, block);
+          if (key == begin) kernel_.clear(in_.shape, rows, at);
+          kernel_.attend(in_.shape, rows, packed(groups_[g], block), keys, at, scratch);
+        }
+      }
+  }
+
+  // Merges the pieces, in their order, and the incoming state, and writes the rows of one block.
+  void finish(const Group& group, int64_t block, char* scratch) const {
+    const int rows = rows_of_block(group, block), width = in_.shape.value_width;
+    const int64_t first = group.first_row + block * kernel_.block;
+    const Merge merge(in_.shape, kernel_.block, scratch);
+    if (group.pieces == 0) {
+      std::fill_n(merge.total, rows, Sums<double>());
+      std::fill_n(merge.acc, rows * width, 0.0);
+    }
+    for (int64_t piece = 0; piece < group.pieces; ++piece) {
+      double* part = piece == 0 ? merge.acc : merge.part;
+      kernel_.read(in_.shape, rows, state(group, piece, block), merge.reference, merge.sum, part);
+      for (int row = 0; row < rows; ++row) {
+        const Sums<double> sums{merge.reference[row] * kLn2, merge.sum[row]};
+        if (piece == 0)
+          merge.total[row] = sums;
+        else
+          absorb(merge.total[row], merge.acc + row * width, sums, part + row * width, width);
+      }
+    }
+    for (int row = 0; state_lse_.data && row < rows; ++row) absorb_state(merge, row, group, first + row);
+    const int64_t at = (group.b * in_.heads + group.h) * in_.queries + first;
+    for (int row = 0; row < rows; ++row) {
+      lse_[at + row] = log_sum(merge.total[row]);
+      write_out((at + row) * width, normaliser(merge.total[row]), merge.acc + row * width);
+    }
+  }
+
+  void absorb_state(const Merge& merge, int row, const Group& group, int64_t at) const {
+    const int width = in_.shape.value_width;
+    const double lse = *state_lse_.at<double>(group.b, group.h, at);
+    if (in_.shape.dtype == DType::kFloat64)
+      copy(state_out_.at<double>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
+    else
+      copy(state_out_.at<float>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
+    absorb(merge.total[row], merge.acc + row * width, {lse, lse == -INFINITY ? 0.0 : 1.0}, merge.part, width);
+  }
+
+  template <class T>
+  static void copy(const T* from, int64_t stride, double* to, int count) {
+    if (stride == 1)
+      for (int i = 0; i < count; ++i) to[i] = from[i];
+    else
+      for (int i = 0; i < count; ++i) to[i] = from[i * stride];
+  }
+
+  void write_out(int64_t at, double factor, const double* acc) const {
+    if (in_.shape.dtype == DType::kFloat64)
+      write_row(static_cast<double*>(out_) + at, factor, acc, in_.shape.value_width);
+    else
+      write_row(static_cast<float*>(out_) + at, factor, acc, in_.shape.value_width);
+  }
+
+  template <class T>
+  static void write_row(T* to, double factor, const double* acc, int count) {
+    for (int i = 0; i < count; ++i) to[i] = T(acc[i] * factor);
+  }
+
+  const Inputs& in_;
+  const ForwardKernel& kernel_;
+  const Operand &state_out_, &state_lse_;
+  void* out_;
+  double* lse_;
+  const int threads_;
+  size_t packed_bytes_, state_bytes_, scratch_bytes_;
+  Workspace workspace_;
+  std::vector<Group> groups_;
+  std::vector<Task> tasks_, all_blocks_;
+};
+
+}  // namespace
+
+void attention_forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse) {
+  if (in.batch && in.heads && in.queries) Forward(in, state_out, state_lse, out, lse).run();
+}
+
+}  // namespace cmab::cpu

@@ -1,0 +1,259 @@
+// The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Lanes are queries: the scores of a
+// tile of keys stand as weights[key][query], so that maximum and sum run down the columns and no lane ever asks
+// another.
+#pragma once
+
+#include "attention/attention.h"
+#include "common/tile.h"
+
+namespace cmab::cpu {
+namespace {
+
+// What the register file holds: 16 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
+constexpr int kAccumulators = CMAB_VECTOR_BYTES == 64 ? 16 : 8;
+constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
+constexpr int kBlockVectors = 4;
+
+// A block of `kVectors` vectors of queries. Few queries take the smallest block that holds them.
+template <class T, int kVectors>
+struct Block {
+  using V = Vector<T>;
+  static constexpr int kRows = kVectors * kVectorLanes<T>;
+  static constexpr int kColumns = kVectors < kMaxColumns ? kVectors : kMaxColumns;
+  static constexpr int kKeys = kAccumulators / kColumns;  // keys of a register tile
+};
+
+template <class T>
+constexpr int block_vectors(int rows) {
+  return rows <= kVectorLanes<T> ? 1 : rows <= 2 * kVectorLanes<T> ? 2 : kBlockVectors;
+}
+
+// Calls `function` with the block that holds `rows`.
+template <class T, class Function>
+CMAB_INLINE void with_block(int rows, Function function) {
+  switch (block_vectors<T>(rows)) {
+    case 1:
+      return function(Block<T, 1>{});
+    case 2:
+      return function(Block<T, 2>{});
+    default:
+      return function(Block<T, kBlockVectors>{});
+  }
+}
+
+template <class T>
+constexpr int padded_rows(int rows) {
+  return block_vectors<T>(rows) * kVectorLanes<T>;
+}
+
+// columns[d][row] = factor * matrix[row][d], zero past the last row.
+template <class T>
+inline void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* columns) {
+  const int stride = padded_rows<T>(rows);
+  with_elements<T>(dtype, matrix, [&](const auto* from) {
+    for (int row = 0; row < rows; ++row)
+      for (int d = 0; d < width; ++d)
+        columns[d * stride + row] = T(widen(from[row * matrix.row_stride + d * matrix.col_stride]) * factor);
+  });
+  for (int d = 0; d < width; ++d)
+    for (int row = rows; row < stride; ++row) columns[d * stride + row] = 0;
+}
+
+// Rows of `out` += rows of a' b for the columns of one register tile; `rows` is a multiple of 4.
+template <class B, class T>
+CMAB_INLINE void accumulate_rows(T* out, int rows, Tile<T> a, const T* b, int steps) {
+  using V = typename B::V;
+  constexpr int kMany = kAccumulators / B::kColumns < 8 ? 4 : 8;
+  int r = 0;
+  for (; r + kMany <= rows; r += kMany)
+    accumulate<V, kMany, B::kColumns>(out + r * B::kRows, B::kRows, a.rows + r, 1, a.stride, b, B::kRows, steps);
+  for (; r < rows; r += 4)
+    accumulate<V, 4, B::kColumns>(out + r * B::kRows, B::kRows, a.rows + r, 1, a.stride, b, B::kRows, steps);
+}
+
+// A partial state in memory: the sums are relative to 2^reference, and reference is a logit that the row has seen.
+template <class T>
+struct State {
+  T* reference;
+  T* sum;
+  T* acc;  // [E rounded up to 4][rows of the block]
+};
+
+template <class T>
+inline State<T> state_of(int rows, const void* memory) {
+  T* first = static_cast<T*>(const_cast<void*>(memory));
+  const int stride = padded_rows<T>(rows);
+  return {first, first + stride, first + 2 * stride};
+}
+
+// A row's reference follows its largest logit only when that gets ahead by kSlack: exp2 stays in range, and rescaling
+// is rare.
+constexpr int kSlack = 8;
+
+// Moves the references of one column of lanes up to `top` where that is due, and all that is relative to them: the sum,
+// the accumulator and the weights of the tile so far.
+template <class B, class T>
+__attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* weights,
+                                               int weight_rows) {
+  using V = typename B::V;
+  const int at = column * lanes<V>();
+  const V old = load<V>(state.reference + at), seen = load<V>(top);
+  const auto moved = seen > old + T(kSlack);
+  const V next = moved ? seen : old;
+  const V factor = moved ? exp2(old - next) : broadcast<V>(T(1));
+  store(state.reference + at, next);
+  store(state.sum + at, load<V>(state.sum + at) * factor);
+  for (int e = 0; e < value_rows; ++e) {
+    T* acc = state.acc + e * B::kRows + at;
+    store(acc, load<V>(acc) * factor);
+  }
+  for (int k = 0; k < weight_rows; ++k) {
+    T* weight = weights + k * B::kRows + at;
+    store(weight, load<V>(weight) * factor);
+  }
+}
+
+// Where a reference is still -inf, weights are taken relative to 0: exp2(-inf - 0) = 0, not NaN.
+template <class V>
+CMAB_INLINE V anchor(V reference) {
+  return reference == -kInfinity ? V{} : reference;
+}
+
+// weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of one
+// register tile from `column` on.
+template <class B, class T>
+inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, State<T> state, int column, int value_rows,
+                       T* weights) {
+  using V = typename B::V;
+  constexpr int kColumns = B::kColumns, kKeys = B::kKeys, kVectorRows = lanes<V>();
+  V base[kColumns], limit[kColumns], sum[kColumns];
+  const auto start_sum = [&] {
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const V reference = load<V>(state.reference + (column + c) * kVectorRows);
+      base[c] = anchor(reference);
+      limit[c] = reference + T(kSlack);
+      sum[c] = V{};
+    }
+  };
+  const auto add_sum = [&] {
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      T* to = state.sum + (column + c) * kVectorRows;
+      store<V>(to, load<V>(to) + sum[c]);
+    }
+  };
+  start_sum();
+  for (int k = 0; k < count; k += kKeys) {
+    V s[kKeys][kColumns] = {};
+    multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
+                                     B::kRows, depth);
+    if (k + kKeys > count)
+      for (int r = count - k; r < kKeys; ++r)
+        for (int c = 0; c < kColumns; ++c) s[r][c] = broadcast<V>(T(-kInfinity));
+    V top[kColumns];
+    auto ahead = s[0][0] != s[0][0];
+    ahead = ahead & ~ahead;
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      top[c] = s[0][c];
+#pragma GCC unroll 16
+      for (int r = 1; r < kKeys; ++r) top[c] = maximum(top[c], s[r][c]);
+      ahead |= top[c] > limit[c];
+    }
+    if (__builtin_expect(any(ahead), 0)) {
+      add_sum();
+      for (int c = 0; c < kColumns; ++c) {
+        alignas(64) T seen[kVectorRows];
+        store(seen, top[c]);
+        raise_reference<B>(state, column + c, value_rows, seen, weights, k);
+      }
+      start_sum();
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kKeys; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) {
+        const V p = exp2(s[r][c] - base[c]);
+        sum[c] += p;
+        store(weights + (k + r) * B::kRows + (column + c) * kVectorRows, p);
+      }
+  }
+  add_sum();
+}
+
+template <class T>
+struct Forward {
+  static size_t packed_bytes(const Shape& shape, int rows) {
+    return sizeof(T) * size_t(padded_rows<T>(rows)) * shape.key_width;
+  }
+  static size_t state_bytes(const Shape& shape, int rows) {
+    return sizeof(T) * size_t(padded_rows<T>(rows)) * (2 + round_up(shape.value_width, 4));
+  }
+  struct Scratch {
+    T *key, *value, *weights;
+    size_t bytes;
+
+    Scratch(const Shape& shape, void* memory) {
+      Arena arena(memory);
+      key = arena.take<T>(kKeyTile * round_up(shape.key_width, 4));
+      value = arena.take<T>(kKeyTile * round_up(shape.value_width, 4));
+      weights = arena.take<T>(kKeyTile * kBlockVectors * kVectorLanes<T>);
+      bytes = arena.used();
+    }
+  };
+  static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
+
+  // Logits are in base 2: the scale and log2(e) go into the queries.
+  static void pack(const Shape& shape, int rows, const Matrix& query, void* packed) {
+    pack_columns(shape.dtype, query, rows, shape.key_width, shape.scale * kLog2E, static_cast<T*>(packed));
+  }
+
+  static void clear(const Shape& shape, int rows, void* memory) {
+    const State<T> state = state_of<T>(rows, memory);
+    const int stride = padded_rows<T>(rows);
+    for (int i = 0; i < stride; ++i) state.reference[i] = -kInfinity;
+    for (int i = 0; i < stride * (1 + round_up(shape.value_width, 4)); ++i) state.sum[i] = 0;
+  }
+
+  static void attend(const Shape& shape, int rows, const void* packed, const Keys& keys, void* memory, void* scratch) {
+    with_block<T>(rows, [&](auto block) {
+      attend_block<decltype(block)>(shape, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
+                                    Scratch(shape, scratch));
+    });
+  }
+
+  template <class B>
+  static void attend_block(const Shape& shape, const T* queries, const Keys& keys, State<T> state,
+                           const Scratch& scratch) {
+    const int value_rows = round_up(shape.value_width, 4);
+    for (int64_t first = 0; first < keys.count; first += kKeyTile) {
+      const Present present = present_keys(keys, first);
+      if (present.count == 0) continue;
+      const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, scratch.key);
+      const auto value =
+          load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, scratch.value);
+      for (int c = 0; c < B::kRows / kVectorLanes<T>; c += B::kColumns) {
+        weigh_keys<B>(queries, shape.key_width, key, present.count, state, c, value_rows, scratch.weights);
+        accumulate_rows<B>(state.acc + c * kVectorLanes<T>, value_rows, value, scratch.weights + c * kVectorLanes<T>,
+                           present.count);
+      }
+    }
+  }
+
+  static void read(const Shape& shape, int rows, const void* memory, double* reference, double* sum, double* acc) {
+    const State<T> state = state_of<T>(rows, memory);
+    const int stride = padded_rows<T>(rows);
+    for (int row = 0; row < rows; ++row) {
+      reference[row] = state.reference[row];
+      sum[row] = state.sum[row];
+      for (int e = 0; e < shape.value_width; ++e) acc[row * shape.value_width + e] = state.acc[e * stride + row];
+    }
+  }
+
+  static constexpr ForwardKernel kernel = {
+      kBlockVectors * kVectorLanes<T>, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read};
+};
+
+}  // namespace
+}  // namespace cmab::cpu

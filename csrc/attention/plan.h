@@ -1,0 +1,70 @@
+// What the forward and the backward driver share: how work is cut. Cuts that decide the order of additions depend on
+// the numbers of keys and queries of one head alone, so that a result has the same bits for any number of threads, and
+// for a batch element alone or within a batch. How cuts are dealt out to threads is free.
+#pragma once
+
+#include <vector>
+
+#include "attention/call.h"
+#include "common/plan.h"
+
+namespace cmab::cpu {
+
+// The keys of one batch element: `count` from `first` on, in batch element `batch` of key and value.
+struct KeySet {
+  int64_t batch, first, count;
+};
+
+inline KeySet key_set(const Inputs& in, int64_t b) {
+  if (!in.cu_seqlens) return {b, 0, in.keys};
+  const auto offset = [&](int64_t i) {
+    const int64_t at = in.cu_seqlens_wide ? static_cast<const int64_t*>(in.cu_seqlens)[i]
+                                          : static_cast<const int32_t*>(in.cu_seqlens)[i];
+    return std::clamp<int64_t>(at, 0, in.keys);
+  };
+  const int64_t first = offset(b);
+  return {0, first, std::max<int64_t>(offset(b + 1) - first, 0)};
+}
+
+inline Matrix rows_of(const Inputs& in, const Operand& operand, int64_t b, int64_t h, int64_t row) {
+  const int64_t offset = b * operand.stride[0] + h * operand.stride[1] + row * operand.stride[2];
+  return {static_cast<const char*>(operand.data) + offset * element_bytes(in.shape.dtype), operand.stride[2],
+          operand.stride[3]};
+}
+
+inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t first, int64_t count) {
+  const int64_t row = set.first + first;
+  const uint8_t* ignored =
+      in.ignored ? in.ignored + set.batch * in.ignored_stride[0] + row * in.ignored_stride[1] : nullptr;
+  return {rows_of(in, in.key, set.batch, h, row), rows_of(in, in.value, set.batch, h, row), ignored,
+          in.ignored_stride[1], count};
+}
+
+// Heads that lie side by side in a row of memory share its cache lines: they are visited together, chunk by chunk of
+// keys. Up to this many, as far as that leaves every thread a few tasks.
+inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
+  const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
+  if (!interleaved(in.key) && !interleaved(in.value)) return 1;
+  constexpr int64_t kRowBytes = 512;
+  const int64_t width = std::max(in.shape.key_width, in.shape.value_width) * element_bytes(in.shape.dtype);
+  const int64_t spare = in.batch * in.heads * tasks_per_head / (4 * in.threads);
+  return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, in.heads);
+}
+
+// Keys of a chunk, a multiple of kKeyTile: with their values they stay in the second cache while they are used again.
+inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
+  constexpr int64_t kBytes = 512 << 10;
+  const int64_t row = heads * (in.shape.key_width + in.shape.value_width) * element_bytes(in.shape.dtype);
+  return std::clamp<int64_t>(kBytes / row / kKeyTile, 1, 16) * kKeyTile;
+}
+
+inline int useful_threads(const Inputs& in) {
+  const double keys = double(in.batch) * in.heads * in.queries * in.keys;
+  return useful_threads(keys * (in.shape.key_width + in.shape.value_width), in.threads);
+}
+
+// Batch elements and heads are worked through in waves, so that the workspace stays within bounds.
+constexpr size_t kWaveBytes = 768 << 10;
+constexpr size_t kWaveHeads = 1024;
+
+}  // namespace cmab::cpu

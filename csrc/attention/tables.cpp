@@ -1,0 +1,30 @@
+// Which kernels attention runs: those of bfloat16 where the instruction set has products of its own for it, else those
+// of vectors of its width.
+#include "attention/attention.h"
+#include "common/instruction_sets.h"
+
+namespace cmab::cpu {
+namespace {
+
+const AttentionKernels& kernels_of(Isa isa, DType dtype) {
+#if defined(__x86_64__)
+  if (dtype == DType::kBFloat16) {
+    if (isa == Isa::kAmx) return attention_amx;
+    if (isa == Isa::kAmxEmulated) return attention_amx_emulated;
+    if (isa == Isa::kAvx512Bf16) return attention_avx512bf16;
+  }
+#endif
+  const int sums = dtype == DType::kFloat64 ? 0 : 1;
+#if defined(__x86_64__)
+  return widest(attention_portable[sums], attention_avx2[sums], attention_avx512[sums]);
+#else
+  return attention_portable[sums];
+#endif
+}
+
+}  // namespace
+
+const ForwardKernel& forward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).forward; }
+const BackwardKernel& backward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).backward; }
+
+}  // namespace cmab::cpu

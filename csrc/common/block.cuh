@@ -1,0 +1,107 @@
+// A block of threads: on a GPU the real one, elsewhere one that a CPU thread plays, so that what a kernel computes can
+// be tested without a GPU (cuda_emulated.cpp).
+//
+// Code for a block is a sequence of phases, and between two phases all threads meet. What a thread keeps from one phase
+// to the next is PerThread; what it tells other threads, through shared or global memory, they may read in a later
+// phase only. Control flow outside the phases is the same for all threads.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define CMAB_DEVICE __device__ __forceinline__
+#define CMAB_HOST_DEVICE __host__ __device__ __forceinline__
+#define CMAB_UNROLL _Pragma("unroll")
+#define CMAB_UNROLL_BY_2 _Pragma("unroll 2")
+#define CMAB_NO_UNROLL _Pragma("unroll 1")
+#else
+#define CMAB_DEVICE inline
+#define CMAB_HOST_DEVICE inline
+#define CMAB_UNROLL _Pragma("GCC unroll 32")
+#define CMAB_UNROLL_BY_2
+#define CMAB_NO_UNROLL
+#endif
+
+namespace cmab::cuda {
+
+constexpr int kThreads = 256;  // of a block, at most
+constexpr int kWarp = 32;
+
+CMAB_HOST_DEVICE int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+CMAB_HOST_DEVICE int least(int64_t a, int64_t b) { return int(a < b ? a : b); }
+CMAB_HOST_DEVICE int most(int64_t a, int64_t b) { return int(a > b ? a : b); }
+
+#if defined(__CUDACC__)
+
+template <class T>
+struct PerThread {
+  T own;
+  CMAB_DEVICE T& operator[](int) { return own; }
+};
+
+struct Block {
+  char* shared;
+  int threads;
+
+  template <class Work>
+  CMAB_DEVICE void each_thread(Work work) const {
+    work(int(threadIdx.x));
+    __syncthreads();
+  }
+
+  template <class Test>
+  CMAB_DEVICE bool any_thread(Test test) const {
+    return __syncthreads_or(test(int(threadIdx.x)));
+  }
+
+  // Whether this block is the last of `count` to come here; it sees what the others wrote before they came: the second
+  // fence empties the cache of its multiprocessor.
+  CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
+    __threadfence();
+    __syncthreads();
+    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(ticket, 1u) + 1 == unsigned(count));
+    __threadfence();
+    return last;
+  }
+};
+
+#else
+
+template <class T>
+struct PerThread {
+  T all[kThreads];
+  T& operator[](int thread) { return all[thread]; }
+};
+
+struct Block {
+  char* shared;
+  int threads;
+  bool backwards;  // the order in which threads go through a phase: a result that depends on it shows a race
+
+  template <class Work>
+  void each_thread(Work work) const {
+    for (int i = 0; i < threads; ++i) work(backwards ? threads - 1 - i : i);
+  }
+
+  template <class Test>
+  bool any_thread(Test test) const {
+    bool any = false;
+    each_thread([&](int thread) { any |= test(thread); });
+    return any;
+  }
+
+  bool last_to_arrive(unsigned* ticket, int count) const { return ++*ticket == unsigned(count); }
+};
+
+#endif
+
+// A phase that calls `work` for 0, ..., count - 1, neighbours by neighbouring threads.
+template <class Work>
+CMAB_DEVICE void each_index(const Block& block, int count, Work work) {
+  block.each_thread([&](int thread) {
+    for (int i = thread; i < count; i += block.threads) work(i);
+  });
+}
+
+}  // namespace cmab::cuda

@@ -1,0 +1,138 @@
+// Vectors lane by lane: roots, signs, partial vectors, the transposition of a square of registers. Internal linkage, as
+// in simd.h.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "common/simd.h"
+
+namespace cmab::cpu {
+namespace {
+
+constexpr int64_t next_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class V>
+using ElementOf = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<V>()[0])>>;
+
+template <class V>
+struct BitsOfVector {
+  typedef BitsOf<ElementOf<V>> type __attribute__((vector_size(sizeof(V)), may_alias));
+};
+template <class V>
+constexpr BitsOf<ElementOf<V>> kSignBit = std::numeric_limits<BitsOf<ElementOf<V>>>::min();
+
+template <class V>
+CMAB_INLINE V magnitude(V x) {
+  using Bits = typename BitsOfVector<V>::type;
+  return (V)((Bits)x & ~kSignBit<V>);
+}
+
+// size >= 0 with the sign of x.
+template <class V>
+CMAB_INLINE V with_sign_of(V x, V size) {
+  using Bits = typename BitsOfVector<V>::type;
+  return (V)(((Bits)x & kSignBit<V>) | (Bits)size);
+}
+
+// |x|, and infinity for a NaN, which a maximum might lose.
+template <class V>
+CMAB_INLINE V size_or_infinity(V x) {
+  const V size = magnitude(x), infinity = broadcast<V>(ElementOf<V>(kInfinity));
+  return size < infinity ? size : infinity;
+}
+
+template <class V>
+CMAB_INLINE V square_root(V x) {
+#if defined(__SSE2__)
+  constexpr bool kSingle = sizeof(x[0]) == 4;
+#endif
+#if defined(__AVX512F__)
+  if constexpr (kSingle)
+    return _mm512_maskz_sqrt_ps(0xffff, (__m512)x);
+  else
+    return _mm512_maskz_sqrt_pd(0xff, (__m512d)x);
+#elif defined(__AVX2__)
+  if constexpr (kSingle)
+    return _mm256_sqrt_ps((__m256)x);
+  else
+    return _mm256_sqrt_pd((__m256d)x);
+#elif defined(__SSE2__)
+  if constexpr (kSingle)
+    return _mm_sqrt_ps((__m128)x);
+  else
+    return _mm_sqrt_pd((__m128d)x);
+#else
+  for (int i = 0; i < lanes<V>(); ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+
+// The first `count` elements from anywhere in memory, 1 <= count <= lanes; zeros after them. Nothing else is touched.
+template <class V, class T>
+CMAB_INLINE V load_first(const T* from, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+  else
+    return _mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+#else
+  V x{};
+  if (count == lanes<V>())
+    __builtin_memcpy(&x, from, sizeof x);
+  else
+    for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+template <class V, class T>
+CMAB_INLINE void store_first(T* to, V x, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), x);
+  else
+    _mm512_mask_storeu_pd(to, __mmask8((1u << count) - 1), x);
+#else
+  if (count == lanes<V>())
+    __builtin_memcpy(to, &x, sizeof x);
+  else
+    for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+#endif
+}
+
+template <class V, size_t... I>
+CMAB_INLINE V lane_numbers(std::index_sequence<I...>) {
+  return V{ElementOf<V>(I)...};
+}
+
+// 0, 1, 2, ..
+template <class V>
+CMAB_INLINE V lane_numbers() {
+  return lane_numbers<V>(std::make_index_sequence<lanes<V>()>());
+}
+
+template <int kStep, class V, size_t... I>
+CMAB_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
+  constexpr int kLanes = sizeof...(I);
+  const V low = __builtin_shufflevector(a, b, (int(I) & kStep ? kLanes + int(I) - kStep : int(I))...);
+  b = __builtin_shufflevector(a, b, (int(I) & kStep ? kLanes + int(I) : int(I) + kStep)...);
+  a = low;
+}
+
+// Swaps the off-diagonal quarters of all blocks of 2 kStep by 2 kStep, for kStep = 1, 2, 4, ..
+template <int kStep = 1, class V>
+CMAB_INLINE void transpose(V (&square)[lanes<V>()]) {
+  constexpr int kLanes = lanes<V>();
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & kStep)) exchange<kStep>(square[i], square[i + kStep], std::make_index_sequence<kLanes>());
+  if constexpr (2 * kStep < kLanes) transpose<2 * kStep>(square);
+}
+
+template <class T>
+constexpr T kNaN = std::numeric_limits<T>::quiet_NaN();
+
+}  // namespace
+}  // namespace cmab::cpu

@@ -1,0 +1,53 @@
+// Tensors in the caller's memory, as every family takes them. Strides are in elements, of any sign or zero.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace cmab::cpu {
+
+// A (rows, width) matrix in the caller's memory. Strides are in elements, of any sign or zero.
+struct Matrix {
+  const void* data;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
+// (batch, heads, rows, width) in the caller's memory; strides in elements.
+struct Operand {
+  void* data = nullptr;
+  int64_t stride[4] = {};
+
+  template <class T>
+  T* at(int64_t b, int64_t h, int64_t row) const {
+    return static_cast<T*>(data) + b * stride[0] + h * stride[1] + row * stride[2];
+  }
+};
+
+// (matrices, rows, columns) in the caller's memory; strides in elements, of any sign or zero.
+struct Matrices {
+  const void* data;
+  int64_t stride[3];
+
+  template <class T>
+  const T* at(int64_t matrix) const {
+    return static_cast<const T*>(data) + matrix * stride[0];
+  }
+};
+
+// Keys of a tile; ranges of keys start at multiples of it.
+constexpr int64_t kKeyTile = 64;
+
+// A range of keys of one head, with their values. An ignored key counts as absent: nothing of it, not even a NaN, may
+// reach a result.
+struct Keys {
+  Matrix key;              // (count, D)
+  Matrix value;            // (count, E)
+  const uint8_t* ignored;  // null: none is; else nonzero where the key is absent
+  int64_t ignored_stride;
+  int64_t count;
+};
+
+}  // namespace cmab::cpu

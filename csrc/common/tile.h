@@ -1,0 +1,99 @@
+// A tile of at most kKeyTile keys (or values) of one head in the compute type: read where it lies if it can be, else
+// copied with its absent rows left out and zeros after the last. Internal linkage, as in simd.h.
+#pragma once
+
+#include "common/operands.h"
+#include "common/simd.h"
+
+namespace cmab::cpu {
+namespace {
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Kernels step through the keys of a tile by divisors of this: so far past the last key are zeros.
+constexpr int kKeyStep = 16;
+
+// Which keys of a tile are present.
+struct Present {
+  int count;
+  bool all;               // every key of a full tile: rows need not be gathered
+  uint8_t row[kKeyTile];  // of the present keys, in order
+};
+
+inline Present present_keys(const Keys& keys, int64_t first) {
+  Present present;
+  const int64_t left = keys.count - first;
+  const int rows = left < kKeyTile ? int(left) : int(kKeyTile);
+  present.count = 0;
+  for (int k = 0; k < rows; ++k) {
+    present.row[present.count] = uint8_t(k);
+    present.count += !keys.ignored || !keys.ignored[(first + k) * keys.ignored_stride];
+  }
+  present.all = present.count == kKeyTile;
+  return present;
+}
+
+// Rows in the compute type T, the elements of a row next to each other.
+template <class T>
+struct Tile {
+  const T* rows;
+  ptrdiff_t stride;
+};
+
+// Calls `function` with the address of the matrix's first element, in its own type. T is the compute type.
+template <class T, class Function>
+CMAB_INLINE auto with_elements(DType dtype, const Matrix& matrix, Function function) {
+  if constexpr (sizeof(T) == 8) {
+    return function(static_cast<const double*>(matrix.data));
+  } else {
+    if (dtype == DType::kFloat32) return function(static_cast<const float*>(matrix.data));
+    if (dtype == DType::kBFloat16) return function(static_cast<const BFloat16*>(matrix.data));
+    return function(static_cast<const Float16*>(matrix.data));
+  }
+}
+
+// A row in the compute type, zero from `width` to `padded`.
+template <class From, class T>
+CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded, T* to) {
+  if (step == 1)
+    for (int d = 0; d < width; ++d) to[d] = widen(from[d]);
+  else
+    for (int d = 0; d < width; ++d) to[d] = widen(from[d * step]);
+  for (int d = width; d < padded; ++d) to[d] = 0;
+}
+
+// The present rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements, a multiple
+// of 4.
+template <class T>
+inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
+                         int padded, T* copy) {
+  return with_elements<T>(dtype, matrix, [&](const auto* data) -> Tile<T> {
+    const auto* from = data + first * matrix.row_stride;
+    if constexpr (std::is_same_v<decltype(from), const T*>)
+      if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
+    for (int k = 0; k < present.count; ++k)
+      copy_row(from + present.row[k] * matrix.row_stride, matrix.col_stride, width, padded, copy + k * padded);
+    for (int i = present.count * padded; i < round_up(present.count, kKeyStep) * padded; ++i) copy[i] = 0;
+    return {copy, padded};
+  });
+}
+
+// Cuts buffers, each aligned for every vector, from a block of memory; from null, it only counts.
+class Arena {
+ public:
+  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(size_t elements) {
+    char* taken = memory_ ? memory_ + used_ : nullptr;
+    used_ += (elements * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(taken);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  size_t used_ = 0;
+};
+
+}  // namespace
+}  // namespace cmab::cpu

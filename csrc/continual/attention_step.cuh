@@ -1,0 +1,50 @@
+// A step of exact continual attention of one head, by a block.
+#pragma once
+
+#include "continual/sliding_rows.cuh"
+
+namespace cmab::cuda {
+
+// The newest tokens' rows of softmax(scale q K') V, each at its own time.
+template <class T>
+CMAB_DEVICE void step_newest(const Block& block, const StepCall& call, int64_t head, Window<T>& window) {
+  WindowSums<T> sums(block, call, window);
+  T* out = static_cast<T*>(call.out) + head * call.tokens * call.value_width;
+  for (int t = 0; t < call.tokens; ++t) {
+    window.admit(t);
+    sums.sum(window.query(call.window - 1));
+    each_index(block, call.value_width,
+               [&](int e) { round_to(sums.total(e) / sums.phi(), out + int64_t(t) * call.value_width + e); });
+  }
+}
+
+// All rows, after the last token.
+template <class T>
+CMAB_DEVICE void step_all(const Block& block, const StepCall& call, int64_t head, Window<T>& window) {
+  SlidingRows<T> rows(block, call, window, head, call.window);
+  for (int t = 0; t < call.tokens; ++t) {
+    const bool spoilt = window.admit(t), known = t > 0 || call.sums_known;
+    rows.slide(
+        known ? 1 : call.window, [&](int i) { return window.query(i); },
+        [&](int i) { return spoilt || (call.window - i) % kDuePeriod == 0; });
+  }
+  T* out = static_cast<T*>(call.out) + head * call.window * call.value_width;
+  block.each_thread([&](int thread) {
+    for (int i = thread / kWarp; i < call.window; i += block.threads / kWarp)
+      for (int e = thread % kWarp; e < call.value_width; e += kWarp)
+        round_to(rows.row(i)[e] / rows.phi(i), out + int64_t(i) * call.value_width + e);
+  });
+}
+
+template <class T>
+CMAB_DEVICE void step_head(const Block& block, const StepCall& call, int64_t head) {
+  Window<T> window(block, call, head);
+  window.move();
+  if (call.retroactive)
+    step_all(block, call, head, window);
+  else
+    step_newest(block, call, head, window);
+  window.put_position();
+}
+
+}  // namespace cmab::cuda

@@ -1,0 +1,126 @@
+// The driver: heads are shared out among threads. A head's window and landmarks are brought to where the step goes on
+// with them, if they are not there yet.
+#include <omp.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "common/instruction_sets.h"
+#include "common/plan.h"
+#include "continual/call.h"
+
+namespace cmab::cpu {
+namespace {
+
+// The window's rows of one head, from a ring of one capacity to one of another.
+void move_rows(const StreamShape& shape, int64_t head, const void* from, int64_t capacity, void* to, int width) {
+  const int64_t bytes = width * element_bytes(shape.dtype);
+  const char* source = static_cast<const char*>(from) + head * capacity * bytes;
+  char* target = static_cast<char*>(to) + head * shape.capacity * bytes;
+  for (int64_t token = shape.position - shape.window; token < shape.position;) {
+    const int64_t at = token % capacity, to_at = token % shape.capacity;
+    const int64_t rows = std::min({shape.position - token, capacity - at, shape.capacity - to_at});
+    std::memcpy(target + to_at * bytes, source + at * bytes, rows * bytes);
+    token += rows;
+  }
+}
+
+void move_window(const Stream& stream, const OldRings& old, int64_t head) {
+  if (!old.queries) return;
+  const StreamShape& shape = stream.shape;
+  move_rows(shape, head, old.queries, old.capacity, stream.queries, shape.key_width);
+  move_rows(shape, head, old.keys, old.capacity, stream.keys, shape.key_width);
+  move_rows(shape, head, old.values, old.capacity, stream.values, shape.value_width);
+}
+
+void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_t head) {
+  if (!old.queries) return;
+  const int64_t element = element_bytes(state_type(stream.shape.dtype));
+  const auto move = [&](const void* from, void* to, int64_t elements) {
+    const int64_t bytes = elements * element;
+    std::memcpy(static_cast<char*>(to) + head * bytes, static_cast<const char*>(from) + head * bytes, bytes);
+  };
+  move(old.queries, stream.landmark_queries, stream.landmarks * stream.shape.key_width);
+  move(old.keys, stream.landmark_keys, stream.landmarks * stream.shape.key_width);
+  move(old.inverse, stream.inverse, stream.landmarks * stream.landmarks);
+}
+
+// Calls step(head, scratch) for every head. What a small step needs is on the stack: an allocation takes longer.
+template <class Step>
+void for_each_head(int64_t heads, size_t scratch_bytes, int threads, const Step& step) {
+  constexpr size_t kOnStack = 64 << 10;
+  const size_t bytes = align(scratch_bytes);
+  const int team = int(std::min<int64_t>(threads, heads));
+  if (team <= 1 && bytes <= kOnStack) {
+    alignas(64) char scratch[kOnStack];
+    for (int64_t head = 0; head < heads; ++head) step(head, scratch);
+    return;
+  }
+  Workspace workspace;
+  workspace.reserve(std::max(team, 1) * bytes);
+#pragma omp parallel for num_threads(team) if (team > 1)
+  for (int64_t head = 0; head < heads; ++head) step(head, workspace.at(omp_get_thread_num() * bytes));
+}
+
+}  // namespace
+
+const ContinualKernel& continual_kernel(DType dtype) {
+  const int table = dtype == DType::kFloat64 ? 0 : 1;
+#if defined(__x86_64__)
+  return widest(continual_portable[table], continual_avx2[table], continual_avx512[table]);
+#else
+  return continual_portable[table];
+#endif
+}
+
+bool replaces_landmark(const NystromStream& stream) {
+  if (stream.fixed) return false;
+  for (int64_t i = 1; i <= stream.shape.tokens; ++i)
+    if (segment_ending(stream.shape.position + i, stream.shape.window, stream.landmarks)) return true;
+  return false;
+}
+
+double multiplications(const NystromStream& stream) {
+  const StreamShape& shape = stream.shape;
+  const double widths = shape.key_width + shape.value_width, m = stream.landmarks;
+  const double each = m * (2 * widths + m),
+               replaced = stream.fixed ? 0 : m / shape.window * 4 * stream.iterations * m * m * m;
+  return double(shape.batch) * shape.heads *
+         (shape.tokens * (each + replaced) + (shape.retroactive ? shape.window * m * widths : 0));
+}
+
+double multiplications(const AttentionStream& stream) {
+  const StreamShape& shape = stream.shape;
+  const double widths = shape.key_width + shape.value_width, rows = stream.shape.window;
+  const double first = shape.retroactive && !stream.sums ? rows * rows * widths : 0;
+  return double(shape.batch) * shape.heads * (shape.tokens * rows * (shape.retroactive ? 3 : 1) * widths + first);
+}
+
+bool finite(const ContinualKernel& kernel, const Stream& stream, int threads) {
+  std::atomic<bool> all{true};
+  for_each_head(stream.shape.batch * stream.shape.heads, 0, threads, [&](int64_t head, char*) {
+    if (!kernel.finite(stream, head)) all.store(false, std::memory_order_relaxed);
+  });
+  return all;
+}
+
+void continual_nystrom(const ContinualKernel& kernel, const NystromStream& stream, const OldRings& rings,
+                       const OldLandmarks& landmarks, int threads) {
+  for_each_head(stream.shape.batch * stream.shape.heads, kernel.nystrom_bytes(stream), threads,
+                [&](int64_t head, char* scratch) {
+                  move_window(stream, rings, head);
+                  move_landmarks(stream, landmarks, head);
+                  kernel.nystrom(stream, head, scratch);
+                });
+}
+
+void continual_attention(const ContinualKernel& kernel, const AttentionStream& stream, const OldRings& rings,
+                         int threads) {
+  for_each_head(stream.shape.batch * stream.shape.heads, kernel.attention_bytes(stream), threads,
+                [&](int64_t head, char* scratch) {
+                  move_window(stream, rings, head);
+                  kernel.attention(stream, head, scratch);
+                });
+}
+
+}  // namespace cmab::cpu

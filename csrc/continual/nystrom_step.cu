@@ -1,0 +1,24 @@
+#include "common/launch.cuh"
+
+namespace cmab::cuda {
+namespace {
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(Sum<T>) == 4 ? 2 : 1)
+    nystrom_step_kernel(const __grid_constant__ NystromStepCall call) {
+  extern __shared__ __align__(32) char shared[];
+  step_head<T>(Block{shared, kThreads}, call, blockIdx.x);
+}
+
+}  // namespace
+
+void nystrom_step(const NystromStepCall& call, Stream on) {
+  if (call.batch * call.heads == 0) return;
+  with_type(call.dtype, [&](auto token) {
+    using T = decltype(token);
+    launch(nystrom_step_kernel<T>, call.batch * call.heads, kThreads,
+           step_shared_bytes<T>(call.value_width, call.landmarks), on, call);
+  });
+}
+
+}  // namespace cmab::cuda

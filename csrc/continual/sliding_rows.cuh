@@ -1,0 +1,161 @@
+// Rows of sums that slide with the window, one a query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, and the
+// peak of the scaled phi since the row was last made from the window.
+//
+// What comes is added and what goes is subtracted. When less than half of its peak is left of a row's phi, or the
+// values that go outweigh what they leave, errors of the terms that are gone begin to weigh: the row is made from the
+// window again. So it is after 1,024 steps.
+#pragma once
+
+#include "continual/window.cuh"
+
+namespace cmab::cuda {
+
+constexpr int kDuePeriod = 1024;  // steps after which a row is made from the window again
+constexpr int kMostRemoved = 2;   // or when more than this multiple of what is left of its values goes
+
+template <class T>
+class SlidingRows {
+  using S = Sum<T>;
+
+ public:
+  CMAB_DEVICE SlidingRows(const Block& block, const StepCall& call, const Window<T>& window, int64_t head, int rows)
+      : block_(block),
+        window_(window),
+        logits_(block, call.scale, call.key_width),
+        of_window_(block, call, window),
+        memory_(call.sums.of_head<S>(head, int64_t(rows) * (call.value_width + 3))),
+        width_(call.value_width),
+        rows_(rows) {
+    S* shared = reinterpret_cast<S*>(block.shared);
+    changes_ = shared + Layout::changes;
+    stale_ = shared + Layout::stale;
+    parts_ = shared + Layout::parts;
+  }
+
+  CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
+  CMAB_DEVICE S phi(int r) const { return row(r)[width_]; }
+
+  // After a token has been admitted: row r becomes what row r + shift was, slid; the last `shift` rows are new.
+  // `query(r)` is row r's query, `due(r)` whether it is to be made from the window anyway.
+  template <class Query, class Due>
+  CMAB_DEVICE void slide(int shift, Query query, Due due) {
+    for (int first = 0; first < rows_; first += kTileRows) {
+      const int count = least(kTileRows, rows_ - first), kept = most(0, least(count, rows_ - shift - first));
+      logits_.multiply(
+          2 * kept, [&](int pair) { return query(first + pair / 2); },
+          [&](int pair) { return window_.key(pair % 2 ? -1 : window_.tokens() - 1); });
+      bool any_stale = block_.any_thread([&](int i) {
+        if (i >= count) return false;
+        const bool stale = i >= kept || slide_scale(i, old_row(first + shift + i)) || due(first + i);
+        stale_[i] = stale;
+        return stale;
+      });
+      slide_sums(first, kept, shift);
+      any_stale |= find_outweighed(first, kept);
+      for (int i = 0; any_stale && i < count; ++i)
+        if (stale_[i] != 0) renew(first + i, query(first + i));
+    }
+    memory_.from = memory_.to;
+  }
+
+ private:
+  CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + 3); }
+  CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
+
+  // phi, c and peak of row i of a tile, and what its sums are to be changed by; whether the row has lost its digits.
+  CMAB_DEVICE bool slide_scale(int i, const S* old) {
+    const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
+    const S top = comes > before ? comes : before;
+    S* change = changes_ + 3 * i;
+    change[0] = std::exp(before - top);
+    change[1] = std::exp(comes - top);
+    change[2] = std::exp(goes - top);
+    const S phi = slid(change, old[width_], 1, 1), peak = change[0] * old[width_ + 2];
+    S* scale = scale_[i];
+    scale[0] = phi;
+    scale[1] = top;
+    scale[2] = phi > peak ? phi : peak;
+    return !(phi >= peak / 2);  // as a NaN is
+  }
+
+  static CMAB_DEVICE S slid(const S* change, S sum, S comes, S goes) {
+    return std::fma(-change[2], goes, std::fma(change[1], comes, change[0] * sum));
+  }
+
+  // In place too: a chunk of sums is read before any of it is written, and rows go up.
+  CMAB_DEVICE void slide_sums(int first, int count, int shift) {
+    const int chunk = kHeld * block_.threads;
+    for (int begin = 0; begin < count * width_; begin += chunk) {
+      block_.each_thread([&](int thread) {
+        if (begin == 0 && thread < count) {
+          CMAB_UNROLL
+          for (int k = 0; k < 3; ++k) new_row(first + thread)[width_ + k] = scale_[thread][k];
+        }
+        CMAB_UNROLL
+        for (int h = 0; h < kHeld; ++h) {
+          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end, the last
+          const int i = item / width_, e = item % width_;
+          const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
+          held_[thread][h] = slid(changes_ + 3 * i, old_row(first + shift + i)[e], comes, goes);
+        }
+      });
+      block_.each_thread([&](int thread) {
+        CMAB_UNROLL
+        for (int h = 0; h < kHeld; ++h) {
+          const int item = begin + h * block_.threads + thread;
+          if (item < count * width_) new_row(first + item / width_)[item % width_] = held_[thread][h];
+        }
+      });
+    }
+  }
+
+  // Marks rows of a tile whose values, sum |.|, are little beside those that went, or are no numbers; whether there are
+  // any.
+  CMAB_DEVICE bool find_outweighed(int first, int count) {
+    block_.each_thread([&](int thread) {
+      for (int item = thread; item < count * kParts; item += block_.threads) {
+        const int i = item / kParts;
+        const S* change = changes_ + 3 * i;
+        S excess = 0;
+        for (int e = item % kParts; e < width_; e += kParts) {
+          const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
+          const S left = std::fma(change[1], std::fabs(comes), std::fabs(new_row(first + i)[e]));
+          excess += std::fma(change[2], std::fabs(goes), -kMostRemoved * left);
+        }
+        parts_[item] = excess;
+      }
+    });
+    return block_.any_thread([&](int i) {
+      if (i >= count) return false;
+      S excess = 0;
+      for (int part = 0; part < kParts; ++part) excess += parts_[i * kParts + part];
+      if (excess <= 0 && excess >= -Largest<S>::value) return false;
+      stale_[i] = 1;
+      return true;
+    });
+  }
+
+  template <class Query>
+  CMAB_DEVICE void renew(int r, const Query* query) {
+    of_window_.sum(query);
+    block_.each_thread([&](int thread) {
+      S* to = new_row(r);
+      for (int e = thread; e < width_; e += block_.threads) to[e] = of_window_.total(e);
+      if (thread > 0) return;
+      to[width_] = to[width_ + 2] = of_window_.phi();
+      to[width_ + 1] = of_window_.reference(thread);
+    });
+  }
+
+  const Block& block_;
+  const Window<T>& window_;
+  Logits<S> logits_;
+  WindowSums<T> of_window_;
+  Renewed<S> memory_;
+  int width_, rows_;
+  S *changes_, *stale_, *parts_;
+  PerThread<S[3]> scale_;
+  PerThread<S[kHeld]> held_;
+};
+
+}  // namespace cmab::cuda

@@ -1,0 +1,107 @@
+// A step of continual attention, as its launchers know it; and the shared memory of the blocks that make it, one a
+// head.
+#pragma once
+
+#include "common/elements.cuh"
+
+namespace cmab::cuda {
+
+constexpr int kParts = 8;             // of a dot product, a thread each
+constexpr int kTilePairs = kThreads;  // dot products at once
+constexpr int kTileRows =
+    kThreads / 2;  // rows of sums at once: of each, a product with what comes and one with what goes
+constexpr int kMaxima = 16;
+constexpr int kMaxLandmarks = 64;
+constexpr int kMaxValueWidth = 512;  // E
+
+// What a step reads, and where it leaves it: the same memory where it goes on in place.
+template <class T>
+struct Renewed {
+  const T* from;
+  T* to;
+};
+
+// The same of all heads, one after the other.
+struct Renewal {
+  const void* from;
+  void* to;
+
+  template <class T>
+  CMAB_DEVICE Renewed<T> of_head(int64_t head, int64_t size) const {
+    return {static_cast<const T*>(from) + head * size, static_cast<T*>(to) + head * size};
+  }
+};
+
+struct StepCall {
+  DType dtype;
+  int64_t batch, heads;
+  int tokens, window, key_width, value_width;
+  bool retroactive;
+  double scale;
+  Operand query, key, value;       // (B, H, t, width)
+  int capacity_from, capacity_to;  // of the rings, > window
+  // Contiguous.
+  Renewal queries, keys, values;  // (B, H, capacity, width)
+  Renewal sums;                   // (B, H, rows, E + 3)
+  Renewal position;               // (B, H) int64
+  void* out;                      // (B, H, t or n, E)
+  bool sums_known;  // whether there are sums yet: of exact attention not before the first retroactive step
+};
+
+struct NystromStepCall : StepCall {
+  int landmarks, iterations;
+  bool fixed;
+  Renewal landmark_queries, landmark_keys;  // (B, H, m, D)
+  Renewal inverse;                          // (B, H, m, m)
+};
+
+// Where things are in shared memory, counted in sums.
+struct Layout {
+  static constexpr int parts = 0;
+  static constexpr int weights = parts + kTilePairs * kParts;
+  static constexpr int maxima = weights + kTilePairs;
+  static constexpr int changes = maxima + kMaxima;
+  static constexpr int stale = changes + 3 * kTileRows;
+  static constexpr int affinity = stale + kTileRows;
+  static constexpr int mixture = affinity + kTilePairs;
+  static constexpr int sums = mixture + kTilePairs;
+  int matrices, elements;
+
+  CMAB_HOST_DEVICE Layout(int value_width, int landmarks)
+      : matrices(sums + most(kThreads, value_width + 1)), elements(matrices + (4 * landmarks + 2) * landmarks) {}
+};
+
+template <class T>
+CMAB_HOST_DEVICE int step_shared_bytes(int value_width, int landmarks) {
+  return Layout(value_width, landmarks).elements * int(sizeof(Sum<T>));
+}
+
+// Outputs and tokens are rounded to their own type.
+CMAB_DEVICE void round_to(double x, double* to) { *to = x; }
+CMAB_DEVICE void round_to(float x, float* to) { *to = x; }
+#if defined(__CUDACC__)
+CMAB_DEVICE void round_to(float x, BFloat16* to) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+CMAB_DEVICE void round_to(float x, Float16* to) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+#else
+inline void round_to(float x, BFloat16* to) { narrow(x, to); }
+inline void round_to(float x, Float16* to) { narrow(x, to); }
+#endif
+
+template <class S>
+struct Largest;
+template <>
+struct Largest<float> {
+  static constexpr float value = 0x1.fffffep127f;
+};
+template <>
+struct Largest<double> {
+  static constexpr double value = 0x1.fffffffffffffp1023;
+};
+
+// Within the finite range: two infinities have no difference. A NaN stays one.
+template <class S>
+CMAB_DEVICE S clamped(S x) {
+  return x > Largest<S>::value ? Largest<S>::value : x < -Largest<S>::value ? -Largest<S>::value : x;
+}
+
+}  // namespace cmab::cuda

@@ -1,0 +1,105 @@
+// The kernels on a CPU thread, for tests: blocks in a random order, and in each of them the threads of every phase in
+// ascending or descending order. Shared memory starts as NaNs. Tests compile this file by itself.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "calls.cuh"
+
+namespace cmab::cuda {
+namespace {
+
+// Calls `work` for each block of a launch.
+template <class Work>
+void play_launch(int64_t blocks, int threads, int shared_bytes, std::mt19937& random, Work work) {
+  std::vector<int64_t> order(blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  const std::unique_ptr<char, void (*)(void*)> shared(
+      static_cast<char*>(std::aligned_alloc(32, (shared_bytes + 31) / 32 * 32)), std::free);
+  for (const int64_t index : order) {
+    std::memset(shared.get(), 0xff, shared_bytes);
+    work(Block{shared.get(), threads, random() % 2 == 1}, index);
+  }
+}
+
+template <class T>
+void play_ridge(const RidgeCall& call, std::mt19937& random) {
+  const int64_t matrices = call.batch * call.heads;
+  const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
+  const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
+  for (int64_t first = 0; first < matrices; first += call.together) {
+    const int64_t blocks = std::min(call.together, matrices - first) * cut.leaves * cut.panels;
+    play_launch(blocks, kThreads, bytes, random, [&](const Block& block, int64_t index) {
+      std::make_unique<RidgeBlock<T>>(block, call, cut, first, index)->run();
+    });
+  }
+}
+
+template <class T>
+void play_solve(const SolveCall& call, std::mt19937& random) {
+  const int bytes = SolveBlock<T>::shared_bytes(call.order, call.columns);
+  play_launch(call.matrices, solve_threads(call.order), bytes, random, [&](const Block& block, int64_t index) {
+    const System<T> own = system<T>(call, index);
+    SolveBlock<T>(block, own).solve();
+  });
+}
+
+template <class Call>
+void play_step(const Call& call, int landmarks, int seed) {
+  std::mt19937 random(seed);
+  with_type(call.dtype, [&](auto token) {
+    using T = decltype(token);
+    const int bytes = step_shared_bytes<T>(call.value_width, landmarks);
+    play_launch(call.batch * call.heads, kThreads, bytes, random,
+                [&](const Block& block, int64_t head) { step_head<T>(block, call, head); });
+  });
+}
+
+}  // namespace
+}  // namespace cmab::cuda
+
+using namespace cmab::cuda;
+
+extern "C" {
+
+void ridge_needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most, int64_t* to) {
+  const Needs needed = needs(matrices, keys, key_width, value_width, most);
+  to[0] = needed.together;
+  to[1] = needed.workspace;
+  to[2] = needed.tickets;
+}
+
+void emulate_ridge_solve(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const RidgeCall call = read_ridge_call(in);
+  std::mt19937 random(seed);
+  with_type(call.dtype, [&](auto element) { play_ridge<decltype(element)>(call, random); });
+}
+
+void emulate_regularised_solve(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const SolveCall call = read_solve_call(in);
+  std::mt19937 random(seed);
+  return call.wide ? play_solve<double>(call, random) : play_solve<float>(call, random);
+}
+
+void emulate_nystrom_step(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  const NystromStepCall call = read_nystrom_step_call(in);
+  play_step(call, call.landmarks, seed);
+}
+
+void emulate_attention_step(const int64_t* numbers, int seed) {
+  Numbers in(numbers);
+  read_stream(in);
+  play_step(read_step_call(in), 0, seed);
+}
+
+}  // extern "C"

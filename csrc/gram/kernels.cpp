@@ -1,0 +1,11 @@
+// The kernels of sums over rows and of rows times matrices, for the instruction set that this file is compiled for.
+#include "common/instance.h"
+#include "gram/rows_kernel.h"
+#include "gram/sums_kernel.h"
+
+namespace cmab::cpu {
+
+extern const GramKernels CMAB_TABLE(gram)[2] = {{&GramSums<double>::kernel, &Rows<double>::kernel},
+                                                {&GramSums<float>::kernel, &Rows<float>::kernel}};
+
+}  // namespace cmab::cpu

@@ -1,0 +1,39 @@
+// What the drivers of family C share.
+#pragma once
+
+#include "common/instruction_sets.h"
+#include "common/plan.h"
+#include "gram/call.h"
+
+namespace cmab::cpu {
+
+inline const GramKernels& gram_kernels(bool in_double) {
+  const int table = in_double ? 0 : 1;
+#if defined(__x86_64__)
+  return widest(gram_portable[table], gram_avx2[table], gram_avx512[table]);
+#else
+  return gram_portable[table];
+#endif
+}
+
+inline Matrix rows_of(DType dtype, const Operand& x, int64_t b, int64_t h, int64_t row) {
+  const int64_t offset = b * x.stride[0] + h * x.stride[1] + row * x.stride[2];
+  return {static_cast<const char*>(x.data) + offset * element_bytes(dtype), x.stride[2], x.stride[3]};
+}
+
+inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t first, int64_t count) {
+  const DType dtype = in.shape.dtype;
+  GramKeys keys{};
+  keys.key = rows_of(dtype, in.key, b, h, first);
+  keys.value = rows_of(dtype, in.value, b, h, first);
+  keys.weight = in.weight.data ? rows_of(state_type(dtype), in.weight, b, h, first).data : nullptr;
+  keys.weight_stride = in.weight.stride[2];
+  keys.ignored = in.ignored ? in.ignored + b * in.ignored_stride[0] + first * in.ignored_stride[1] : nullptr;
+  keys.ignored_stride = in.ignored_stride[1];
+  keys.count = count;
+  return keys;
+}
+
+constexpr double kLittleGram = 1 << 20;  // multiplications that are not worth a second thread
+
+}  // namespace cmab::cpu

@@ -1,0 +1,164 @@
+// K'WK and K'WV: the keys of a head are cut into pieces, each is summed by itself, run by run, and the pieces are added
+// in their order. Where cuts are depends on N and the widths alone.
+#include <omp.h>
+
+#include "gram/plan.h"
+
+namespace cmab::cpu {
+namespace {
+
+// Keys of a run: with their values, and the next run on its way, they stay in the second cache.
+int64_t run_keys(const GramShape& shape, bool in_double) {
+  constexpr int64_t kBytes = 256 << 10;
+  const int64_t row = (int64_t(shape.key_width) + shape.value_width) * (in_double ? 8 : 4);
+  return std::clamp<int64_t>(kBytes / row / 64 * 64, 128, kMaxRunKeys);
+}
+
+// Each piece but the first has sums of its own until they are added.
+int64_t key_pieces(int64_t keys, int64_t sum_bytes) {
+  constexpr int64_t kBytes = 4 << 20;
+  return std::clamp<int64_t>(std::min(keys / 4096, std::max<int64_t>(kBytes / sum_bytes, 4)), 1, 32);
+}
+
+// Neighbouring heads of one batch element.
+struct HeadGroup {
+  int64_t b, h, heads;
+};
+
+class Gram {
+ public:
+  Gram(const GramInputs& in, double* gram, double* moment)
+      : in_(in),
+        in_double_(in.exact || in.shape.dtype == DType::kFloat64),
+        kernel_(*gram_kernels(in_double_).sums),
+        gram_(gram),
+        moment_(moment),
+        gram_size_(gram ? int64_t(in.shape.key_width) * in.shape.key_width : 0),
+        moment_size_(moment ? int64_t(in.shape.key_width) * in.shape.value_width : 0),
+        run_(run_keys(in.shape, in_double_)),
+        pieces_(key_pieces(in.keys, sum_size() * int64_t(sizeof(double)))),
+        threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads, kLittleGram)),
+        together_(heads_together()),
+        groups_(in.batch * ceil_div(in.heads, together_)) {
+    scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, int(std::min(run_, in.keys))));
+  }
+
+  void run() {
+    // Pieces of a few heads at a time, so that there is enough for every thread and little to keep.
+    const int64_t wave = pieces_ == 1 ? groups_ : std::min(groups_, ceil_div(16 * threads_, pieces_));
+    partial_ = threads_ * scratch_bytes_;
+    prefer_huge_pages(gram_, in_.batch * in_.heads * gram_size_ * int64_t(sizeof(double)));
+    prefer_huge_pages(moment_, in_.batch * in_.heads * moment_size_ * int64_t(sizeof(double)));
+    workspace_.reserve(partial_ + wave * together_ * (pieces_ - 1) * sum_size() * sizeof(double));
+#pragma omp parallel num_threads(threads_)
+    for (int64_t first = 0; first < groups_; first += wave) {
+      const int64_t count = std::min(wave, groups_ - first);
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < count * pieces_; ++task) sum(first, task / pieces_, task % pieces_);
+      if (pieces_ == 1) continue;
+#pragma omp for schedule(dynamic)
+      for (int64_t g = 0; g < count; ++g) add_pieces(first, g);
+    }
+  }
+
+ private:
+  int64_t sum_size() const { return gram_size_ + moment_size_; }
+
+  // Heads that lie side by side in a row of memory share its cache lines and pages: their runs are taken in turns.
+  int64_t heads_together() const {
+    const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
+    if (!interleaved(in_.key) && !interleaved(in_.value)) return 1;
+    constexpr int64_t kRowBytes = 512;
+    const int64_t width = std::max(in_.shape.key_width, in_.shape.value_width) * element_bytes(in_.shape.dtype);
+    const int64_t spare = in_.batch * in_.heads * pieces_ / (4 * threads_);
+    return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, std::max<int64_t>(in_.heads, 1));
+  }
+
+  HeadGroup group(int64_t index) const {
+    const int64_t per_batch = ceil_div(in_.heads, together_), h = index % per_batch * together_;
+    return {index / per_batch, h, std::min(together_, in_.heads - h)};
+  }
+
+  double* gram_of(int64_t head) const { return gram_ ? gram_ + head * gram_size_ : nullptr; }
+  double* moment_of(int64_t head) const { return moment_ ? moment_ + head * moment_size_ : nullptr; }
+
+  // The sums of a piece, of head `slot` of this wave.
+  double* partial(int64_t slot, int64_t piece) const {
+    return reinterpret_cast<double*>(workspace_.at(partial_)) + (slot * (pieces_ - 1) + piece - 1) * sum_size();
+  }
+
+  void sum(int64_t first_group, int64_t g, int64_t piece) const {
+    const HeadGroup heads = group(first_group + g);
+    char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
+    const int64_t begin = piece_start(in_.keys, pieces_, piece, run_);
+    const int64_t end = piece_start(in_.keys, pieces_, piece + 1, run_);
+    int64_t key = begin;
+    do {
+      for (int64_t i = 0; i < heads.heads; ++i) {
+        const int64_t head = heads.b * in_.heads + heads.h + i;
+        double* gram = gram_of(head);
+        double* moment = moment_of(head);
+        if (piece > 0) {
+          double* sums = partial(g * together_ + i, piece);
+          gram = gram_ ? sums : nullptr;
+          moment = moment_ ? sums + gram_size_ : nullptr;
+        }
+        const GramKeys keys = keys_of(in_, heads.b, heads.h + i, key, std::min(run_, end - key));
+        kernel_.add_run(in_.shape, keys, key == begin, gram, moment, scratch);
+        if (pieces_ == 1 && key + run_ >= end) mirror(gram);
+      }
+      key += run_;
+    } while (key < end);
+  }
+
+  void add_pieces(int64_t first_group, int64_t g) const {
+    const HeadGroup heads = group(first_group + g);
+    for (int64_t i = 0; i < heads.heads; ++i) {
+      const int64_t head = heads.b * in_.heads + heads.h + i;
+      for (int64_t piece = 1; piece < pieces_; ++piece) {
+        const double* sums = partial(g * together_ + i, piece);
+        add_upper(gram_of(head), sums);
+        for (int64_t j = 0; j < moment_size_; ++j) moment_of(head)[j] += sums[gram_size_ + j];
+      }
+      mirror(gram_of(head));
+    }
+  }
+
+  void add_upper(double* gram, const double* sums) const {
+    if (!gram) return;
+    const int64_t width = in_.shape.key_width;
+    for (int64_t r = 0; r < width; ++r)
+      for (int64_t c = r; c < width; ++c) gram[r * width + c] += sums[r * width + c];
+  }
+
+  // The lower triangle from the upper one, in blocks that stay in the first cache.
+  void mirror(double* gram) const {
+    if (!gram) return;
+    constexpr int64_t kBlock = 8;
+    const int64_t width = in_.shape.key_width;
+    for (int64_t row = 0; row < width; row += kBlock)
+      for (int64_t column = 0; column <= row; column += kBlock)
+        for (int64_t r = row; r < std::min(row + kBlock, width); ++r)
+          for (int64_t c = column; c < std::min(column + kBlock, r); ++c) gram[r * width + c] = gram[c * width + r];
+  }
+
+  const GramInputs& in_;
+  const bool in_double_;
+  const GramKernel& kernel_;
+  double *const gram_, *const moment_;
+  const int64_t gram_size_, moment_size_;
+  const int64_t run_, pieces_;
+  const int threads_;
+  const int64_t together_, groups_;
+  size_t scratch_bytes_, partial_;
+  Workspace workspace_;
+};
+
+}  // namespace
+
+void gram(const GramInputs& in, double* gram, double* moment) {
+  if (in.shape.value_width == 0) moment = nullptr;
+  if (in.batch && in.heads && (gram || moment)) Gram(in, gram, moment).run();
+}
+
+}  // namespace cmab::cpu

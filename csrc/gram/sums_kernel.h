@@ -1,0 +1,222 @@
+// Sums over keys, K'WK and K'WV: every tile of registers of the two matrices passes over the run once, so that a run is
+// read from the second cache and its sums are never stored before they are complete.
+#pragma once
+
+#include "gram/tile.h"
+
+namespace cmab::cpu {
+namespace {
+
+// The present keys of a run.
+template <class T>
+struct Run {
+  Tile<T> key, value;
+  Tile<T> left;     // keys times their weights
+  const T* weight;  // null: all are 1
+  int count;
+};
+
+// Fetches the next run while this one is worked on: each pass over the keys asks for one line of every row. Without it
+// the first pass over a run waits for memory (10 % at D = E = 64).
+class Ahead {
+ public:
+  struct Line {
+    uintptr_t at;
+    ptrdiff_t stride;
+  };
+
+  Ahead(DType dtype, const GramKeys& keys, int key_width, int value_width)
+      : key_(after(dtype, keys.key, keys.count)),
+        value_(after(dtype, keys.value, keys.count)),
+        key_lines_(lines(dtype, key_width)),
+        all_lines_(key_lines_ + lines(dtype, value_width)) {}
+
+  Line next() {
+    const int line = taken_++;
+    if (line < key_lines_) return {key_.at + line * kLine, key_.stride};
+    if (line < all_lines_) return {value_.at + (line - key_lines_) * kLine, value_.stride};
+    return {key_.at, 0};
+  }
+
+ private:
+  static constexpr int kLine = 64;
+
+  static int lines(DType dtype, int width) { return (width * element_bytes(dtype) + kLine - 1) / kLine; }
+  // As numbers: there may be nothing there, of which a prefetch takes no notice.
+  static Line after(DType dtype, const Matrix& matrix, int64_t count) {
+    const ptrdiff_t stride = matrix.row_stride * element_bytes(dtype);
+    return {reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride * count), stride};
+  }
+
+  Line key_, value_;
+  int key_lines_, all_lines_;
+  int taken_ = 0;
+};
+
+// One of the two sums: left' right, (rows, width).
+template <class T>
+struct Target {
+  Tile<T> right;
+  int width;
+  double* to;
+  bool first;  // whether nothing is there yet
+};
+
+// Adds a tile of sums, whose columns may run past the last one.
+template <class S, int R, int kColumns, class T>
+inline void add_sums(const S (&sums)[R][kColumns], const Target<T>& target, int row, int column) {
+  const int columns = target.width - column < kColumns ? target.width - column : kColumns;
+  for (int r = 0; r < R; ++r) {
+    double* to = target.to + ptrdiff_t(row + r) * target.width + column;
+    if (target.first)
+      for (int c = 0; c < columns; ++c) to[c] = sums[r][c];
+    else
+      for (int c = 0; c < columns; ++c) to[c] += sums[r][c];
+  }
+}
+
+inline bool all_finite(const float* sums, int count) {
+  constexpr int32_t kExponent = 0x7f800000;
+  int32_t overflow = 0;
+  for (int i = 0; i < count; ++i) {
+    const int32_t bits = int32_t(bits_from_float(sums[i]));
+    overflow |= (bits & kExponent) == kExponent;
+  }
+  return !overflow;
+}
+
+// A tile whose float32 sums overflowed, again.
+template <int R, int kColumns>
+__attribute__((noinline)) void add_in_double(const Run<float>& run, const Target<float>& target, int row, int column) {
+  double sums[R][kColumns] = {};
+  for (int i = 0; i < run.count; ++i) {
+    const float* key = run.key.rows + i * run.key.stride + row;
+    const float* right = target.right.rows + i * target.right.stride + column;
+    for (int r = 0; r < R; ++r) {
+      const double left = double(run.weight ? run.weight[i] : 1.0f) * key[r];
+      for (int c = 0; c < kColumns; ++c) sums[r][c] += left * right[c];
+    }
+  }
+  add_sums(sums, target, row, column);
+}
+
+// sums (R, C vectors) += left' right over a few keys. Not inlined: the compiler would keep both sums and their addend
+// in registers, for which there are too few.
+template <class V, int R, int C, class T>
+__attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
+                                            ptrdiff_t right_stride, int keys, Ahead::Line ahead, T* sums) {
+  V acc[R][C] = {};
+  for (int i = 0; i < keys; ++i) {
+    __builtin_prefetch(reinterpret_cast<const void*>(ahead.at + i * ahead.stride), 0, 2);
+    multiply_add<V, R, C>(acc, left + i * left_stride, 1, 0, right + i * right_stride, 0, 1);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c, sums += lanes<V>()) store<V>(sums, load<V>(sums) + acc[r][c]);
+}
+
+// Sums of this many keys are added up from zero, then to those of the run: equal terms, whose roundings all go one way,
+// err less than in one sum of 512.
+constexpr int kStepKeys = 128;
+
+template <class V, int R, int C, class T>
+inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int column, Ahead::Line ahead) {
+  constexpr int kColumns = C * lanes<V>();
+  const T* left = run.left.rows + row;
+  const T* right = target.right.rows + column;
+  alignas(64) T sums[R][kColumns] = {};
+  for (int first = 0; first < run.count; first += kStepKeys) {
+    const int keys = run.count - first < kStepKeys ? run.count - first : kStepKeys;
+    add_products<V, R, C>(left + first * run.left.stride, run.left.stride, right + first * target.right.stride,
+                          target.right.stride, keys, {ahead.at + first * ahead.stride, ahead.stride}, sums[0]);
+  }
+  if constexpr (sizeof(T) == 4)
+    if (!all_finite(sums[0], R * kColumns)) return add_in_double<R, kColumns>(run, target, row, column);
+  add_sums(sums, target, row, column);
+}
+
+template <class V, int C, class T>
+inline void add_rows(const Run<T>& run, const Target<T>& target, int first, int end, int column, Ahead& ahead) {
+  for_each_tile<tile_rows(C)>(first, end, [&](int row, auto rows) {
+    add_tile<V, decltype(rows)::value, C>(run, target, row, column, ahead.next());
+  });
+}
+
+template <class V, class T>
+inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ahead& ahead) {
+  for_each_panel(padded_width<T>(moment.width) / lanes<V>(), [&](int first, auto columns) {
+    add_rows<V, decltype(columns)::value>(run, moment, 0, width, first * lanes<V>(), ahead);
+  });
+}
+
+// On and above the diagonal, in steps of kNarrow. Where that is half a vector, every second block of the diagonal is
+// taken by narrow vectors, so that less is computed twice.
+template <class V, class T>
+inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead& ahead) {
+  for (int row = 0; row < gram.width; row += kNarrow) {
+    const int end = gram.width - row < kNarrow ? gram.width : row + kNarrow;
+    int column = row;
+    if (row % lanes<V>() != 0) {
+      add_rows<NarrowVector<T>, 1>(run, gram, row, end, column, ahead);
+      column += kNarrow;
+    }
+    for_each_panel((padded_width<T>(gram.width) - column) / lanes<V>(), [&](int first, auto columns) {
+      add_rows<V, decltype(columns)::value>(run, gram, row, end, column + first * lanes<V>(), ahead);
+    });
+  }
+}
+
+// Rows that are further apart than this many widths compete for a few sets of the first cache: they are copied.
+constexpr int kApart = 2;
+
+template <class T>
+struct GramSums {
+  struct Scratch {
+    T *key, *value, *left, *weight;
+    size_t bytes;
+
+    Scratch(const GramShape& shape, int keys, void* memory) {
+      Arena arena(memory);
+      key = arena.take<T>(size_t(keys) * padded_width<T>(shape.key_width));
+      value = arena.take<T>(size_t(keys) * padded_width<T>(shape.value_width));
+      left = arena.take<T>(size_t(keys) * padded_width<T>(shape.key_width));
+      weight = arena.take<T>(keys);
+      bytes = arena.used();
+    }
+  };
+  static size_t scratch_bytes(const GramShape& shape, int keys) { return Scratch(shape, keys, nullptr).bytes; }
+
+  static Tile<T> weigh(const Run<T>& run, int width, T* to) {
+    const int padded = padded_width<T>(width);
+    for (int k = 0; k < run.count; ++k)
+      for (int d = 0; d < padded; ++d)
+        to[ptrdiff_t(k) * padded + d] = run.weight[k] * run.key.rows[k * run.key.stride + d];
+    return {to, padded};
+  }
+
+  static void add_run(const GramShape& shape, const GramKeys& keys, bool first, double* gram, double* moment,
+                      void* memory) {
+    const int width = shape.key_width, value_width = moment ? shape.value_width : 0;
+    const Scratch scratch(shape, int(keys.count), memory);
+    const PresentRows present(int(keys.count), keys.ignored, keys.ignored_stride);
+    Run<T> run;
+    run.count = present.count;
+    run.key = run.left = load_rows(shape.dtype, keys.key, present, width, kApart * width, scratch.key);
+    run.weight = load_weights(shape.dtype, keys, present, scratch.weight);
+    if (run.weight) run.left = weigh(run, width, scratch.left);
+    Ahead ahead(shape.dtype, keys, width, value_width);
+    if (value_width > 0) {
+      run.value = load_rows(shape.dtype, keys.value, present, value_width, kApart * value_width, scratch.value);
+      const Target<T> target{run.value, value_width, moment, first};
+      with_vector<T>(value_width, [&](auto vector) { add_moment<decltype(vector)>(run, target, width, ahead); });
+    }
+    if (gram) {
+      const Target<T> target{run.key, width, gram, first};
+      with_vector<T>(width, [&](auto vector) { add_gram<decltype(vector)>(run, target, ahead); });
+    }
+  }
+
+  static constexpr GramKernel kernel = {scratch_bytes, add_run};
+};
+
+}  // namespace
+}  // namespace cmab::cpu

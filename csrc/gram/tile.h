@@ -1,0 +1,163 @@
+// What the kernels of family C share: rows in the compute type, and how a matrix of results is cut into tiles of
+// registers. Internal linkage, as in simd.h.
+#pragma once
+
+#include "common/tile.h"
+#include "gram/gram.h"
+
+namespace cmab::cpu {
+namespace {
+
+// Rows of up to kNarrow columns take a vector of kNarrow lanes where the widest has more; others take whole vectors.
+constexpr int kNarrow = 8;
+
+template <class T>
+using NarrowVector = Vector<T, (kVectorLanes<T> > kNarrow ? kNarrow * int(sizeof(T)) : CMAB_VECTOR_BYTES)>;
+
+template <class T>
+constexpr int padded_width(int width) {
+  return round_up(width, width <= kNarrow ? lanes<NarrowVector<T>>() : kVectorLanes<T>);
+}
+
+// Calls `function` with a vector that fits rows of `width` columns.
+template <class T, class Function>
+CMAB_INLINE void with_vector(int width, Function function) {
+  if (width <= kNarrow)
+    function(NarrowVector<T>{});
+  else
+    function(Vector<T>{});
+}
+
+// A tile of registers is R rows of C vectors: 16 to 24 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
+constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
+constexpr int tile_rows(int columns) { return columns == kMaxColumns ? 4 : 8; }
+
+template <int n>
+using Constant = std::integral_constant<int, n>;
+
+// Cuts `vectors` into panels of up to kMaxColumns of them, the last two alike: a panel of one is bound by loads.
+template <class Function>
+CMAB_INLINE void for_each_panel(int vectors, Function function) {
+  for (int first = 0; first < vectors;) {
+    const int left = vectors - first;
+    const int columns = left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
+    if (columns == 1) function(first, Constant<1>());
+    if (columns == 2) function(first, Constant<2>());
+    if constexpr (kMaxColumns == 4) {
+      if (columns == 3) function(first, Constant<3>());
+      if (columns == 4) function(first, Constant<4>());
+    }
+    first += columns;
+  }
+}
+
+// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1.
+template <int R, class Function>
+CMAB_INLINE void for_each_tile(int first, int end, Function function) {
+  for (; first + R <= end; first += R) function(first, Constant<R>());
+  if constexpr (R > 1) for_each_tile<R / 2>(first, end, function);
+}
+
+// Calls `function` with the address, to const or not, in its own type. T is the compute type.
+template <class T, class Void, class Function>
+CMAB_INLINE auto with_type(DType dtype, Void* data, Function function) {
+  const auto typed = [&](auto element) {
+    using Element = decltype(element);
+    return function(static_cast<std::conditional_t<std::is_const_v<Void>, const Element, Element>*>(data));
+  };
+  if constexpr (sizeof(T) == 8)
+    if (dtype == DType::kFloat64) return typed(double());
+  if (dtype == DType::kFloat32) return typed(float());
+  if (dtype == DType::kBFloat16) return typed(BFloat16());
+  return typed(Float16());
+}
+
+inline Matrix from_row(DType dtype, const Matrix& matrix, int64_t row) {
+  return {static_cast<const char*>(matrix.data) + row * matrix.row_stride * element_bytes(dtype), matrix.row_stride,
+          matrix.col_stride};
+}
+
+// `count` of the keys from `first` on.
+inline GramKeys from_key(const GramShape& shape, GramKeys keys, int64_t first, int64_t count) {
+  keys.key = from_row(shape.dtype, keys.key, first);
+  keys.value = from_row(shape.dtype, keys.value, first);
+  if (keys.weight)
+    keys.weight =
+        static_cast<const char*>(keys.weight) + first * keys.weight_stride * element_bytes(state_type(shape.dtype));
+  if (keys.ignored) keys.ignored += first * keys.ignored_stride;
+  keys.count = count;
+  return keys;
+}
+
+// The rows of a run that are present, in order.
+struct PresentRows {
+  int count = 0;
+  bool all;
+  uint16_t row[kMaxRunKeys];
+
+  PresentRows(int rows, const uint8_t* ignored, int64_t stride) {
+    for (int k = 0; k < rows; ++k) {
+      row[count] = uint16_t(k);
+      count += !ignored || !ignored[k * stride];
+    }
+    all = count == rows;
+  }
+
+  // Whether row k is, where `taken` of those before it are.
+  bool has(int k, int taken) const { return taken < count && row[taken] == k; }
+};
+
+// Whether rows are whole aligned vectors.
+template <class T>
+inline bool aligned(const T* rows, int64_t stride, int width) {
+  const size_t bytes = width <= kNarrow ? sizeof(NarrowVector<T>) : sizeof(Vector<T>);
+  return width == padded_width<T>(width) &&
+         (reinterpret_cast<uintptr_t>(rows) | size_t(stride) * sizeof(T)) % bytes == 0;
+}
+
+// A row of whole vectors, aligned or not.
+template <class T>
+CMAB_INLINE void copy_vectors(const T* from, int width, T* to) {
+  with_vector<T>(width, [&](auto vector) {
+    constexpr int kLanes = lanes<decltype(vector)>();
+    for (int d = 0; d < width; d += kLanes) __builtin_memcpy(to + d, from + d, kLanes * sizeof(T));
+  });
+}
+
+// The present rows: where they lie if they can be read there by aligned vectors and are at most `apart` elements apart,
+// else in `copy`, with zeros up to padded_width.
+template <class T>
+inline Tile<T> load_rows(DType dtype, const Matrix& matrix, const PresentRows& present, int width, int64_t apart,
+                         T* copy) {
+  const int padded = padded_width<T>(width);
+  return with_type<T>(dtype, matrix.data, [&](const auto* from) -> Tile<T> {
+    if constexpr (std::is_same_v<decltype(from), const T*>)
+      if (present.all && matrix.col_stride == 1 && matrix.row_stride <= apart &&
+          aligned(from, matrix.row_stride, width))
+        return {from, matrix.row_stride};
+    for (int k = 0; k < present.count; ++k) {
+      const auto* row = from + present.row[k] * matrix.row_stride;
+      T* to = copy + ptrdiff_t(k) * padded;
+      if constexpr (std::is_same_v<decltype(from), const T*>)
+        if (matrix.col_stride == 1 && width == padded) {
+          copy_vectors(row, width, to);
+          continue;
+        }
+      copy_row(row, matrix.col_stride, width, padded, to);
+    }
+    return {copy, padded};
+  });
+}
+
+// The weights of the present rows; null where all are 1.
+template <class T>
+inline const T* load_weights(DType dtype, const GramKeys& keys, const PresentRows& present, T* copy) {
+  if (!keys.weight) return nullptr;
+  with_type<T>(state_type(dtype), keys.weight, [&](const auto* from) {
+    for (int k = 0; k < present.count; ++k) copy[k] = widen(from[present.row[k] * keys.weight_stride]);
+  });
+  return copy;
+}
+
+}  // namespace
+}  // namespace cmab::cpu

@@ -1,0 +1,14 @@
+// The extension: what was compiled, and a file of bindings for each family. Python allocates, C++ fills.
+#include "common/bindings.h"
+
+#include "common/instruction_sets.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.def("instruction_sets", cmab::cpu::usable_instruction_sets);
+  module.def("instruction_set", [] { return std::string(name(cmab::cpu::instruction_set())); });
+  cmab::bind_attention(module);
+  cmab::bind_continual(module);
+  cmab::bind_gram(module);
+  cmab::bind_pinv(module);
+  cmab::bind_solve(module);
+}

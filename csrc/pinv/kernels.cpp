@@ -1,0 +1,9 @@
+// The kernels of the pseudo-inverse and of the landmarks, for the instruction set that this file is compiled for.
+#include "common/instance.h"
+#include "pinv/landmarks_kernel.h"
+
+namespace cmab::cpu {
+
+extern const PinvKernels CMAB_TABLE(pinv) = {{Pinv<double>::kernel, Pinv<float>::kernel}};
+
+}  // namespace cmab::cpu

@@ -1,0 +1,40 @@
+// The kernel of (A + alpha I)^-1 B over a batch, a block a matrix.
+#pragma once
+
+#include "solve/solve_block.cuh"
+
+namespace cmab::cuda {
+
+// Strides in elements; float64, or float32.
+struct SolveCall {
+  bool wide;
+  int64_t matrices;
+  int order, columns;
+  const void* gram;  // (M, D, D), of which the lower triangle is read
+  int64_t gram_stride[3];
+  const void* rhs;  // (M, D, E)
+  int64_t rhs_stride[3];
+  const void* alpha;  // (M,), contiguous
+  void* weight;       // (M, D, E), contiguous
+  int32_t* info;      // (M,)
+};
+
+template <class T>
+CMAB_HOST_DEVICE System<T> system(const SolveCall& call, int64_t matrix) {
+  return {call.order,
+          call.columns,
+          static_cast<const T*>(call.gram) + matrix * call.gram_stride[0],
+          call.gram_stride[1],
+          call.gram_stride[2],
+          static_cast<const T*>(call.rhs) + matrix * call.rhs_stride[0],
+          call.rhs_stride[1],
+          call.rhs_stride[2],
+          static_cast<const T*>(call.alpha)[matrix],
+          static_cast<T*>(call.weight) + matrix * call.order * call.columns,
+          call.info + matrix};
+}
+
+// Small matrices leave most of a large block waiting.
+CMAB_HOST_DEVICE int solve_threads(int order) { return order <= 32 ? 64 : kThreads; }
+
+}  // namespace cmab::cuda
