@@ -52,6 +52,11 @@ def test_every_page_is_in_the_index() -> None:
     assert [name for name in PAGES if name != "README.md" and f"]({name})" not in index] == []
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = set(re.findall(r"[\w/]+\.md$", (pages.ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert listed == {page.relative_to(pages.DOCS).as_posix() for page in pages.DOCS.rglob("*.md")}
+
+
 def test_every_public_name_is_documented() -> None:
     words = {word for page in PAGES.values() for part in pages.code(page) for word in re.findall(r"\w+", part)}
     assert {*cmab_kernels.__all__, *nn.__all__, *variants.__all__} - words == set()

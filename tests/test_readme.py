@@ -7,8 +7,15 @@ import re
 from . import pages
 
 
+def test_it_is_short() -> None:
+    """A newcomer reads one page, one program and one table of seven rows; what is longer belongs to docs/."""
+    assert len(pages.README.read_text().splitlines()) <= 120
+    (program,) = pages.programs(pages.README)
+    assert len(program.strip().splitlines()) <= 24
+    assert sorted(map(len, pages.tables(pages.README))) == [3, 7]
+
+
 def test_programs() -> None:
-    assert pages.programs(pages.README)
     pages.run(pages.README)
 
 
