@@ -103,7 +103,7 @@ class CMAB(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
-        updated = self._read(new_inputs, latents, self.stream.state if state is None else state, key_padding_mask)
+        updated = self._read(new_inputs, latents, self.stream.held if state is None else state, key_padding_mask)
         result = CMABUpdate(self._retrieve(latents, updated), updated)
         if state is None:
             self.stream.state = updated
@@ -117,11 +117,8 @@ class CMAB(nn.Module):
         The inputs must have been part of the state. A removal cancels digits; see `cmab_kernels.remove_from_state` for `reliable`. An own
         stream that has seen nothing is a `RuntimeError`.
         """
-        before = self.stream.state if state is None else state
-        if before is None:
-            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
-        part = self._read(old_inputs, latents, None, key_padding_mask)
-        left, reliable = subtract_state(before, part)
+        before = self.stream.started(state)
+        left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))
         result = CMABRemoval(self._retrieve(latents, left), left, reliable)
         if state is None:
             self.stream.state = left

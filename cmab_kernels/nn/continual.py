@@ -112,16 +112,17 @@ class Continual(MultiheadProjections):
         """The outputs of tokens in the layout of `forward`: (B, H, T', E), or retroactive (B, H, T', n, E)."""
         self._refuse_to_drop()
         heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
-        self._check_heads(heads)
+        held = stream.held
+        self._check_heads(heads, held)
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
         # One call of an operator is done or not done; a second one that fails would find the memory of the state held used again.
         mine = update_state and tokens <= self._block
         with as_they_are(query.device):
-            state, outs = self._walked(stream.held if mine else stream.shared(), heads)
+            state, outs = self._walked(held if mine else stream.state, heads)
         if update_state:
-            stream.held = state
+            stream.hold(state)
         if len(outs) > 1:
             return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
@@ -138,9 +139,9 @@ class Continual(MultiheadProjections):
         dtype = self.out_proj.weight.dtype
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
-    def _check_heads(self, heads: tuple[Tensor, ...]) -> None:
-        """What the stream does not take."""
-        held, like = self.stream.held, heads[0]
+    def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
+        """Raise for what the stream that is held does not take."""
+        like = heads[0]
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or step a state of your own by the operator, which is differentiable"
             raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))

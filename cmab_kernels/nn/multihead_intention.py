@@ -187,7 +187,7 @@ class MultiheadIntention(LearnedRidge):
 
         Key (B, N, kdim) and value (B, N, vdim), or as `batch_first` says. `state` None continues the module's own stream.
         """
-        updated = ridge_state(state=self.stream.state if state is None else state, **self._pairs(key, value, key_padding_mask))
+        updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = updated
         return updated
@@ -199,7 +199,7 @@ class MultiheadIntention(LearnedRidge):
 
         `state` None takes them out of the module's own stream: a `RuntimeError` if that has seen nothing.
         """
-        left = remove_ridge(self._held(state), **self._pairs(key, value, key_padding_mask))
+        left = remove_ridge(self.stream.started(state), **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = left
         return left
@@ -209,7 +209,7 @@ class MultiheadIntention(LearnedRidge):
 
         Differentiable in the query, the weights of the query and output, alpha and the state. `RuntimeError` if nothing was seen.
         """
-        held = self._held(state)
+        held = self.stream.started(state)
         self._check(None, query=query)
         q, alpha = self._project(0, query), self.alpha
         check_ridge(held, (q.shape[0], *self.stream.shape), q.device)
@@ -220,12 +220,6 @@ class MultiheadIntention(LearnedRidge):
     def init_state(self, batch: int) -> RidgeState:
         """The state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
         return self.stream.init_state(batch)
-
-    def _held(self, state: RidgeState | None) -> RidgeState:
-        held = self.stream.state if state is None else state
-        if held is None:
-            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
-        return held
 
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
         """The heads that a state is made of."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..checks import wrong
 from .layers import check_features
+from .stream import Keeper
 
 
-class CircularPositionalEncoding(nn.Module):
+class CircularPositionalEncoding(Keeper[int]):
     """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
 
     A token keeps its encoding for as long as it is in the window, so that nothing of it is computed again. Two tokens of a window are at
@@ -43,6 +44,7 @@ class CircularPositionalEncoding(nn.Module):
     (True, 64)
     """
 
+    fields = ("position",)
     encodings: Tensor
 
     def __init__(
@@ -59,7 +61,6 @@ class CircularPositionalEncoding(nn.Module):
             if not isinstance(extent, int) or extent < 1:
                 raise ValueError(wrong(name, f"is {extent!r}", "an int >= 1 is needed"))
         self.sequence_len, self.period, self.batch_first = sequence_len, 2 * sequence_len - 1, batch_first
-        self.position = 0
         if learned:
             self.encodings = nn.Parameter(0.02 * torch.randn(self.period, embed_dim, device=device, dtype=dtype))
         else:
@@ -89,9 +90,14 @@ class CircularPositionalEncoding(nn.Module):
         self._move(tokens.shape[self._along(tokens)] if update_state else 0)
         return out
 
+    @property
+    def position(self) -> int:
+        """The place of the next token, from 0 to 2 n - 2."""
+        return self.held or 0
+
     def clean_state(self) -> None:
         """Back to place 0."""
-        self.position = 0
+        self.hold(None)
 
     def get_state(self) -> int:
         """The place of the next token, from 0 to 2 n - 2."""
@@ -101,7 +107,7 @@ class CircularPositionalEncoding(nn.Module):
         """Go on from a place; None is `clean_state`."""
         if state is not None and not (isinstance(state, int) and 0 <= state < self.period):
             raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
-        self.position = state or 0
+        self.hold(state)
 
     def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
@@ -116,31 +122,19 @@ class CircularPositionalEncoding(nn.Module):
         return tokens + (encodings if self.batch_first or tokens.dim() == 2 else encodings.unsqueeze(1))
 
     def _move(self, places: int) -> None:
-        self.position = (self.position + places) % self.period
+        self.hold((self.position + places) % self.period)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.position:
-            destination[prefix + "position"] = torch.tensor(self.position)
+    def _entries(self, value: int) -> dict[str, Tensor]:
+        return {"position": torch.tensor(value)} if value else {}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        name = prefix + "position"
-        others = {key: entry for key, entry in state_dict.items() if key != name}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        entry = state_dict.get(name, torch.tensor(0))
-        if not (isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period):
-            error_msgs.append(wrong(name, f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed"))
-        else:
-            self.position = int(entry)
+    def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
+        entry = entries["position"]
+        if isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period:
+            return ""
+        return wrong(f"{prefix}position", f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed")
+
+    def _built(self, entries: Mapping[str, Tensor]) -> int:
+        return int(entries["position"])
 
 
 def _waves(period: int, width: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""The running state that a streaming module keeps between calls."""
+"""The running state that a streaming module keeps between calls: how it is held, moved, saved and loaded."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,85 +16,57 @@ from ..dtypes import state_dtype
 from ..intention import RidgeState, empty_ridge
 from ..intention.state import check_ridge
 
-State = TypeVar("State", bound=AttentionState | RidgeState)
+Value = TypeVar("Value")
+State = TypeVar("State", bound=tuple)
 
 
-class Part(NamedTuple):
-    """What a tensor of a state must be: the extents that follow the batch, and the dtype."""
+class Keeper(nn.Module, Generic[Value]):
+    """Holds a value or None, saves it in the `state_dict`, and takes another from there if the whole load succeeds.
 
-    extents: tuple[int, ...]
-    dtype: torch.dtype
+    `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises at the end if that
+    list has entries; what is unexpected or missing under `strict=True` enters the list only then. A value that was read for this module is
+    therefore put aside together with the list, and counts once the list is seen to be empty after the load.
+    """
 
+    fields: ClassVar[tuple[str, ...]]
+    """The names of the entries that a value may be saved as."""
 
-class Stream(nn.Module, Generic[State]):
-    """Holds one state, or none: what is common to the streams below, which say what their states look like."""
-
-    state_type: ClassVar[type]
-    weight_like: Tensor
-
-    def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        # Not persistent: what is saved is written below. An element-free buffer follows the module's casts and moves, and tells of them.
-        for name in self._fields:
-            self.register_buffer(name, None, persistent=False)
-        self.register_buffer("weight_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self._value: Value | None = None
+        self._loaded: tuple[Value | None, list[str]] | None = None
 
     @property
-    def state(self) -> State | None:
-        """The state held, or None before the first input; assign one to continue from there, or None to start afresh.
+    def held(self) -> Value | None:
+        """The value itself. For a step that writes into the memory of a state, this is the only reference to its tensors."""
+        if self._loaded is None:
+            return self._value
+        value, errors = self._loaded
+        return self._value if errors else value
 
-        Assigning checks shapes, dtypes and device (`ValueError`, `TypeError`) and refuses a state with a gradient (`RuntimeError`): the
-        chain of graphs would grow for as long as the stream runs.
-        """
-        tensors = [getattr(self, name) for name in self._fields]
-        return None if tensors[0] is None else self.state_type(*tensors)
-
-    @state.setter
-    def state(self, state: State | None) -> None:
-        if state is not None:
-            self._check(state)
-            if any(tensor.requires_grad for tensor in state):
-                allowed = "a module's own stream holds no graph; run it under torch.no_grad(), or pass and keep the states yourself"
-                raise RuntimeError(wrong("state", "requires a gradient", allowed))
-        self._hold(state or [None] * len(self._fields))
+    def hold(self, value: Value | None) -> None:
+        """Replace the value, unchecked."""
+        if self._loaded is not None:
+            self._loaded = None
+        self._value = value
 
     @abstractmethod
-    def init_state(self, batch: int) -> State:
-        """The empty state of a batch, in the module's state dtype and on its device."""
+    def _entries(self, value: Value) -> dict[str, Tensor]:
+        """What is saved of a value, by the names in `fields`: tensors that later steps do not change."""
 
     @abstractmethod
-    def _parts(self) -> dict[str, Part]:
-        """What each field of a state of this module must be."""
+    def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
+        """Why the saved entries are not a value of this module; "" where they are one."""
 
     @abstractmethod
-    def _check(self, state: State) -> None:
-        """Raise unless `state` fits this module, at any batch."""
-
-    @abstractmethod
-    def _unlikely(self, names: Sequence[str], state: State) -> str:
-        """Why no set of inputs leaves these values behind, with the `names` of the fields; "" where one may."""
-
-    @property
-    def _fields(self) -> tuple[str, ...]:
-        return self.state_type._fields  # type: ignore[attr-defined]
-
-    def _hold(self, tensors: Sequence[Tensor | None]) -> None:
-        for name, tensor in zip(self._fields, tensors, strict=True):
-            setattr(self, name, tensor)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Stream:
-        """Every cast and move of a module comes here; of the state, only the device may change."""
-        state = self.state
-        super()._apply(fn, recurse)
-        if state is not None:
-            dtypes = [part.dtype for part in self._parts().values()]
-            self._hold([tensor.to(self.weight_like.device, dtype) for tensor, dtype in zip(state, dtypes, strict=True)])
-        return self
+    def _built(self, entries: Mapping[str, Tensor]) -> Value:
+        """The value that sound entries stand for, in memory of its own."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.state is not None:
-            destination.update({prefix + name: tensor for name, tensor in self.state._asdict().items()})
+        held = self.held
+        if held is not None:
+            destination.update({prefix + name: entry for name, entry in self._entries(held).items()})
 
     def _load_from_state_dict(
         self,
@@ -106,40 +78,118 @@ class Stream(nn.Module, Generic[State]):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        entries: dict[str, Any] = {prefix + name: state_dict.get(prefix + name) for name in self._fields}
-        others = {name: entry for name, entry in state_dict.items() if name not in entries}
+        entries = {name: state_dict[prefix + name] for name in self.fields if prefix + name in state_dict}
+        others = {name: entry for name, entry in state_dict.items() if name.removeprefix(prefix) not in entries}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if all(entry is None for entry in entries.values()):
-            self.state = None
-            return
-        problem = self._problem(entries)
+        problem = self._problem(prefix, entries) if entries else ""
         if problem:
             error_msgs.append(problem)
-            return
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        tensors = [entry.detach() for entry in entries.values()]
-        self._hold(tensors if assign else [tensor.to(self.weight_like.device, copy=True) for tensor in tensors])
+        else:
+            if self._loaded is None or self._loaded[1] is not error_msgs:  # else the module has two places in this model
+                self.hold(self.held)
+            self._loaded = (self._built(entries) if entries else None, error_msgs)
 
-    def _problem(self, entries: Mapping[str, Any]) -> str:
-        """Why the saved entries are not a state of this module; "" when they are."""
-        first = next(iter(entries.values()))
-        batch = first.shape[0] if isinstance(first, Tensor) and first.dim() else 0
-        for (name, entry), part in zip(entries.items(), self._parts().values(), strict=True):
-            if not isinstance(entry, Tensor) or list(entry.shape) != [batch, *part.extents] or entry.dtype != part.dtype:
+
+class Part(NamedTuple):
+    """The shape and dtype that a saved tensor must have."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Stream(Keeper[State]):
+    """Holds one state, or None, for the module that it is a submodule of.
+
+    The state moves with the module between devices. While there is one, the `state_dict` holds its entries; while there is none it holds
+    nothing, so that weights alone are a complete checkpoint. After a `load_state_dict` that succeeds the stream is the one that was saved:
+    a saved state goes on to the same bits, whatever batch was held before, and a `state_dict` without a stream ends the stream, also with
+    `strict=False`. After a `load_state_dict` that raises, for whatever entry of whatever module of the model, the stream is as it was.
+    (Weights are not: torch copies those that fit before it raises.) Entries of wrong shape or dtype, or with values that no inputs leave
+    behind, are such an error, which names them.
+    """
+
+    weight_like: Tensor
+    """An element-free buffer, which follows the casts and moves of the module and so tells of them."""
+
+    def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+
+    @property
+    def state(self) -> State | None:
+        """The state held, or None before the first input. Later steps do not change it.
+
+        Assign one to continue from there, or None to start afresh. `ValueError` or `TypeError` for one that does not fit the module,
+        `RuntimeError` for one with a gradient: the chain of graphs would grow for as long as the stream runs.
+        """
+        held = self.held
+        return None if held is None else type(held)(*held)  # a tuple of its own: while it lives, steps write elsewhere
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        if state is not None:
+            self._check(state)
+            if any(isinstance(field, Tensor) and field.requires_grad for field in state):
+                allowed = "a module's own stream holds no graph; run it under torch.no_grad(), or pass and keep the states yourself"
+                raise RuntimeError(wrong("state", "requires a gradient", allowed))
+        self.hold(None if state is None else self._taken(state))
+
+    def started(self, state: State | None) -> State:
+        """`state`, or the state held where that is None; a `RuntimeError` where both are None."""
+        state = self.held if state is None else state
+        if state is None:
+            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
+        return state
+
+    @abstractmethod
+    def _check(self, state: State) -> None:
+        """Raise unless `state` has the type, shapes, dtypes and device that this module needs, at any batch."""
+
+    def _taken(self, state: State) -> State:
+        """What is held of a state that was assigned."""
+        return state
+
+    @abstractmethod
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        """The shape and dtype of each entry, given the batch that the entries have."""
+
+    @abstractmethod
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        """Why no inputs leave entries with these values behind; "" where some may."""
+
+    def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
+        parts = self._parts(entries)
+        for name, (shape, dtype) in parts.items():
+            entry = entries.get(name)
+            if not isinstance(entry, Tensor) or entry.shape != shape or entry.dtype != dtype:
                 given = f"is {entry.dtype} {tuple(entry.shape)}" if isinstance(entry, Tensor) else f"is {entry!r}"
-                shape = ", ".join(map(str, ("B", *part.extents)))
-                return wrong(name, given, f"{part.dtype} ({shape}) is needed, with one B for {', '.join(self._fields)}")
-        return self._unlikely(list(entries), self.state_type(*entries.values()))
+                allowed = f"{dtype} ({', '.join(map(str, ('B', *shape[1:]) if shape else ()))}) is needed, with one B for all entries"
+                return wrong(prefix + name, given, allowed)
+        return self._unlikely(prefix, entries)
+
+    def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The entries in the dtypes that the module needs."""
+        parts = self._parts(entries)
+        return {name: entry.to(parts[name].dtype) for name, entry in entries.items()}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Stream:
+        """Every cast and move of a module comes here."""
+        before = self.weight_like
+        super()._apply(fn, recurse)
+        cast = before.dtype != self.weight_like.dtype
+        held = self.held
+        if held is not None and (cast or before.device != self.weight_like.device):
+            entries = self._entries(held)
+            self.hold(self._built(self._cast(entries) if cast else entries))
+        return self
 
 
 class AttentionStream(Stream[AttentionState]):
-    """Holds one `AttentionState` of H heads, L queries and width E, or none: a submodule of a module that streams.
+    """Holds one `AttentionState` of H heads, L queries and width E, or None: a submodule of a module that streams.
 
-    The state moves with the module between devices, and no cast touches its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
-    is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L); while there is
-    none it holds neither, so that weights alone are a complete checkpoint. Loading one therefore ends the stream, and loading a saved
-    stream continues it, to the same bits, whatever batch is held now. Entries of wrong shape or dtype, or with values that no set of keys
-    has, are refused with an error that names them, and the state held stays.
+    The state moves with the module between devices, and no cast changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
+    is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L); see `Stream`
+    for what loading does. Refused are a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is not 0 where `lse` is -inf.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -149,7 +199,7 @@ class AttentionStream(Stream[AttentionState]):
     (['out', 'lse'], torch.float32)
     """
 
-    state_type = AttentionState
+    fields = AttentionState._fields
 
     def __init__(
         self, heads: int, latents: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -159,37 +209,43 @@ class AttentionStream(Stream[AttentionState]):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """float64 in a float64 module, else float32."""
+        """The dtype of `out`: float64 in a float64 module, else float32."""
         return state_dtype(self.weight_like.dtype)
 
     def init_state(self, batch: int) -> AttentionState:
+        """The state of no keys for a batch, in the state dtype and on the device of the module."""
         return empty_state(batch, *self.shape, dtype=self.state_dtype, device=self.weight_like.device)
-
-    def _parts(self) -> dict[str, Part]:
-        return {"out": Part(self.shape, self.state_dtype), "lse": Part(self.shape[:-1], torch.float64)}
 
     def _check(self, state: AttentionState) -> None:
         batch = state.lse.shape[0] if isinstance(state, AttentionState) and state.lse.dim() else 0
         check_state(state, (batch, *self.shape), self.state_dtype, self.weight_like.device)
 
-    def _unlikely(self, names: Sequence[str], state: AttentionState) -> str:
-        out_name, lse_name = names
-        out, lse = state
+    def _entries(self, value: AttentionState) -> dict[str, Tensor]:
+        return value._asdict()
+
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        shape = (extent(entries, "out", 0), *self.shape)
+        return {"out": Part(shape, self.state_dtype), "lse": Part(shape[:-1], torch.float64)}
+
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        out, lse = entries["out"], entries["lse"]
         if not out.isfinite().all():
-            return wrong(out_name, "holds a NaN or an infinity", "every element must be finite")
+            return wrong(f"{prefix}out", "holds a NaN or an infinity", "every element must be finite")
         if (lse.isnan() | (lse == torch.inf)).any():
-            return wrong(lse_name, "holds a NaN or +inf", "every element must be finite, or -inf where no key was seen")
+            return wrong(f"{prefix}lse", "holds a NaN or +inf", "every element must be finite, or -inf where no key was seen")
         if (out[lse == -torch.inf] != 0).any():
-            return wrong(out_name, f"is not 0 where {lse_name} is -inf", "a row that saw no key is 0")
+            return wrong(f"{prefix}out", f"is not 0 where {prefix}lse is -inf", "a row that saw no key is 0")
         return ""
+
+    def _built(self, entries: Mapping[str, Tensor]) -> AttentionState:
+        return AttentionState(**copied(entries, self.weight_like.device))
 
 
 class RidgeStream(Stream[RidgeState]):
-    """Holds one `RidgeState` of H heads, keys of width D and values of width E, or none: as `AttentionStream` holds its state.
+    """Holds one `RidgeState` of H heads, keys of width D and values of width E, or None, as `AttentionStream` holds its state.
 
-    `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) int64 in a module of any dtype. Loading refuses what no
-    set of keys leaves behind: a NaN or an infinity, a gram that is not symmetric (beyond rounding), a negative count, sums of no keys that
-    are not 0.
+    `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is int64 in a module of any dtype. Refused when loading are
+    a NaN or an infinity, a gram that is not symmetric (beyond rounding), a negative count, and sums of no keys that are not 0.
 
     >>> stream = cmab_kernels.nn.RidgeStream(heads=2, width=4, value_width=3)
     >>> stream.state = stream.init_state(batch=1)
@@ -197,7 +253,7 @@ class RidgeStream(Stream[RidgeState]):
     (['gram', 'moment', 'count'], torch.float64)
     """
 
-    state_type = RidgeState
+    fields = RidgeState._fields
 
     def __init__(
         self, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -206,30 +262,48 @@ class RidgeStream(Stream[RidgeState]):
         self.shape = (heads, width, value_width)
 
     def init_state(self, batch: int) -> RidgeState:
+        """The state of no keys for a batch, on the device of the module."""
         return empty_ridge(batch, *self.shape, device=self.weight_like.device)
-
-    def _parts(self) -> dict[str, Part]:
-        heads, width, _ = self.shape
-        return {
-            "gram": Part((heads, width, width), torch.float64),
-            "moment": Part(self.shape, torch.float64),
-            "count": Part((heads,), torch.int64),
-        }
 
     def _check(self, state: RidgeState) -> None:
         batch = state.count.shape[0] if isinstance(state, RidgeState) and state.count.dim() else 0
         check_ridge(state, (batch, *self.shape), self.weight_like.device)
 
-    def _unlikely(self, names: Sequence[str], state: RidgeState) -> str:
-        gram_name, _, count_name = names
-        for name, sums in zip(names, state[:2], strict=False):
-            if not sums.isfinite().all():
-                return wrong(name, "holds a NaN or an infinity", "every element must be finite")
-            if sums[state.count == 0].any():
-                return wrong(name, f"is not 0 where {count_name} is 0", "the sums of no keys are 0")
-        if (state.count < 0).any():
-            return wrong(count_name, "has a negative element", "every element must be >= 0")
-        rounding = 1e-9 * state.gram.abs().amax((-2, -1), keepdim=True)
-        if ((state.gram - state.gram.mT).abs() > rounding).any():
-            return wrong(gram_name, "is not symmetric", "a sum of products k'k is")
-        return ""  # a gram that is not positive may be what a removal left, to rounding: a solve tells
+    def _entries(self, value: RidgeState) -> dict[str, Tensor]:
+        return value._asdict()
+
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        batch, (heads, width, _) = extent(entries, "gram", 0), self.shape
+        return {
+            "gram": Part((batch, heads, width, width), torch.float64),
+            "moment": Part((batch, *self.shape), torch.float64),
+            "count": Part((batch, heads), torch.int64),
+        }
+
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        gram, count = entries["gram"], entries["count"]
+        for name in ("gram", "moment"):
+            if not entries[name].isfinite().all():
+                return wrong(prefix + name, "holds a NaN or an infinity", "every element must be finite")
+            if entries[name][count == 0].any():
+                return wrong(prefix + name, f"is not 0 where {prefix}count is 0", "the sums of no keys are 0")
+        if (count < 0).any():
+            return wrong(f"{prefix}count", "has a negative element", "every element must be >= 0")
+        rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
+        if ((gram - gram.mT).abs() > rounding).any():
+            return wrong(f"{prefix}gram", "is not symmetric", "a sum of products k'k is")
+        return ""  # a removal may leave a gram that is not positive, to rounding: `solve_ridge` says so in its `info`
+
+    def _built(self, entries: Mapping[str, Tensor]) -> RidgeState:
+        return RidgeState(**copied(entries, self.weight_like.device))
+
+
+def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
+    """The extent of an entry along a dimension; 0 where the entry or the dimension is missing."""
+    entry = entries.get(name)
+    return entry.shape[dim] if isinstance(entry, Tensor) and entry.dim() > dim else 0
+
+
+def copied(entries: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The entries on a device, contiguous, in memory of their own and outside of any graph."""
+    return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}
