@@ -1,56 +1,16 @@
-"""One way to make a differentiable operator, shared by all families, and what its callers need to be traced and transformed."""
+"""How every operator is called: one way to make it differentiable, and one choice between definition, kernel and dispatcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-# By names of their own: looking one up in torch takes as long as the call, and a streaming step has 3 us in all.
-_is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_under_transform = torch._C._are_functorch_transforms_active
-_is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
-
-
-def traced_as_constant(function: _F) -> _F:
-    """A compiler that traces the caller calls `function` once, with Python constants, and sees the answer only.
-
-    As `torch.compiler.assume_constant_result`, without importing the compiler for it.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo's own mark
-    return function
-
-
-def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return True
-    return _under_transform() or forward_ad._current_level >= 0
-
-
-def is_watched() -> bool:
-    """Whether somebody looks on at every call: a compiler, a dispatch mode, a transform or forward-mode differentiation."""
-    return _is_compiling() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call need not be dispatched: nobody watches (no compiler, mode or tensor subclass), and memory holds what the tensors are.
-
-    Dispatch costs 6 us, which is what a streaming step of few keys has to spare. It also resolves lazy negations (`x.conj().imag`), and
-    takes apart what `is_grads_batched` hands to a backward.
-    """
-    if _is_compiling() or _dispatch_modes() > 0:
-        return False
-    return all(_is_plain(t) for t in tensors if t is not None)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_neg() and not _is_batched_gradient(tensor)
+from .backends import kernel
+from .checks import as_they_are
+from .tracing import is_differentiated, is_plain, under_transform
 
 
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
@@ -81,36 +41,74 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
     Eager.backward = Transformable.backward = staticmethod(backward)  # type: ignore[method-assign]  # one for both
 
     def call(*args: Any) -> Any:
-        function = Transformable if _under_transform() else Eager
+        function = Transformable if under_transform() else Eager
         return function.apply(*args)
 
     return call
 
 
-class Operator:
-    """An operator as the public functions call it: the cheapest road that gives the right thing.
+def _no_check(*inputs: Any) -> None:
+    """For an operator that takes any values."""
 
-    Through its autograd Function where a gradient may be asked for or a transform is on; straight into `body` where nobody watches; else
-    through the dispatcher.
+
+class Operator:
+    """An operator of a set. It is called with its inputs and, last, the name of the implementation that `backends.choose` chose.
+
+    "reference" runs the definition, which autograd differentiates and every tracer sees. Any other runs its kernel: through the autograd
+    Function where a gradient may be asked for or a transform is on, directly where nobody watches, else through torch's dispatcher.
     """
 
-    def __init__(self, body: Callable[..., Any], overload: Callable[..., Any], save: Callable, backward: Callable) -> None:
-        self._body, self._overload = body, overload
-        self._function = differentiable(overload, save, backward)
+    def __init__(
+        self,
+        library: torch.library.Library,
+        operator_set: str,
+        name: str,
+        tensors: int,
+        save: Callable[..., None],
+        backward: Callable[..., Any],
+        *,
+        reference: Callable[..., Any] | None = None,
+        check: Callable[..., None] = _no_check,
+        function: str | None = None,
+    ) -> None:
+        """Give `cmab::name`, which `library` has defined, its body. Its first `tensors` arguments are tensors or None.
+
+        `reference` is the definition; None for an operator that only gradients call, as the definition's gradient is autograd's. `check`
+        raises on values that are not allowed: it runs with every call, inside a compiled graph too. `function` is what the
+        implementations call the operator, by default its name.
+        """
+        self._set, self._name, self._tensors = operator_set, function or name, tensors
+        self._reference, self._check = reference, check
+        self._overload = getattr(torch.ops.cmab, name).default
+        self._differentiable = differentiable(self._overload, save, backward)
+        library.impl(name, self._run, "CompositeExplicitAutograd")
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if args[-1] == "reference":
+            return self._by_definition(*args[:-1])
+        tensors = args[: self._tensors]
         if is_differentiated(*tensors):
-            return self._function(*args)
-        return (self._body if is_plain(*tensors) else self._overload)(*args)
+            return self._differentiable(*args)
+        return (self._run if is_plain(*tensors) else self._overload)(*args)
+
+    def _run(self, *args: Any) -> Any:
+        *inputs, impl = args
+        self._check(*inputs)
+        return kernel(self._set, impl, self._name)(*inputs)
+
+    def _by_definition(self, *inputs: Any) -> Any:
+        assert self._reference is not None
+        self._check(*inputs)
+        with as_they_are(inputs[0].device):
+            return self._reference(*inputs)
 
 
 def gradient_of_formula(
     formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """To each of `tensors`, None where it is None: the derivative of `formula(*tensors)` along `directions`, itself differentiable.
+    """The derivative of `formula(*tensors)` along `directions` to each of `tensors`, itself differentiable; None where a tensor is None.
 
-    For a backward's own backward: rare, and right to any order.
+    It serves the second and higher derivatives of kernels: rare, and right to any order.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
@@ -121,7 +119,7 @@ def gradient_of_formula(
 
 
 def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """(B, ...) mapped by vmap along `dim`, or not mapped at all, as (size * B, ...)."""
+    """A tensor (B, ...) of which vmap maps the dimension `dim` (None: it is not mapped) as (size * B, ...)."""
     if tensor is None:
         return None
     mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -129,7 +127,7 @@ def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are tensors or None, batch first: into the batch with the mapped one."""
+    """The vmap rule of an operator whose first `tensors` arguments are tensors or None, batch first: the mapped dimension joins it."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         folded = [fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]

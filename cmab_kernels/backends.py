@@ -1,6 +1,6 @@
 """Which implementation runs, and why.
 
-Each operator family has several implementations of one definition. Asked for by name, one runs or raises with the reason; `auto` takes the
+Each operator set has several implementations of one definition. Asked for by name, one runs or raises with the reason; `auto` takes the
 first that supports the inputs, in the order of `FAMILIES`, and the reference last.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import traced_as_constant
 from .checks import wrong
+from .tracing import traced_as_constant
 
 SETS = ("attention", "nystrom", "nystrom.continual", "intention", "intention.solve")
 """The operator sets: subpackages, each a folder with the same rooms."""
@@ -33,6 +34,9 @@ def _implementations(operator_set: str) -> dict[str, str]:
 
 FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SETS}
 """operator set -> implementation -> the module that holds it, imported when first used; `reference` is always there"""
+
+COMPLETED_BY = {("intention", "cuda"): "triton"}
+"""(operator set, implementation) -> the one whose kernels it takes where it has none: CUDA has sums and solve fused, no more"""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
@@ -100,12 +104,22 @@ def implementation(family: str, impl: str) -> ModuleType:
     return _MODULES[FAMILIES[family][impl]]
 
 
+def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
+    """The function `name` of an implementation that `choose` chose, or of the one that completes it."""
+    module = implementation(family, impl)
+    if not hasattr(module, name):
+        module = implementation(family, COMPLETED_BY[family, impl])
+    return getattr(module, name)
+
+
 def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """Why `impl` cannot run `tensors`; None when it can."""
+    """Why `impl`, or what completes it, cannot run `tensors`; None when it can."""
     if impl == "reference":
         return None
     path = FAMILIES[family][impl]
-    return _import_problem(path) or _MODULES[path].unsupported(*tensors)
+    reason = _import_problem(path) or _MODULES[path].unsupported(*tensors)
+    completing = COMPLETED_BY.get((family, impl))
+    return reason if reason or completing is None else _unsupported(family, completing, tensors)
 
 
 class use_impl:
@@ -139,12 +153,11 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
 
     `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
     """
-    if impl == "auto" and use_impl.current in _names(family):
-        impl = use_impl.current
     if impl == "auto":
-        return _first_usable(family, tensors)
-    if impl not in _names(family):
-        raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
+        impl = use_impl.current
+        if impl == "auto" or impl not in _names(family):
+            return _first_usable(family, tensors)
+    check_name(family, impl)
     reason = _unsupported(family, impl, tensors)
     if reason is not None:
         raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", reason))
@@ -164,9 +177,19 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
     return "reference"
 
 
-def named(family: str, impl: str) -> str:
-    """`impl` where the family has it, else "auto": an operator that calls on a second family asks it for the same as far as it can."""
-    return impl if impl in _names(family) else "auto"
+def check_name(family: str, impl: str) -> None:
+    """`ValueError` unless `impl` is "auto" or an implementation that the operator set has."""
+    if impl != "auto" and impl not in _names(family):
+        raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
+
+
+def passed_on(impl: str, family: str, other: str) -> str:
+    """What an operator of `family` that was asked for `impl` asks of a second set, `other`: the same where it is there, else "auto".
+
+    `ValueError` where `family` itself has no `impl`.
+    """
+    check_name(family, impl)
+    return impl if impl in _names(other) else "auto"
 
 
 def explain(operator: str, *tensors: Any) -> list[Explanation]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import FLOATING, state_dtype
+from .tracing import has_values
 
 
 def wrong(argument: str, given: str, allowed: str) -> str:
@@ -89,9 +90,9 @@ _NEGATIVE = wrong("{}", "has a negative element", "every element must be >= 0")
 def refuse_negative(name: str, tensor: Tensor) -> None:
     """`ValueError` if an element is below 0. Values on a GPU are not waited for: there it is an assertion on the device.
 
-    A compiler or a transform that traces the caller has no values to look at.
+    Where there are no values to look at (see `tracing.has_values`) nothing is checked.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if not has_values(tensor):
         return
     if tensor.is_cuda:
         torch._assert_async(~(tensor < 0).any(), _NEGATIVE.format(name))
@@ -100,11 +101,9 @@ def refuse_negative(name: str, tensor: Tensor) -> None:
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:
-    """`ValueError` if a tensor on the CPU has a NaN or an infinity. Nobody waits for a GPU; a tracer has no values to look at."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return
+    """`ValueError` if a tensor on the CPU has a NaN or an infinity. Values on a GPU are not waited for, and not looked at."""
     for name, tensor in tensors.items():
-        if tensor.device.type == "cpu" and not _all_finite(tensor):
+        if tensor.device.type == "cpu" and has_values(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autograd import traced_as_constant
 from .extension import load_cuda
+from .tracing import traced_as_constant
 
 CUDA = load_cuda()
 MAX_WIDTH = CUDA.MAX_WIDTH

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .autograd import traced_as_constant
+from .tracing import traced_as_constant
 
 WIDEST = 256
 MOST_ROWS = 2**31 - 2**24

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.backends import implementation
+from cmab_kernels.backends import implementation, kernel
+from cmab_kernels.intention.api import solve_rows
 
 from .sections import Row, Task
 from .usable import why_not
@@ -36,13 +37,13 @@ def _ridge(impl: str, device: str) -> Call:
     solves = not why_not("regularised_solve", "cuda", device)
 
     def call(k: Tensor, v: Tensor, weights: Tensor, mask: Tensor) -> Bits:
-        module = implementation("intention", impl)
-        sums = module.gram(k, v, weights, mask, (True, True), False)
-        exact = module.gram(k, v, weights, mask, (True, True), True)
-        grads = module.gram_backward(*sums, k, v, weights, mask, (True, True, True), False)
+        gram, gram_backward, apply_rows = (kernel("intention", impl, name) for name in ("gram", "gram_backward", "apply_rows"))
+        sums = gram(k, v, weights, mask, (True, True), False)
+        exact = gram(k, v, weights, mask, (True, True), True)
+        grads = gram_backward(*sums, k, v, weights, mask, (True, True, True), False)
         alpha = torch.ones(k.shape[:2], dtype=torch.float64, device=k.device)
-        solved = module.ridge_solve(k, v, weights, mask, alpha)[:2] if solves else ()
-        return (*sums, *exact, *grads, module.apply_rows(k, sums[1]), *solved)
+        solved = solve_rows(k, v, weights, mask, alpha, impl, "auto")[:2] if solves else ()
+        return (*sums, *exact, *grads, apply_rows(k, sums[1]), *solved)
 
     return call
 

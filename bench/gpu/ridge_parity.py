@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cmab_kernels.backends import choose, implementation
-from cmab_kernels.intention.solve.schema import solve
+from cmab_kernels.backends import choose, kernel
+from cmab_kernels.intention.api import solve_rows
+from cmab_kernels.intention.solve.api import solve_heads
 
 from .parity import DTYPES, key_of
 from .sections import Row, Task
@@ -124,13 +125,13 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     """Each result's worst element as a share of what it may be off by; above 1 it is wrong. What was not built is passed over, and said."""
     given = make(problem, device)
     try:
-        module = implementation("intention", choose("intention", problem.impl, given.key, given.key, given.value))
+        chosen = choose("intention", problem.impl, given.key, given.key, given.value)
     except RuntimeError as error:
         return {**asdict(problem), "ok": problem.impl == "cuda", "passed over": str(error)}
     k, v, w = given.wide()
     sums_may, rows_may = _allowed(given.key.dtype, problem.exact)
     shares = {}
-    sums = module.gram(*given.rows, (True, True), problem.exact)
+    sums = kernel("intention", chosen, "gram")(*given.rows, (True, True), problem.exact)
     right = ((w * k).mT @ k, (w * k).mT @ v)
     terms = ((w * k).abs().mT @ k.abs(), (w * k).abs().mT @ v.abs())
     for name, ours, wanted, size in zip(("gram", "moment"), sums, right, terms, strict=True):
@@ -139,30 +140,32 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
 
     slope = given.dgram + given.dgram.mT
     if problem.variant != "huge":
-        grads = module.gram_backward(given.dgram, given.dmoment, *given.rows, (True, True, True), problem.exact)
+        grads = kernel("intention", chosen, "gram_backward")(given.dgram, given.dmoment, *given.rows, (True, True, True), problem.exact)
         right = _gradients(k, v, w, slope, given.dmoment)
         terms = _gradients(*(t.abs() for t in (k, v, w, slope, given.dmoment)))
         for name, ours, wanted, size in zip(("dkey", "dvalue", "dweights"), grads, right, terms, strict=True):
             shares[name] = _share(ours, wanted, size, rows_may)
         rows = k.to(given.key.dtype)
         size = k.abs() @ given.dmoment.abs()
-        shares["rows"] = _share(module.apply_rows(rows, given.dmoment), k @ given.dmoment, size, _allowed(rows.dtype, False)[1])
-        shares |= _solutions(given, module, _allowed(given.key.dtype, False)[0])
+        shares["rows"] = _share(
+            kernel("intention", chosen, "apply_rows")(rows, given.dmoment), k @ given.dmoment, size, _allowed(rows.dtype, False)[1]
+        )
+        shares |= _solutions(given, chosen, _allowed(given.key.dtype, False)[0])
     return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
 
 
-def _solutions(given: Inputs, module: Any, allowed: float) -> dict[str, float]:
+def _solutions(given: Inputs, chosen: str, allowed: float) -> dict[str, float]:
     """ridge_solve against a float64 solve of the float64 sums, and LAPACK's ratio of regularised_solve, whose limit is 30."""
     k, v, w = given.wide()
     alpha = torch.full(given.key.shape[:2], 0.1 * given.key.shape[2], dtype=torch.float64, device=given.key.device)
     system = (w * k).mT @ k + alpha[..., None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     moment = (w * k).mT @ v
     right = torch.cholesky_solve(moment, torch.linalg.cholesky(system))
-    weight, gram, info = module.ridge_solve(*given.rows, alpha)
+    weight, gram, info = solve_rows(*given.rows, alpha, chosen, "auto")
     condition = float(torch.linalg.cond(system).max())
     error = (weight - right).flatten(-2).norm(dim=-1) / right.flatten(-2).norm(dim=-1)
     flat = gram.flatten(0, 1)
-    solution, sound = solve(flat, moment.flatten(0, 1), alpha.flatten())
+    solution, sound = solve_heads(flat, moment.flatten(0, 1), alpha.flatten(), "auto")
     matrix = flat + alpha.flatten()[:, None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     norm = partial(torch.linalg.matrix_norm, ord=1)
     residual = norm(moment.flatten(0, 1) - matrix @ solution) / (norm(matrix) * norm(solution) * k.shape[-1] * 2.0**-52)

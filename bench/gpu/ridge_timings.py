@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.floors import BYTES, Work, floor, ridge_work, solve_work
-from cmab_kernels.backends import choose, implementation
+from cmab_kernels.backends import choose, implementation, kernel
+from cmab_kernels.intention.api import solve_rows
 
 from .graphs import cold_copies
 from .rates import measured_rates
@@ -68,12 +69,13 @@ class Passes(NamedTuple):
 
 
 def ours(impl: str, sample: Tensor) -> Passes:
-    module = implementation("intention", choose("intention", impl, sample, sample, sample))
+    chosen = choose("intention", impl, sample, sample, sample)
+    gram, gram_backward = (kernel("intention", chosen, name) for name in ("gram", "gram_backward"))
     alpha = sample.new_full(sample.shape[:2], ALPHA, dtype=torch.float64)
     return Passes(
-        lambda x: module.gram(x.key, x.value, None, None, (True, True), False),
-        lambda x: module.gram_backward(x.dgram, x.dmoment, x.key, x.value, None, None, (True, True, False), False),
-        lambda x: module.ridge_solve(x.key, x.value, None, None, alpha)[0],
+        lambda x: gram(x.key, x.value, None, None, (True, True), False),
+        lambda x: gram_backward(x.dgram, x.dmoment, x.key, x.value, None, None, (True, True, False), False),
+        lambda x: solve_rows(x.key, x.value, None, None, alpha, chosen, "auto")[0],
     )
 
 

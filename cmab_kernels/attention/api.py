@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, over_batch, wrong
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, wrong
 from ..dtypes import state_dtype
-from .reference import attention_reference
-from .schema import attention_op, check_offsets
-from .state import AttentionState, Removal, check_state, merge_states, subtract_state
+from .schema import attention_op
+from .state import AttentionState, Removal, check_state, subtract_state
 
 
 def latent_attention(
@@ -125,20 +124,9 @@ def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
+    """The state of the keys, merged with `state`."""
     chosen = choose("attention", impl, *inputs[:3])
-    if chosen == "reference":
-        _check_offsets_now(inputs)
-        with as_they_are(inputs.query.device):
-            new = AttentionState(*attention_reference(*inputs))
-        return new if state is None else merge_states(state, new)
-    before = state or (None, None)
-    return AttentionState(*attention_op(*inputs[:-1], *before, inputs.scale, chosen))
-
-
-def _check_offsets_now(inputs: _Inputs) -> None:
-    """The reference has no operator in which to read the offsets at run time: a compiled graph cannot check them."""
-    if not torch.compiler.is_compiling():
-        check_offsets(inputs.cu_seqlens, inputs.key.shape[2])
+    return AttentionState(*attention_op(*inputs[:-1], *(state or (None, None)), inputs.scale, chosen))
 
 
 def _inputs(

@@ -1,4 +1,4 @@
-"""Family A as `torch.library` operators, and the `torch.autograd.Function` that calls them."""
+"""Latent cross-attention and its gradient as `torch.library` operators: shapes, operation counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operator, folding_rule, gradient_of_formula
-from ..backends import implementation
 from ..checks import wrong
 from ..dtypes import state_dtype
 from ..flops import flop_formula
-from .reference import attention_backward_reference
+from ..tracing import has_values
+from .reference import attention_backward_reference, attention_reference
+from .state import AttentionState, merge_states
 
 LIB = torch.library.Library("cmab", "DEF")
 LIB.define(
@@ -27,30 +28,21 @@ LIB.define(
 )
 
 
-def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise unless the offsets rise from 0 to `length`. Their values are read here, at run time: inside a compiled graph too."""
-    if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The reference's state of the keys, merged with the incoming one."""
+    state_out, state_lse, scale = rest
+    new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
+    return new if state_out is None else merge_states(AttentionState(state_out, state_lse), new)
+
+
+def _check_offsets(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
+    """Raise unless the offsets of packed sets rise from 0 to the number of keys."""
+    if cu_seqlens is None or not has_values(cu_seqlens) or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return  # a capture cannot read them; the kernels clamp
-    offsets = cu_seqlens.tolist()
+    offsets, length = cu_seqlens.tolist(), key.shape[2]
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
-
-
-def _run_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The operator's body: the chosen implementation."""
-    *state_and_scale, impl = rest
-    check_offsets(cu_seqlens, key.shape[2])
-    return implementation("attention", impl).attention_forward(query, key, value, mask, cu_seqlens, *state_and_scale)
-
-
-def _attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *rest, impl = args
-    return implementation("attention", impl).attention_backward(*rest)
-
-
-LIB.impl("attention", _run_attention, "CompositeExplicitAutograd")
-LIB.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("cmab::attention", lib=LIB)
@@ -162,5 +154,7 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return *partials[:5], None, None, *partials[5:], None, None, None
 
 
-attention_op = Operator(_run_attention, torch.ops.cmab.attention.default, _save, _backward)
-_backward_op = Operator(_attention_backward, torch.ops.cmab.attention_backward.default, _save_backward, _double_backward)
+attention_op = Operator(
+    LIB, "attention", "attention", 7, _save, _backward, reference=_definition, check=_check_offsets, function="attention_forward"
+)
+_backward_op = Operator(LIB, "attention", "attention_backward", 9, _save_backward, _double_backward)

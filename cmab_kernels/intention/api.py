@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import choose, named
+from ..backends import choose, passed_on
 from ..checks import (
     as_autocast,
     as_they_are,
@@ -22,8 +22,8 @@ from ..checks import (
 )
 from ..dtypes import state_dtype
 from .dual import dual_solve
-from .reference import apply_rows_reference, gram_reference, ridge_solve_reference, rows_of
-from .schema import apply_rows_op, check_weights, gram_op, ridge_solve_op
+from .reference import rows_of
+from .schema import FUSED, apply_rows_op, check_weights, gram_op, ridge_solve_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
 from .state import RidgeState, check_ridge, subtract_ridge
 
@@ -74,15 +74,12 @@ def intention(
         raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen = choose("intention", impl, *inputs[:3])
+    chosen, solver = choose("intention", impl, *inputs[:3]), passed_on(impl, "intention", "intention.solve")
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
-            return _dual(inputs, penalty, chosen)
-        if chosen == "reference":
-            _check_values(inputs, penalty)
-            return apply_rows_reference(inputs.query, ridge_solve_reference(*inputs[1:], penalty)[0])
-        return apply_rows_op(inputs.query, ridge_solve_op(*inputs[1:], penalty, chosen)[0], chosen)
+            return _dual(inputs, penalty, solver)
+        return apply_rows_op(inputs.query, solve_rows(*inputs[1:], penalty, chosen, solver)[0], chosen)
 
 
 def sigma_intention(
@@ -108,15 +105,16 @@ def sigma_intention(
     """
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen = choose("intention", impl, *inputs[:3])
+    chosen, solver = choose("intention", impl, *inputs[:3]), passed_on(impl, "intention", "intention.solve")
+    attend = passed_on(impl, "intention", "attention")
     *_, length, width = inputs.key.shape
-    attend = named("attention", chosen)
     with as_they_are(inputs.key.device):
         if inputs.weights is None and 0 < length < width:
-            scores = _dual_scores(inputs, penalty, chosen)
+            scores = _dual_scores(inputs, penalty, solver)
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
             return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
-        solved = solve_heads(_gram(inputs, chosen), inputs.query.mT.double(), penalty, chosen).weight.mT.to(inputs.query.dtype)
+        gram, _ = gram_op(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)
+        solved = solve_heads(gram, inputs.query.mT.double(), penalty, solver).weight.mT.to(inputs.query.dtype)
         return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
 
 
@@ -146,7 +144,7 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    gram, moment = _sums(inputs, impl)
+    gram, moment = gram_op(*inputs[1:], (True, True), True, choose("intention", impl, *inputs[:3]))
     count = _count(inputs, None if state is None else state.count)
     return RidgeState(gram, moment, count) if state is None else RidgeState(state.gram + gram, state.moment + moment, count)
 
@@ -213,28 +211,23 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
 
 
 def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
-    """What operators check in their bodies, for the reference, which has none."""
+    """What operators check in their bodies, for the dual, which has none."""
     check_weights(inputs.weights, inputs.key_padding_mask)
     refuse_negative("alpha", penalty)
 
 
-def _gram(inputs: _Inputs, chosen: str) -> Tensor:
-    """K'WK alone."""
-    nothing = inputs.value[..., :0]
-    if chosen == "reference":
-        check_weights(inputs.weights, inputs.key_padding_mask)
-        return gram_reference(inputs.key, nothing, inputs.weights, inputs.key_padding_mask, exact=False)[0]
-    return gram_op(inputs.key, nothing, inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)[0]
+def solve_rows(
+    key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, penalty: Tensor, chosen: str, solver: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Omega, K'WK, info) with Omega = (K'WK + alpha I)^-1 K'WV, (B, H, D, E), in float64; info (B, H) as in `RidgeSolution`.
 
-
-def _sums(inputs: _Inputs, impl: str) -> tuple[Tensor, Tensor]:
-    """K'WK and K'WV for a state: products and sums in float64."""
-    chosen = choose("intention", impl, *inputs[:3])
-    if chosen == "reference":
-        check_weights(inputs.weights, inputs.key_padding_mask)
-        with as_they_are(inputs.key.device):
-            return gram_reference(*inputs[1:], exact=True)
-    return gram_op(*inputs[1:], (True, True), True, chosen)
+    In one kernel where the implementation `chosen` has it, else the sums by `chosen` and the solve by what `solver` asks for.
+    """
+    if chosen in FUSED:
+        return ridge_solve_op(key, value, weights, mask, penalty, chosen)
+    gram, moment = gram_op(key, value, weights, mask, (True, True), False, chosen)
+    weight, info = solve_heads(gram, moment, penalty, solver)
+    return weight, gram, info
 
 
 def _count(inputs: _Inputs, before: Tensor | None) -> Tensor:
@@ -259,21 +252,21 @@ def _dual_rows(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     return key, value, weights.double().masked_fill(mask[:, None], 0.0)
 
 
-def _dual(inputs: _Inputs, penalty: Tensor, chosen: str) -> Tensor:
+def _dual(inputs: _Inputs, penalty: Tensor, solver: str) -> Tensor:
     _check_values(inputs, penalty)
     key, value, weights = _dual_rows(inputs)
-    solution = _dual_solution(key, value, weights, penalty, chosen).to(key.dtype)
+    solution = _dual_solution(key, value, weights, penalty, solver).to(key.dtype)
     return (inputs.query.to(key.dtype) @ key.mT @ solution).to(inputs.query.dtype)
 
 
-def _dual_scores(inputs: _Inputs, penalty: Tensor, chosen: str) -> Tensor:
+def _dual_scores(inputs: _Inputs, penalty: Tensor, solver: str) -> Tensor:
     """Q (K'K + alpha I)^-1 K' = Q K' (K K' + alpha I)^-1, (B, H, M, N)."""
     _check_values(inputs, penalty)
     key, _, weights = _dual_rows(inputs)
-    return _dual_solution(key, key @ inputs.query.to(key.dtype).mT, weights, penalty, chosen).mT.to(inputs.query.dtype)
+    return _dual_solution(key, key @ inputs.query.to(key.dtype).mT, weights, penalty, solver).mT.to(inputs.query.dtype)
 
 
-def _dual_solution(key: Tensor, value: Tensor, weights: Tensor | None, penalty: Tensor, chosen: str) -> Tensor:
+def _dual_solution(key: Tensor, value: Tensor, weights: Tensor | None, penalty: Tensor, solver: str) -> Tensor:
     flat = None if weights is None else weights.flatten(0, 1)
     products = (key @ key.mT).double().flatten(0, 1)
-    return dual_solve(products, value.double().flatten(0, 1), flat, penalty.flatten(), chosen).view(*key.shape[:3], value.shape[-1])
+    return dual_solve(products, value.double().flatten(0, 1), flat, penalty.flatten(), solver).view(*key.shape[:3], value.shape[-1])

@@ -1,4 +1,4 @@
-"""Streams over rows on an NVIDIA GPU: sums and solve fused in one CUDA kernel (csrc/gram); what is sums alone is Triton's."""
+"""Sums over rows and the solve of their system on an NVIDIA GPU, fused in one CUDA kernel (csrc/gram)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from torch import Tensor
 
 from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
 from ..dtypes import NATIVE_DTYPES
-from .kernels import apply_rows, gram, gram_backward
-
-__all__ = ["apply_rows", "gram", "gram_backward", "ridge_solve", "unsupported"]
 
 MOST_WORKSPACE = 2**25
 """Partial sums, in float64, that are kept at a time, unless one matrix has more: 256 MiB."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import differentiable
-from .solve.schema import solve
+from .solve.api import solve_heads
 
 
 def dual_solve(products: Tensor, value: Tensor, weights: Tensor | None, alpha: Tensor, impl: str) -> Tensor:
@@ -19,13 +19,13 @@ def dual_solve(products: Tensor, value: Tensor, weights: Tensor | None, alpha: T
     """
     if products.shape[-1] == 0:
         return value
-    return solve(products, value, alpha, impl)[0] if weights is None else _weighted(products, value, weights, alpha, impl)
+    return solve_heads(products, value, alpha, impl).weight if weights is None else _weighted(products, value, weights, alpha, impl)
 
 
 def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
-    return root * solve(system, root * value, alpha, impl)[0]
+    return root * solve_heads(system, root * value, alpha, impl).weight
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

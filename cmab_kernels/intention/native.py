@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..dtypes import NATIVE_DTYPES, state_dtype
 from ..extension import load
-from .solve.native import regularised_solve
 
 _C = load()
 
@@ -70,12 +69,3 @@ def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
     sizes = (NATIVE_DTYPES[query.dtype], *query.shape, weight.shape[-1], torch.get_num_threads())
     _C.apply_rows(sizes, *_operand(query), *_operand(weight), out.data_ptr())
     return out
-
-
-def ridge_solve(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """((K'WK + alpha I)^-1 K'WV, K'WK, info), in float64."""
-    sums, moment = gram(key, value, weights, key_padding_mask, (True, True), exact=False)
-    weight, info = regularised_solve(sums.flatten(0, 1), moment.flatten(0, 1), alpha.flatten())
-    return weight.view(moment.shape), sums, info.view(alpha.shape)

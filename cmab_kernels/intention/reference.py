@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..dtypes import state_dtype
-from .solve.reference import regularised_solve_reference
 
 
 def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -62,15 +61,6 @@ def gram_backward_reference(
     u, y = k @ slope + v @ dmoment.mT, k @ dmoment
     dweights = ((k * u).sum(-1) + (y * v).sum(-1)) / 2
     return (w * u).to(key.dtype), (w * y).to(value.dtype), dweights.to(state_dtype(key.dtype))
-
-
-def ridge_solve_reference(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(Omega, G, info), all in float64; alpha (B, H)."""
-    gram, moment = gram_reference(key, value, weights, key_padding_mask, exact=False)
-    weight, info = regularised_solve_reference(gram, moment, alpha)
-    return weight, gram, info
 
 
 def apply_rows_reference(query: Tensor, weight: Tensor) -> Tensor:

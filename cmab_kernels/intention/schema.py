@@ -1,4 +1,4 @@
-"""Sums over rows, and rows times a solution, as `torch.library` operators, and the `torch.autograd.Function`s that call them."""
+"""Sums over rows, and rows times a solution, as `torch.library` operators: shapes, operation counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operator, folding_rule, gradient_of_formula
-from ..backends import implementation
 from ..checks import refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
-from .reference import gram_backward_reference
-from .solve.schema import solve, solve_operations
+from .reference import apply_rows_reference, gram_backward_reference, gram_reference
+from .solve.schema import regularised_solve_op, solve_operations
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 LIB.define(
@@ -31,7 +30,7 @@ LIB.define(
 )
 
 
-# ---- bodies: values are checked here, at run time, inside a compiled graph too
+# ---- definitions, and the values that operators refuse
 
 
 def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
@@ -40,33 +39,18 @@ def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> No
         refuse_negative("weights", weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0))
 
 
-def _gram(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
+def _check_rows(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, *rest: Any) -> None:
     check_weights(weights, mask)
-    return implementation("intention", impl).gram(key, value, weights, mask, parts, exact)
 
 
-def _gram_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *rest, impl = args
-    return implementation("intention", impl).gram_backward(*rest)
-
-
-def _apply_rows(query: Tensor, weight: Tensor, impl: str) -> Tensor:
-    return implementation("intention", impl).apply_rows(query, weight)
-
-
-def _ridge_solve(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+def _check_system(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, alpha: Tensor) -> None:
     check_weights(weights, mask)
     refuse_negative("alpha", alpha)
-    return implementation("intention", impl).ridge_solve(key, value, weights, mask, alpha)
 
 
-for _name, _body in {
-    "gram": _gram,
-    "gram_backward": _gram_backward,
-    "apply_rows": _apply_rows,
-    "ridge_solve": _ridge_solve,
-}.items():
-    LIB.impl(_name, _body, "CompositeExplicitAutograd")
+def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool) -> tuple[Tensor, Tensor]:
+    """Both sums, whatever `parts` says."""
+    return gram_reference(key, value, weights, mask, exact)
 
 
 # ---- shapes
@@ -215,12 +199,15 @@ def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tupl
     """The solution's gradient to G and C, and theirs to the rows. `gram` is an output, so that its own graph leads back to the keys."""
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
     systems, rhs = (t.reshape(-1, *t.shape[2:]) for t in (gram, dweight))  # not flatten, which has no rule for batched gradients
-    z = solve(systems, rhs, alpha.reshape(-1), ctx.impl)[0].reshape(weight.shape)
+    z = regularised_solve_op(systems, rhs, alpha.reshape(-1), ctx.impl)[0].reshape(weight.shape)
     rows = _gradient_of_sums(ctx, dgram - z @ weight.mT, z, (key, value, weights, mask), exact=False)
     return *rows, None, -(z * weight).sum((-2, -1)), None
 
 
-gram_op = Operator(_gram, torch.ops.cmab.gram.default, _save_gram, _backward_of_gram)
-_gram_backward_op = Operator(_gram_backward, torch.ops.cmab.gram_backward.default, _save_gram_backward, _backward_of_gram_backward)
-apply_rows_op = Operator(_apply_rows, torch.ops.cmab.apply_rows.default, _save_all, _backward_of_apply_rows)
-ridge_solve_op = Operator(_ridge_solve, torch.ops.cmab.ridge_solve.default, _save_ridge, _backward_of_ridge)
+gram_op = Operator(LIB, "intention", "gram", 4, _save_gram, _backward_of_gram, reference=_gram_definition, check=_check_rows)
+_gram_backward_op = Operator(LIB, "intention", "gram_backward", 6, _save_gram_backward, _backward_of_gram_backward)
+apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward_of_apply_rows, reference=apply_rows_reference)
+ridge_solve_op = Operator(LIB, "intention", "ridge_solve", 5, _save_ridge, _backward_of_ridge, check=_check_system)
+
+FUSED = ("cuda",)
+"""The implementations that have `ridge_solve`, sums and solve in one kernel."""

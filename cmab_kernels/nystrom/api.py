@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..attention import attention_state, latent_attention
-from ..backends import choose, named
+from ..backends import check_name, choose, passed_on
 from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, over_batch, wrong
 from ..dtypes import FLOATING, state_dtype
-from .reference import absent_segments, iterative_pinv_reference, landmark_values_reference, segment_means
+from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
@@ -71,6 +71,7 @@ def nystrom_attention(
     query = over_batch(query, key, key.shape[0])
     check_mask(key_padding_mask, key)
     iterations = check_pinv(pinv, pinv_iterations)
+    check_name("nystrom", impl)
     query, key, value = as_autocast(query, key, value)
     with as_they_are(key.device):
         chosen_landmarks = choose_landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
@@ -115,15 +116,9 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     if matrix.dtype != dtype:
         return iterative_pinv(matrix.to(dtype), iterations, impl=impl).to(matrix.dtype)
     if matrix.dim() == 3:
-        return _iterative_pinv(matrix, iterations, impl)
-    return _iterative_pinv(matrix.reshape(-1, *matrix.shape[-2:]), iterations, impl).view_as(matrix)
-
-
-def _iterative_pinv(matrices: Tensor, iterations: int, impl: str) -> Tensor:
-    chosen = choose("nystrom", impl, matrices)
-    if chosen == "reference":
-        return iterative_pinv_reference(matrices, iterations)
-    return iterative_pinv_op(matrices, iterations, chosen)
+        return iterative_pinv_op(matrix, iterations, choose("nystrom", impl, matrix))
+    matrices = matrix.reshape(-1, *matrix.shape[-2:])
+    return iterative_pinv_op(matrices, iterations, choose("nystrom", impl, matrices)).view_as(matrix)
 
 
 class Landmarks(NamedTuple):
@@ -199,7 +194,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, landmarks: Landmarks, mask: Tensor | None, scale: float, iterations: int, impl: str
 ) -> Tensor:
     """Two latent attentions and what lies between them."""
-    attend = named("attention", impl)
+    attend = passed_on(impl, "nystrom", "attention")
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     values = _landmark_values(landmarks, averaged, scale, iterations, impl)
@@ -213,9 +208,5 @@ def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, itera
     absent = landmarks.absent
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).reshape(-1, number)
-    chosen = choose("nystrom", impl, queries)
-    if chosen == "reference" or iterations == 0:
-        result = landmark_values_reference(queries, keys, values, absent, scale, iterations)
-    else:
-        result = landmark_values_op(queries, keys, values, absent, scale, iterations, chosen)
-    return result.reshape(averaged.shape)
+    chosen = choose("nystrom", impl, queries) if iterations else "reference"  # the exact pseudo-inverse is torch's
+    return landmark_values_op(queries, keys, values, absent, scale, iterations, chosen).reshape(averaged.shape)

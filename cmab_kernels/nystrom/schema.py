@@ -1,4 +1,4 @@
-"""The m x m part of Nyström attention as `torch.library` operators, and the `torch.autograd.Function`s that call them."""
+"""The m x m part of Nyström attention as `torch.library` operators: shapes, operation counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operator, fold, gradient_of_formula
-from ..backends import implementation
 from ..flops import flop_formula
 from .costs import pinv_operations
 from .reference import iterative_pinv_reference, landmark_values_reference
@@ -27,19 +26,6 @@ LIB.define(
 )
 
 NAMES = ("iterative_pinv", "iterative_pinv_backward", "landmark_values", "landmark_values_backward")
-
-
-def _body(name: str) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        *rest, impl = args
-        return getattr(implementation("nystrom", impl), name)(*rest)
-
-    return run
-
-
-_BODIES = {name: _body(name) for name in NAMES}
-for _name, _run in _BODIES.items():
-    LIB.impl(_name, _run, "CompositeExplicitAutograd")
 
 
 # ---- shapes
@@ -167,11 +153,7 @@ def _double_backward_of_values(ctx: Any, *directions: Tensor) -> tuple[Tensor | 
     return *gradient_of_formula(formula, tensors, directions), None, None, None, None
 
 
-def _operator(name: str, save: Callable, backward: Callable) -> Operator:
-    return Operator(_BODIES[name], getattr(torch.ops.cmab, name).default, save, backward)
-
-
-iterative_pinv_op = _operator("iterative_pinv", _save_pinv, _backward_of_pinv)
-_pinv_backward_op = _operator("iterative_pinv_backward", _save_pinv, _double_backward_of_pinv)
-landmark_values_op = _operator("landmark_values", _save_values, _backward_of_values)
-_values_backward_op = _operator("landmark_values_backward", _save_values, _double_backward_of_values)
+iterative_pinv_op = Operator(LIB, "nystrom", "iterative_pinv", 1, _save_pinv, _backward_of_pinv, reference=iterative_pinv_reference)
+_pinv_backward_op = Operator(LIB, "nystrom", "iterative_pinv_backward", 2, _save_pinv, _double_backward_of_pinv)
+landmark_values_op = Operator(LIB, "nystrom", "landmark_values", 4, _save_values, _backward_of_values, reference=landmark_values_reference)
+_values_backward_op = Operator(LIB, "nystrom", "landmark_values_backward", 5, _save_values, _double_backward_of_values)

@@ -344,18 +344,6 @@ def test_offsets_beyond_32_bits() -> None:
         del memory
 
 
-def test_ridge_solve() -> None:
-    case = _case(2, 3, 200, 12, 5, torch.float32, weighted=True)
-    alpha = torch.rand(2, 3, dtype=torch.float64)
-    weight, gram, info = native.ridge_solve(*case, alpha)
-    k, v, w = _wide(case)
-    right = torch.linalg.solve((w * k).mT @ k + alpha[..., None, None] * torch.eye(12, dtype=torch.float64), (w * k).mT @ v)
-    assert torch.allclose(weight, right, rtol=1e-4, atol=1e-5) and torch.equal(gram, native.gram(*case, BOTH, False)[0])
-    assert info.shape == (2, 3) and not info.any()
-    empty = native.ridge_solve(*(torch.empty(0, 3, 5, 4), torch.empty(0, 3, 5, 2), None, None), torch.empty(0, 3, dtype=torch.float64))
-    assert [t.shape for t in empty] == [(0, 3, 4, 2), (0, 3, 4, 4), (0, 3)]
-
-
 def _sums_of(keys: int) -> Callable[[], tuple[Tensor, ...]]:
     key = torch.randn(1, 1, keys, 64)
     return lambda: native.gram(key, key, None, None, BOTH, False)

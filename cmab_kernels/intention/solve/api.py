@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends import choose
 from ...checks import check_operands, wrong
 from ...dtypes import state_dtype
-from .schema import solve
+from .schema import regularised_solve_op
 
 
 class RidgeSolution(NamedTuple):
@@ -87,9 +88,10 @@ def penalty_of(alpha: float | Tensor, shape: torch.Size, device: torch.device, d
 
 
 def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
-    """`solve` of any leading dimensions; all in one dtype of sums."""
+    """((A + alpha I)^-1 B, info) of (..., D, D), (..., D, E) and (...), all of one dtype, float64 or float32."""
     if gram.dim() == 3:
-        return RidgeSolution(*solve(gram, rhs, penalty, impl))
-    flat_gram, flat_rhs = (part.reshape(penalty.numel(), *part.shape[-2:]) for part in (gram, rhs))
-    weight, info = solve(flat_gram, flat_rhs, penalty.reshape(-1), impl)
-    return RidgeSolution(weight.view(rhs.shape), info.view(penalty.shape))
+        return RidgeSolution(*regularised_solve_op(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs)))
+    systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
+    gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
+    weight, info = regularised_solve_op(gram, flat_rhs, penalty.reshape(-1), choose("intention.solve", impl, gram, flat_rhs))
+    return RidgeSolution(weight.view(*rhs.shape), info.view(*penalty.shape))  # by ints, which torch reads in half of the time

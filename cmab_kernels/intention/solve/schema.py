@@ -1,4 +1,4 @@
-"""The batched regularised solve as a `torch.library` operator, and the `torch.autograd.Function` that calls it."""
+"""The batched regularised solve as a `torch.library` operator: shapes, operation count, vmap rule and derivative."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 
 from ...autograd import Operator, folding_rule
-from ...backends import choose, implementation, named
-from ...checks import as_they_are, refuse_negative
+from ...checks import refuse_negative
 from ...flops import flop_formula
 from .reference import regularised_solve_reference
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 LIB.define("regularised_solve(Tensor gram, Tensor rhs, Tensor alpha, str impl) -> (Tensor weight, Tensor info)")
-
-
-def _regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    refuse_negative("alpha", alpha)
-    return implementation("intention.solve", impl).regularised_solve(gram, rhs, alpha)
-
-
-LIB.impl("regularised_solve", _regularised_solve, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("cmab::regularised_solve", lib=LIB)
@@ -58,14 +49,17 @@ def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None
     return (product + product.mT) / -2, z, -(z * weight).sum((-2, -1)), None
 
 
-def solve(gram: Tensor, rhs: Tensor, alpha: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """((A + alpha I)^-1 B, info) of (M, D, D), (M, D, E) and (M,), by the implementation of that name where solves have it."""
-    chosen = choose("intention.solve", named("intention.solve", impl), gram, rhs)
-    if chosen == "reference":
-        refuse_negative("alpha", alpha)
-        with as_they_are(gram.device):
-            return regularised_solve_reference(gram, rhs, alpha)
-    return regularised_solve_op(gram, rhs, alpha, chosen)
+def _check_penalty(gram: Tensor, rhs: Tensor, alpha: Tensor) -> None:
+    refuse_negative("alpha", alpha)
 
 
-regularised_solve_op = Operator(_regularised_solve, torch.ops.cmab.regularised_solve.default, _save_solution, _backward_of_solve)
+regularised_solve_op = Operator(
+    LIB,
+    "intention.solve",
+    "regularised_solve",
+    3,
+    _save_solution,
+    _backward_of_solve,
+    reference=regularised_solve_reference,
+    check=_check_penalty,
+)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd import is_differentiated, is_plain, is_watched
-from ...backends import choose, imported, use_impl
+from ...backends import check_name, choose, imported, use_impl
 from ...checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
 from ...dtypes import state_dtype
+from ...tracing import is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
-from .reference import attention_step_reference, nystrom_step_reference, row_sums
-from .schema import attention_step_op, nystrom_step_op, run_step
-from .state import ContinualAttentionState, ContinualNystromState, State, StepResult, check_state, own_memory, position_on, ring_of
+from .reference import row_sums
+from .schema import StepOperator, attention_step_op, is_differentiated_step, nystrom_step_op
+from .state import ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, ring_of
 
 OUTPUTS = ("single", "retroactive")
-SHORT = ("auto", "native")
-"""Names that leave the choice to, or ask for, what the short road takes."""
+FAST = ("auto", "native")
+"""Values of `impl` under which a step may take the fast path, which is native."""
 
 
 def continual_nystrom_init(
@@ -112,7 +112,7 @@ def continual_nystrom_step(
     >>> out.shape, state.position
     (torch.Size([1, 4, 1, 16]), 100)
     """
-    return _step(_NYSTROM, state, query, key, value, output, impl)
+    return _step(nystrom_step_op, ContinualNystromState, state, query, key, value, output, impl)
 
 
 def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> ContinualAttentionState:
@@ -148,34 +148,22 @@ def continual_attention_step(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(token, window, window), atol=1e-6)
     True
     """
-    return _step(_EXACT, state, query, key, value, output, impl)
+    return _step(attention_step_op, ContinualAttentionState, state, query, key, value, output, impl)
 
 
-class _Kind(NamedTuple, Generic[State]):
-    """One of the two steps."""
-
-    name: str
-    state_type: type
-    reference: Callable[..., Any]
-    operator: Callable[..., Any]
-
-
-_NYSTROM = _Kind("continual_nystrom_step", ContinualNystromState, nystrom_step_reference, nystrom_step_op)
-_EXACT = _Kind("continual_attention_step", ContinualAttentionState, attention_step_reference, attention_step_op)
-
-
-def _step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
-    """The short road where nothing is out of the ordinary, which native code tells; else the long one, which explains."""
-    ordinary = impl in SHORT and use_impl.current in SHORT and output in OUTPUTS and not is_watched()
+def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
+    """The fast path, native code that takes ordinary arguments only; for all others the checked path, which says what is wrong."""
+    ordinary = impl in FAST and use_impl.current in FAST and output in OUTPUTS and not is_watched()
     if ordinary and not (torch.is_grad_enabled() and _carries_gradient(state, query, key, value)):
-        result = _native(kind.name)(state, query, key, value, output == "retroactive")
+        result = _native(step.name)(state, query, key, value, output == "retroactive")
         if result is not None:
             return result
     _check_step(kind, state, query, key, value, output)
     if torch.is_autocast_enabled(key.device.type):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
-        return StepResult(*_checked_step(kind, state, query, key, value, output == "retroactive", impl))
+        chosen = _choose(state, impl, query, key, value)
+        return StepResult(*step(state, query, key, value, output == "retroactive", chosen))
 
 
 @functools.cache
@@ -190,20 +178,11 @@ def _carries_gradient(state: Any, *tokens: Any) -> bool:
     return any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
 
 
-def _checked_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    """By the definition where a gradient is recorded or a transform is on, else by the implementation chosen."""
-    tokens = (query, key, value)
-    chosen = "reference" if _is_differentiated(state, *tokens) else _choose(state, impl, *tokens)
-    if chosen == "reference":
-        refuse_not_finite(query=query, key=key, value=value)
-        return kind.reference(state, *tokens, retroactive)
-    if not _is_plain(state, *tokens):
-        return kind.operator(state, *tokens, retroactive, chosen)
-    return run_step(kind.name, chosen, own_memory(state), *tokens, retroactive)
-
-
 def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
-    """The exact pseudo-inverse of landmarks that come and go is the definition's alone."""
+    """The implementation of a step; the exact pseudo-inverse of landmarks that come and go is the definition's alone."""
+    check_name("nystrom.continual", impl)
+    if is_differentiated_step(state, *tokens):
+        return "reference"
     exact = isinstance(state, ContinualNystromState) and not state.fixed and state.pinv_iterations == 0
     if not exact:
         landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
@@ -212,17 +191,6 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
         allowed = 'continual landmarks with pinv="exact" are stepped by "reference"; take pinv="iterative", or fixed landmarks'
         raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", allowed))
     return "reference"
-
-
-# The tensors of a state are looked at in functions that return before it is stepped: a reference left over would make the step copy.
-
-
-def _is_differentiated(state: Any, *tokens: Tensor) -> bool:
-    return is_differentiated(*tokens, *(field for field in state if isinstance(field, Tensor)))
-
-
-def _is_plain(state: Any, *tokens: Tensor) -> bool:
-    return is_plain(*tokens, *(field for field in state if isinstance(field, Tensor)))
 
 
 # ---- checks
@@ -240,10 +208,10 @@ def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     return as_autocast(query, key, value)
 
 
-def _check_step(kind: _Kind, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str) -> None:
+def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str) -> None:
     if output not in OUTPUTS:
         raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
-    check_state(state, kind.state_type)
+    check_state(state, kind)
     check_operands(query=query, key=key, value=value)
     batch, heads, _, width = state.keys.shape
     for name, tensor, last in (("query", query, width), ("key", key, width), ("value", value, state.values.shape[-1])):

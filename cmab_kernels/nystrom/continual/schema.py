@@ -1,21 +1,24 @@
-"""The continual steps as `torch.library` operators, for compilers and counters that look on.
+"""The continual steps as operators: which of definition, kernel and dispatcher a step takes, shapes and operation counts.
 
-An operator returns new tensors, so it copies the window; where nobody looks on, `continual.py` calls the implementation, which does not.
+A `torch.library` operator returns new tensors, so it copies the window. It is for compilers and counters that watch; where nobody
+watches, a step calls its kernel, which uses the state's memory again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends import implementation
+from ...backends import kernel
 from ...checks import refuse_not_finite
 from ...flops import flop_formula
+from ...tracing import is_differentiated, is_plain
 from ..costs import executed_attention_operations, executed_operations
-from .state import ContinualAttentionState, ContinualNystromState
+from .reference import attention_step_reference, nystrom_step_reference
+from .state import ContinualAttentionState, ContinualNystromState, own_memory
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 _RINGS = "Tensor queries, Tensor keys, Tensor values, Tensor sums"
@@ -31,7 +34,7 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
     """(out, state) by an implementation. It answers None, with nothing written, to tokens that are not finite."""
-    result = getattr(implementation("nystrom.continual", impl), name)(state, query, key, value, retroactive)
+    result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
         raise RuntimeError(f"{impl} refused a step of {name} that passes every check")
@@ -128,15 +131,46 @@ def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any
     return batch * heads * executed_attention_operations(window, width, value[-1], tokens, retroactive, first)
 
 
-# ---- as continual.py calls them
+# ---- as the api calls them
+
+
+class StepOperator:
+    """A step as the api calls it: (state, query, key, value, retroactive, impl) gives (out, state).
+
+    "reference" runs the definition, which autograd differentiates and which can be transformed. Any other runs its kernel: directly where
+    nobody watches, else through torch's dispatcher.
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
+        self.name, self._reference, self._dispatched = name, reference, dispatched
+
+    def __call__(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
+        if impl == "reference":
+            refuse_not_finite(query=query, key=key, value=value)
+            return self._reference(state, query, key, value, retroactive)
+        if not _is_plain(state, query, key, value):
+            return self._dispatched(state, query, key, value, retroactive, impl)
+        return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
+
+
+# The tensors of a state are looked at in functions that return before it is stepped: a reference left over would make the step copy.
+
+
+def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
+    """Whether a step records a gradient or is transformed."""
+    return is_differentiated(*tokens, *(field for field in state if isinstance(field, Tensor)))
+
+
+def _is_plain(state: Any, *tokens: Tensor) -> bool:
+    return is_plain(*tokens, *(field for field in state if isinstance(field, Tensor)))
 
 
 def _place(state: Any) -> tuple[Tensor | None, int]:
+    """The position as the operators take it: a tensor, or an int."""
     return (state.position, state.window) if isinstance(state.position, Tensor) else (None, state.position)
 
 
-def nystrom_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    """(out, state)."""
+def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
     clock, position = _place(state)
     counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
     fields = (*state[:4], *state[5:8], *counts, query, key, value, retroactive, impl)
@@ -146,10 +180,13 @@ def nystrom_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retro
     return out, ContinualNystromState._make([queries, keys, values, sums, spare, *landmarks, state.scale, place, *state[10:]])
 
 
-def attention_step_op(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    """(out, state)."""
+def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
     clock, position = _place(state)
     fields = (*state[:4], state.scale, clock, position, state.window, query, key, value, retroactive, impl)
     out, queries, keys, values, sums, clock_after = torch.ops.cmab.continual_attention_step(*fields)
     place = position + query.shape[2] if clock is None else clock_after
     return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, place, state.window)
+
+
+nystrom_step_op = StepOperator("continual_nystrom_step", nystrom_step_reference, _dispatched_nystrom)
+attention_step_op = StepOperator("continual_attention_step", attention_step_reference, _dispatched_attention)

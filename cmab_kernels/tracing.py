@@ -1,0 +1,68 @@
+"""Who watches a call: a compiler, a tracer, a dispatch mode or a transform. What they are to see goes through torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+# By names of their own: looking one up in torch takes as long as the call, and a streaming step has 3 us in all.
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_under_transform = torch._C._are_functorch_transforms_active
+_is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def traced_as_constant(function: _F) -> _F:
+    """Decorate a function of Python constants: a compiler that traces the caller calls it once, and takes its answer for a constant.
+
+    It does what `torch.compiler.assume_constant_result` does, without importing the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo's own mark
+    return function
+
+
+def under_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, ...) is on."""
+    return _under_transform()
+
+
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return _under_transform() or forward_ad._current_level >= 0
+
+
+def is_watched() -> bool:
+    """Whether every call is watched: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode differentiation."""
+    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call may go past the dispatcher: nobody watches, and the memory of every tensor holds its values.
+
+    The dispatcher costs 6 us, which is what a streaming step of few keys has to spare. Beside showing the call to those who watch, it
+    resolves lazy negations (`x.conj().imag`), and takes apart what `is_grads_batched` hands to a backward.
+    """
+    if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
+        return False
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or _is_batched_gradient(tensor)):
+            return False
+    return True
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether values can be read and decided on here: a meta or fake tensor has none, and a trace or transform must not depend on them."""
+    if _is_compiling() or _is_tracing() or _under_transform():
+        return False
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
