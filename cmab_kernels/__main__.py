@@ -1,4 +1,4 @@
-"""`python -m cmab_kernels info | demo [cmab | intention | stream] | bench [SCAN ...]`."""
+"""The command line of the package: `python -m cmab_kernels info | demo [cmab | intention | stream] | bench [SCAN ...]`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cmab_kernels", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, what was built, and which implementation `auto` takes for each operator")
-    demo = commands.add_parser("demo", help="what the operators do, measured and drawn")
+    commands.add_parser("info", help="print versions, what was built, and which implementation `auto` takes for each operator")
+    demo = commands.add_parser("demo", help="run the operators on real data, print what was measured, and draw it")
     demo.add_argument(
         "what",
         choices=("cmab", "intention", "stream"),
@@ -21,19 +21,19 @@ def main() -> None:
         "intention: ten classes of digits from 5 examples each, and a transformation of a cloud from 5 pairs; "
         "stream: continual Nyström attention takes the noise out of a photograph whose patches arrive one by one",
     )
-    demo.add_argument("--output", help="where to draw (default: demo.png, demo_intention.png, demo_stream.png)")
-    demo.add_argument("--points", type=int, nargs="+", help="of cmab: numbers of pixels to read (default: 1e4, 1e5, 1e6 and all)")
-    demo.add_argument("--window", type=int, help="of stream: patches that attention looks back on (default: 640)")
-    demo.add_argument("--landmarks", type=int, help="of stream: landmarks that stand for them (default: 16)")
-    bench = commands.add_parser("bench", help="time, memory and error of the operators beside their peers, as a table, a page and pictures")
+    demo.add_argument("--output", help="the picture to write: .png, .pdf or .svg (default: demo.png, demo_intention.png, demo_stream.png)")
+    demo.add_argument("--points", type=int, nargs="+", help="cmab only: numbers of pixels to read (default: 10000 100000 1000000 and all)")
+    demo.add_argument("--window", type=int, help="stream only: number of patches that attention looks back on (default: 640)")
+    demo.add_argument("--landmarks", type=int, help="stream only: number of landmarks that represent them (default: 16)")
+    bench = commands.add_parser("bench", help="measure the operators beside their peers: time, memory, error; writes a table and a page")
     bench.add_argument("scans", metavar="SCAN", nargs="*", help="operators or modules to measure (default: all)")
-    bench.add_argument("--quick", action="store_true", help="the cases that matter most, in five minutes")
-    bench.add_argument("--compare", metavar="OLD.json", type=Path, help="say what differs from this run by more than the noise")
-    bench.add_argument("--from", dest="saved", metavar="RUN.json", type=Path, help="measure nothing: show this run")
-    bench.add_argument("--output", metavar="FOLDER", type=Path, default=Path("bench_report"), help="default: %(default)s")
-    bench.add_argument("--device", choices=("cpu", "cuda"), help="what to measure (default: cpu)")
-    bench.add_argument("--threads", metavar="K", type=int, help="where a case does not say (default: up to 2)")
-    bench.add_argument("--force", action="store_true", help="replace files in the output folder")
+    bench.add_argument("--quick", action="store_true", help="measure only the most important cases, in five minutes")
+    bench.add_argument("--compare", metavar="OLD.json", type=Path, help="list what differs from this saved run by more than the noise")
+    bench.add_argument("--from", dest="saved", metavar="RUN.json", type=Path, help="measure nothing, show this saved run")
+    bench.add_argument("--output", metavar="FOLDER", type=Path, default=Path("bench_report"), help="folder to write (default: %(default)s)")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="device to measure on (default: cpu)")
+    bench.add_argument("--threads", metavar="K", type=int, help="number of CPU threads where a case does not name one (default: up to 2)")
+    bench.add_argument("--force", action="store_true", help="allow files in the output folder to be replaced")
     arguments = parser.parse_args()
     if arguments.command == "info":
         from .info import report
@@ -58,13 +58,13 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 OPTIONS = {"points": "cmab", "window": "stream", "landmarks": "stream"}
-"""What only one of the demos takes."""
+"""option -> the only demo that takes it"""
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     for option, demo in OPTIONS.items():
         if getattr(arguments, option) is not None and arguments.what != demo:
-            parser.error(f"--{option} is of the demo {demo}: {arguments.what} takes none")
+            parser.error(f"--{option} belongs to the demo {demo}: the demo {arguments.what} does not take it")
     if arguments.what == "cmab":
         from .demo import cmab
 

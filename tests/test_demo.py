@@ -257,7 +257,7 @@ def test_bad_arguments_are_one_line(arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(("intention", "--points", "9"), "--points is of the demo cmab"), (("nystrom",), "nystrom")]
+    ("arguments", "said"), [(("intention", "--points", "9"), "--points belongs to the demo cmab"), (("nystrom",), "nystrom")]
 )
 def test_what_no_demo_takes_is_refused(arguments, said):
     done = run_demo(*arguments)

@@ -162,9 +162,9 @@ def test_bad_options_are_one_line(window, landmarks, said, tmp_path: Path):
     ("arguments", "said"),
     [
         (("stream", "--landmarks", "many"), "--landmarks: invalid int"),
-        (("stream", "--points", "9"), "--points is of the demo cmab"),
-        (("--window", "9"), "--window is of the demo stream"),
-        (("intention", "--landmarks", "9"), "--landmarks is of the demo stream"),
+        (("stream", "--points", "9"), "--points belongs to the demo cmab"),
+        (("--window", "9"), "--window belongs to the demo stream"),
+        (("intention", "--landmarks", "9"), "--landmarks belongs to the demo stream"),
     ],
 )
 def test_what_no_demo_takes_is_refused(arguments, said, monkeypatch, capsys):

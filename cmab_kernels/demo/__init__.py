@@ -1,4 +1,4 @@
-"""`python -m cmab_kernels demo [cmab | intention | stream]`: what each of them does, measured and drawn."""
+"""What the three demos share. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
 }
-"""Of the pictures."""
+"""Settings of matplotlib for all pictures of the demos."""
 
 
 def require(*packages: str) -> None:
-    """`SystemExit` with one line that names the packages that are missing."""
+    """Check that the packages are installed; raises `SystemExit` with one line that names the missing ones."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise SystemExit(f"the demo needs {', '.join(missing)}: pip install cmab-kernels[demo]")
 
 
 def checked_output(output: str) -> Path:
-    """Where to draw; `SystemExit` with one line where nothing can be drawn."""
+    """The file to draw to, as a path; raises `SystemExit` with one line if its folder is missing or its suffix is not a picture's."""
     target = Path(output)
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise SystemExit(f"--output is {output}: a name that ends in .png, .pdf or .svg is needed")
@@ -37,6 +37,6 @@ def checked_output(output: str) -> Path:
 
 
 def where(device: str, impl: str) -> str:
-    """Machine, torch and implementation, in words."""
+    """One line of text: the machine, the dtype, the version of torch, and the implementation."""
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"

@@ -1,6 +1,6 @@
-"""Merge the states of two processes: each attends to the half of the keys that it holds, and only the states travel.
+"""Merge the states of two processes. Each attends to the half of the keys that it holds, and sends only its state.
 
-Two states of 66 KiB stand for 40,000 keys; merged, they are the attention over all of them. The same works for machines.
+Two states of 66 KiB stand for 40,000 keys. Merged, they give the attention over all of them. The same works between machines.
 """
 
 import multiprocessing
@@ -15,14 +15,14 @@ HEADS, QUERIES, WIDTH, KEYS = 4, 64, 64, 20_000
 
 
 def half(process: int) -> tuple[Tensor, Tensor]:
-    """The keys and values that a process holds, for instance its part of a file."""
+    """The keys and values (1, heads, keys, width) that a process holds, for instance its part of a file."""
     generator = torch.Generator().manual_seed(process)
     key, value = torch.randn(2, 1, HEADS, KEYS, WIDTH, generator=generator)
     return key, value
 
 
 def attend(process: int, query: np.ndarray) -> dict[str, np.ndarray]:
-    """What runs in a process: the state of its half, as plain arrays that can be sent anywhere."""
+    """Runs in each process: the state of its half of the keys, as plain arrays that can be sent anywhere."""
     state = cmab_kernels.attention_state(torch.from_numpy(query), *half(process))
     return {name: part.numpy() for name, part in state._asdict().items()}
 

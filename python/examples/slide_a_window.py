@@ -1,7 +1,7 @@
-"""Attention over the newest tokens of a stream, a token at a time, beside attention over the whole window again and again.
+"""Attention over the newest tokens of a stream, one token at a time, beside attention that is computed anew for every window.
 
 The weights are those of a `torch.nn.MultiheadAttention`. A step of `ContinualNystromAttention` takes as long for a window of 4,096 tokens
-as for one of 64. In the end the window is saved, and a second module goes on from there to the same bits.
+as for one of 64. At the end the window is saved, and a second module continues from there with the same bits.
 """
 
 import time
@@ -17,7 +17,7 @@ WIDTH, HEADS, LANDMARKS, STEPS = 64, 4, 8, 16
 
 
 def timed(step: Callable[[int], object]) -> float:
-    """Median seconds of a step."""
+    """Seconds of a step, the median over `STEPS` steps."""
     taken = []
     for index in range(STEPS):
         start = time.perf_counter()
@@ -28,7 +28,7 @@ def timed(step: Callable[[int], object]) -> float:
 
 @torch.no_grad()
 def compare(window: int) -> ContinualNystromAttention:
-    """Both on one stream, (T, B, C): a random walk."""
+    """Time both on a random walk, a stream of shape (T, B, C); returns the module after its last step."""
     theirs = nn.MultiheadAttention(WIDTH, HEADS)
     ours = ContinualNystromAttention(WIDTH, HEADS, sequence_len=window, num_landmarks=LANDMARKS)
     ours.load_state_dict(theirs.state_dict())

@@ -1,7 +1,7 @@
-"""Regression in context, as a stream: fit, forget the old, and learn how much to regularise.
+"""Regression in context, as a stream: fit a curve, forget it, fit another, and learn how much to regularise.
 
-Noisy readings of a curve arrive in chunks; halfway the curve changes. A `MultiheadIntention` keeps the sums of a ridge regression and no
-reading: it forgets the first curve by removing its readings, exactly, and one gradient step after the other sets its penalty alpha.
+Noisy readings of a curve arrive in chunks, and halfway the curve changes. A `MultiheadIntention` keeps the sums of a ridge regression and
+no readings. It forgets the first curve by subtracting its readings from the sums, exactly. Then gradient steps fit its penalty alpha.
 """
 
 import torch
@@ -13,12 +13,12 @@ FEATURES, NOISE = 24, 0.5
 
 
 def features(x: Tensor) -> Tensor:
-    """Cosines: (1, N) -> (1, N, FEATURES)."""
+    """Features of x (1, N): cosines of rising frequency, (1, N, FEATURES)."""
     return torch.cos(torch.pi * x.unsqueeze(-1) * torch.arange(FEATURES))
 
 
 def plain_regression() -> MultiheadIntention:
-    """One head whose keys are the features themselves, and whose values are the readings, in the first column."""
+    """A module of one head without projections: keys are the features, values are the readings, in the first column."""
     module = MultiheadIntention(FEATURES, 1, bias=False, vdim=1, batch_first=True)
     for projection in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight, module.out_proj.weight):
         nn.init.eye_(projection)
@@ -27,6 +27,7 @@ def plain_regression() -> MultiheadIntention:
 
 
 def readings(frequency: float, count: int) -> tuple[Tensor, Tensor]:
+    """Features (1, count, FEATURES) and noisy values (1, count, 1) of a sine at random places."""
     x = torch.rand(1, count)
     return features(x), torch.sin(frequency * x).unsqueeze(-1) + NOISE * torch.randn(1, count, 1)
 
@@ -38,7 +39,10 @@ def main() -> None:
     grid = torch.linspace(0, 1, 200).unsqueeze(0)
 
     def error() -> Tensor:
-        """Against the second curve, without noise. The module's result is (1 + alpha) times a ridge regression's."""
+        """Root mean square error against the second curve without noise.
+
+        The module returns (1 + alpha) times the result of a ridge regression.
+        """
         fit = model.predict(features(grid))[..., 0] / (1 + model.alpha)
         return (fit - torch.sin(7.0 * grid)).square().mean().sqrt()
 

@@ -1,7 +1,7 @@
 """Feed a stream to a Constant Memory Attention Block, and watch its memory.
 
-Points arrive in chunks and are forgotten at once. The block keeps a state of constant size, and its latents always summarise everything
-that has arrived, while attention over the history would have to keep every key and value.
+Points arrive in chunks, and none is kept. The block holds a state of constant size, and its latents summarise everything that has arrived.
+Attention over the history would have to keep every key and value.
 """
 
 import resource
@@ -16,7 +16,7 @@ DIM, HEADS, LATENTS, CHUNK, CHUNKS = 64, 4, 64, 10_000, 20
 
 
 def resident_mib() -> float:
-    """The memory that this process holds now; the most it ever held where the system does not say (macOS)."""
+    """Memory of this process in MiB: what it holds now, or the most it ever held where the system does not tell (macOS)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20

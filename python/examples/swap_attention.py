@@ -1,6 +1,6 @@
 """Swap torch.nn.MultiheadAttention inside a model of your own, and keep its weights.
 
-A pooling model: 32 learned queries look at a set of points and a linear layer classifies what they saw.
+The model pools a set of points: 32 learned queries attend to them, and a linear layer classifies the mean of the results.
 """
 
 import time
@@ -12,6 +12,8 @@ from cmab_kernels.nn import MultiheadAttention, replace_modules
 
 
 class Pooling(nn.Module):
+    """Classifies a set of points (B, N, dim)."""
+
     def __init__(self, dim: int = 64, heads: int = 4, queries: int = 32, classes: int = 10) -> None:
         super().__init__()
         self.queries = nn.Parameter(torch.randn(1, queries, dim))
@@ -25,7 +27,7 @@ class Pooling(nn.Module):
 
 
 def milliseconds(model: nn.Module, points: Tensor, repeats: int = 5) -> float:
-    """Of one forward and backward pass, the fastest of a few."""
+    """Time of a forward and backward pass in milliseconds, the fastest of a few."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

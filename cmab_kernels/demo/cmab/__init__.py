@@ -1,4 +1,4 @@
-"""A CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own attention."""
+"""The demo `cmab`: a CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own attention."""
 
 from __future__ import annotations
 
@@ -18,49 +18,52 @@ from .. import checked_output, require, where
 from . import conditioning as c
 
 POINTS = (10_000, 100_000, 1_000_000)
-"""And all there are."""
+"""Numbers of pixels to measure at by default. All pixels of the photograph are measured too."""
 
 POINTS_WITHOUT_KERNEL = (10_000, 30_000, 100_000, 300_000)
+"""The numbers of pixels where no compiled kernel can run, and the PyTorch definition takes its place."""
 
 TIMING_STEPS = 3
-"""What timing a method takes on the progress bar, of what measuring its memory takes."""
+"""Steps of the progress bar for timing a method; measuring its memory is one step."""
 
 WRONG = 1e-2
-"""Difference between results of order one that no rounding explains, be it that of a GPU's tf32."""
+"""A difference between results of order one that is too large for rounding, even for that of tf32 on a GPU."""
 
 SMALL = 8192
-"""Pixels of the call that comes before a memory is measured."""
+"""Pixels of the warm-up call before memory is measured."""
 
 SECONDS = 3.0
-"""Of timing at each number of pixels after the first call of each method, unless two more take longer."""
+"""Seconds to spend on timing at each number of pixels, after one call of each method. At least two more calls of each are timed."""
 
 
 @dataclass
 class Figures:
-    """Of one method at one number of pixels."""
+    """What one method takes at one number of pixels."""
 
     seconds: float
+    """Median time of a call."""
     memory: int
-    """Peak beyond the inputs, in bytes."""
+    """Peak of memory beyond the inputs, in bytes."""
 
 
 @dataclass
 class Scan:
-    """What was measured at one number of pixels; a method that would not fit into memory is missing."""
+    """What was measured at one number of pixels. A method whose memory would not fit is left out."""
 
     count: int
     conditioning: dict[str, Figures] = field(default_factory=dict)
-    """From pixels to latents."""
+    """Method -> its figures for the whole way from pixels to latents."""
     attention: dict[str, Figures] = field(default_factory=dict)
-    """The attention alone, keys and values given."""
+    """Method -> its figures for the attention alone, with keys and values given."""
     difference: dict[str, float] = field(default_factory=dict)
-    """Between the results of the methods, where there are several: the largest anywhere."""
+    """"conditioning" or "attention" -> the largest difference between any two methods' results, if more than one method ran."""
 
 
 def run(output: str, points: list[int] | None = None) -> None:
     """Measure at each number of `points` (default: `POINTS` and all), print tables, and draw them to `output`.
 
-    `SystemExit` with one line for a missing package, a number of points that there is not, or an output that cannot be written.
+    Raises `SystemExit` with one line if a package is missing, if a number is less than 1 or more than there are pixels, or if `output`
+    cannot be written.
     """
     require("skimage", "matplotlib", "tqdm")
     target = checked_output(output)
@@ -82,6 +85,7 @@ def run(output: str, points: list[int] | None = None) -> None:
 
 
 def _checked_points(points: list[int] | None, default: tuple[int, ...], total: int) -> list[int]:
+    """The numbers of pixels in rising order, without repetitions; raises `SystemExit` for one that is not from 1 to `total`."""
     counts = sorted(set(default if points is None else points))
     if not counts or counts[0] < 1 or counts[-1] > total:
         raise SystemExit(f"--points is {points}: numbers from 1 to {total}, the pixels that there are, are needed")
@@ -89,7 +93,7 @@ def _checked_points(points: list[int] | None, default: tuple[int, ...], total: i
 
 
 def _introduce(device: str, total: int) -> str:
-    """Says what is about to run, and on what; gives the implementation that `auto` takes."""
+    """Print what is about to run and on what; returns the implementation that `auto` takes."""
     query, key, value = (torch.zeros(1, c.HEADS, 1, c.DIM // c.HEADS, device=device) for _ in range(3))
     rows: list[Explanation] = explain("latent_attention", query, key, value)
     impl = next(row.impl for row in rows if row.usable)
@@ -118,7 +122,11 @@ def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
 
 
 def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, impl: str, bar: Any) -> None:
-    """Time and memory of each method that fits into memory, and the largest difference between their results."""
+    """Measure time and memory of each method that fits into memory, and the largest difference between their results.
+
+    `kind` is "conditioning" or "attention"; the results go into `figures` and `scan.difference`. Raises `RuntimeError` if two methods
+    differ by more than `WRONG`.
+    """
     prepare: Callable[..., Task] = getattr(c, kind)
     names: list[str] = list(c.CONDITIONING if kind == "conditioning" else c.ATTENTION)
     fitting = [name for name in names if _fits(name, scan.count, device, impl)]
@@ -145,17 +153,17 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
 
 
 def _effort(count: int) -> int:
-    """What a step takes on the progress bar."""
+    """Length of one step of the progress bar: the pixels, and a constant for starting a process."""
     return count + 200_000
 
 
 def _fits(name: str, count: int, device: str, impl: str) -> bool:
-    """Whether a method leaves a good part of the memory to others. A stream always does."""
+    """Whether a method needs less than 60 % of the available memory. A stream always does."""
     return name == c.CMAB_NAME or c.bytes_needed(name, count, impl) < 0.6 * available_memory(device)
 
 
 def _largest_difference(results: list[Tensor]) -> float:
-    """Between any two; not a number if any is not finite."""
+    """The largest difference between any two of the results, at any element; NaN if a result is not finite."""
     stacked = torch.stack(results)
     return float((stacked.amax(0) - stacked.amin(0)).max()) if bool(stacked.isfinite().all()) else float("nan")
 
@@ -164,17 +172,19 @@ def _largest_difference(results: list[Tensor]) -> float:
 
 
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
+    """Lines about the whole way from pixels to latents."""
     yield "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels and weights."
     yield from _table(scans, "conditioning", list(c.CONDITIONING))
 
 
 def _attention_table(scans: list[Scan]) -> Iterator[str]:
+    """Lines about the attention alone."""
     yield "The attention alone, keys and values of all pixels given. Time; peak memory beyond them."
     yield from _table(scans, "attention", list(c.ATTENTION))
 
 
 def _table(scans: list[Scan], kind: str, names: list[str]) -> Iterator[str]:
-    """Every time but the first, which is ours, with how many times ours it is."""
+    """Lines of a table: time and memory of each method. Methods after the first also show their time divided by that of the first."""
     yield f"{'pixels':>11}" + "".join(f"{name:>32}" for name in names) + f"{'results differ by':>20}"
     for scan in scans:
         figures = getattr(scan, kind)
@@ -184,6 +194,7 @@ def _table(scans: list[Scan], kind: str, names: list[str]) -> Iterator[str]:
 
 
 def _cell(figures: Figures | None, ours: Figures | None) -> str:
+    """One method's time and memory, and its time divided by ours if it is not ours."""
     if figures is None:
         return "would not fit into memory"
     times = f"{figures.seconds / ours.seconds:.1f} x  " if ours and figures is not ours else ""
@@ -191,7 +202,7 @@ def _cell(figures: Figures | None, ours: Figures | None) -> str:
 
 
 def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
-    """Does a stream in chunks of any size give the same, and what does one more pixel cost?"""
+    """Lines that say whether a stream in chunks of random sizes gives the same latents, and how long one more pixel takes."""
     while count > 1 and not _fits(c.OPERATOR_NAME, count, device, impl):
         count //= 2
     reader, inputs = c.Reader.make(device), c.pixels(device)[:, :count]
@@ -210,7 +221,7 @@ def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
 
 
 def _random_sizes(count: int) -> list[int]:
-    """Chunks whose sizes are spread evenly over the orders of magnitude; they add up to `count`."""
+    """Random sizes of chunks from 1 to 100,000, uniform in their logarithm, that add up to `count`."""
     random = torch.Generator().manual_seed(0)
     sizes: list[int] = []
     while (left := count - sum(sizes)) > 0:
@@ -219,5 +230,6 @@ def _random_sizes(count: int) -> list[int]:
 
 
 def _latency(call: Callable[[], Any], device: str) -> float:
+    """Seconds of a short call: the median of 9 samples, each the mean of 20 calls."""
     seconds(call, device, repeats=10)
     return statistics.median(seconds(call, device, repeats=20) for _ in range(9))

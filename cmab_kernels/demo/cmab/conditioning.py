@@ -1,4 +1,4 @@
-"""A block that reads the pixels of a photograph, in three ways with the same weights."""
+"""What the demo `cmab` measures: a block that reads the pixels of a photograph in three ways, with the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...nn import CMAB
 DIM, LATENTS, HEADS = 64, 128, 4
 FEATURES = 5
 CHUNK = 32_768
-"""Pixels that a stream takes in at a time."""
+"""Pixels in a chunk of the stream."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,7 +33,7 @@ def photograph() -> Tensor:
 
 @functools.cache
 def pixels(device: str) -> Tensor:
-    """(1, N, 5): coordinates in [-1, 1] and colours less 0.5 of every pixel of the photograph, in a random order."""
+    """All pixels of the photograph in a random order: (1, N, 5), two coordinates in [-1, 1] and three colours in [-0.5, 0.5]."""
     photo = photograph()
     axes = (torch.linspace(-1, 1, size) for size in photo.shape[:2])
     coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
@@ -44,17 +44,17 @@ def pixels(device: str) -> Tensor:
 
 @dataclass
 class Reader:
-    """Pixels are embedded, and a block conditions 128 latents on them."""
+    """An embedding of pixels, and a block that conditions 128 latents on the embedded pixels."""
 
     block: CMAB
     embed: nn.Module
     latents: Tensor
     torch_attention: nn.MultiheadAttention
-    """With the block's projections of its attention over the pixels, and none after it."""
+    """torch's attention module with the weights of the block's attention over the pixels. Its output projection is the identity."""
 
     @staticmethod
     def make(device: str) -> Reader:
-        """The same weights whenever it is called."""
+        """A reader with the same random weights at every call."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             block, latents = CMAB(DIM, LATENTS, HEADS), torch.randn(LATENTS, DIM)
@@ -67,14 +67,17 @@ class Reader:
         return Reader(block.to(device), embed.to(device), latents.to(device), torch_attention.to(device))
 
     def stream(self, points: Tensor, sizes: list[int] | None = None) -> tuple[Tensor, AttentionState]:
-        """As a CMAB does it: chunk by chunk, each forgotten once it is read. Latents, and the state to go on from."""
+        """Read the points chunk by chunk, keeping only the state: the latents (1, L, C), and the state to continue from.
+
+        `sizes` are the lengths of the chunks; None means chunks of `CHUNK`.
+        """
         state, result = self.block.init_state(1), self.latents
         for chunk in points.split(CHUNK if sizes is None else sizes, dim=1):
             result, state = self.block.update(self.embed(chunk), self.latents, state)
         return result, state
 
     def at_once(self, points: Tensor, attend: Attend) -> Tensor:
-        """The same block with all keys and values in memory, for an attention that takes them."""
+        """Read all points in one call, with all keys and values in memory: the latents that `attend` leads to."""
         query, key, value = self.project(points)
         return self.finish(attend(query, key, value))
 
@@ -85,14 +88,14 @@ class Reader:
         return self._query(), cross.heads(cross.key, normed), cross.heads(cross.value, normed)
 
     def multihead(self, points: Tensor) -> Tensor:
-        """The same block with torch's module, projections and all, for the attention over the pixels."""
+        """Read all points with torch's module, which also projects them, in place of the block's own attention."""
         cross = self.block.compress.cross_attention
         normed = cross.context_norm(self.embed(points))
         attended, _ = self.torch_attention(cross.norm(self.block.latents).unsqueeze(0), normed, normed, need_weights=False)
         return self.finish(attended.unflatten(-1, (HEADS, -1)).transpose(1, 2))
 
     def finish(self, attended: Tensor) -> Tensor:
-        """What follows the attention over the pixels: an update of its result with no pixels at all."""
+        """The rest of the block, given the attention's output (1, H, L, D): an update by no pixels of the state that holds it."""
         state = AttentionState(attended, attended.new_zeros(attended.shape[:-1], dtype=torch.float64))
         return self.block.update(attended.new_empty(1, 0, DIM), self.latents, state).latents
 
@@ -107,20 +110,20 @@ CONDITIONING: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     SDPA_NAME: lambda reader, points: reader.at_once(points, F.scaled_dot_product_attention),
     MULTIHEAD_NAME: lambda reader, points: reader.multihead(points),
 }
-"""From pixels to latents."""
+"""Method -> function from a reader and pixels to latents."""
 
 ATTENTION: dict[str, Attend] = {OPERATOR_NAME: latent_attention, SDPA_NAME: F.scaled_dot_product_attention}
-"""From given keys and values to their attention."""
+"""Method -> function from queries, keys and values to their attention."""
 
 
 def conditioning(name: str, count: int, device: str, impl: str) -> Task:
-    """One way of `CONDITIONING` over the first `count` pixels."""
+    """The task of reading the first `count` pixels by one method of `CONDITIONING`."""
     use_impl(impl)
     return _task(functools.partial(CONDITIONING[name], Reader.make(device), pixels(device)[:, :count]))
 
 
 def attention(name: str, count: int, device: str, impl: str) -> Task:
-    """One of `ATTENTION` over the keys and values of the first `count` pixels."""
+    """The task of attending to the keys and values of the first `count` pixels by one method of `ATTENTION`."""
     use_impl(impl)
     with torch.no_grad():
         operands = Reader.make(device).project(pixels(device)[:, :count])
@@ -136,7 +139,7 @@ def _task(method: Callable[[], Tensor]) -> Task:
 
 
 def bytes_needed(name: str, count: int, impl: str) -> int:
-    """A generous guess of what a method takes that is not a stream, so that it is left out before it exhausts the memory."""
+    """A generous estimate of the bytes that a method takes if it is not a stream. What would not fit is left out before it runs."""
     keys_and_values = 2 * DIM * 4 * count
     scores = HEADS * LATENTS * 4 * count if name == OPERATOR_NAME and impl == "reference" else 0
     return 2**28 + (4 if name == MULTIHEAD_NAME else 2) * keys_and_values + 4 * scores

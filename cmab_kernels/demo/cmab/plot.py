@@ -1,4 +1,4 @@
-"""The demo's picture: memory and time against the number of pixels, beside the photograph."""
+"""The picture of the demo `cmab`: memory and time against the number of pixels, beside the photograph."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 COLOURS = {c.CMAB_NAME: "#c0392b", c.SDPA_NAME: "#2c6e9f", c.MULTIHEAD_NAME: "#5f6a6a"}
 LABELS = {c.CMAB_NAME: "CMAB, streamed", c.SDPA_NAME: c.SDPA_NAME, c.MULTIHEAD_NAME: c.MULTIHEAD_NAME}
 GAP = 0.11
-"""Of the height of the axes, that labels keep apart."""
+"""Smallest distance between two labels, as a share of the height of the axes."""
 
 
 def draw(scans: list[Scan], target: Path, where: str) -> None:
-    """Write the plot of `scans` to `target`; `where` says on what they were measured."""
+    """Write the plot of `scans` to `target`; `where` is a line of text that names the machine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,7 +44,7 @@ def draw(scans: list[Scan], target: Path, where: str) -> None:
 
 
 def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float], told: Callable[[float], str], title: str) -> None:
-    """One curve a method on logarithmic axes, named at its end with its last figure."""
+    """Draw one curve for each method on logarithmic axes, with its name and its last figure at its end."""
     ends = {}
     for name, colour in COLOURS.items():
         measured = [(scan.count, figure_of(scan.conditioning[name])) for scan in scans if name in scan.conditioning]
@@ -63,7 +63,7 @@ def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float],
 
 
 def _name_ends(axes: Any, ends: dict[str, tuple[int, float]], told: Callable[[float], str]) -> None:
-    """Names in the colours of their curves, below one another where they would overlap."""
+    """Write each curve's name in its colour at its end, moved down where it would overlap the name above."""
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     height = 1 + GAP / 2
     for name, end in sorted(ends.items(), key=lambda item: -item[1][1]):
@@ -81,7 +81,7 @@ def _mebibytes(figure: float) -> str:
 
 
 def _short(count: int) -> str:
-    """10k, 1.5M and the like."""
+    """A number in short, such as 10k or 1.5M."""
     for size, letter in ((10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{round(count / size, 1):g}{letter}"

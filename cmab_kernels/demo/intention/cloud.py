@@ -1,4 +1,4 @@
-"""A cloud of points, rotated, scaled and shifted: from a few pairs of points, where do the others go?"""
+"""A cloud of points is rotated, scaled and shifted. Given where a few of its points go, each method predicts where the others go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...intention import intention
 
 POINTS, PAIRS, DRAWS = 3000, 5, 100
 NOISES = (0.0, 0.05)
-"""Standard deviation of what is added to the targets of the pairs, as a share of the cloud's radius."""
+"""Standard deviations of the noise on the targets of the pairs, as shares of the cloud's radius."""
 
 ALPHA = 1e-10
 TEMPERATURES = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
@@ -26,7 +26,10 @@ METHODS = (INTENTION, ATTENTION, LEAST_SQUARES)
 
 @functools.cache
 def source() -> Tensor:
-    """(points, 2) float64 of the silhouette of a horse that comes with scikit-image; their mean is 0, and their mean square distance 1."""
+    """The points before the map: (points, 2) float64, with mean 0 and mean square distance 1 from it.
+
+    They are drawn from the silhouette of a horse that comes with scikit-image.
+    """
     from skimage import data
 
     rows, columns = torch.from_numpy(~data.horse()).nonzero(as_tuple=True)
@@ -37,23 +40,26 @@ def source() -> Tensor:
 
 
 def target() -> Tensor:
-    """Where the points go."""
+    """The points after the map: (points, 2) float64."""
     turn = torch.tensor([[math.cos(ANGLE), math.sin(ANGLE)], [-math.sin(ANGLE), math.cos(ANGLE)]], dtype=torch.float64)
     return SCALE * source() @ turn + torch.tensor(SHIFT, dtype=torch.float64)
 
 
 class Comparison(NamedTuple):
+    """What the methods predict from pairs with one standard deviation of noise."""
+
     noise: float
+    """One of `NOISES`."""
     pairs: Tensor
     """(draws, 5) indices of the points whose targets are given."""
     predicted: dict[str, Tensor]
-    """method -> (draws, points, 2)"""
+    """Method -> predicted points, (draws, points, 2)."""
     errors: dict[str, float]
-    """method -> median over the draws of the root mean square error, as a share of the radius."""
+    """Method -> root mean square error as a share of the radius, the median over the draws."""
 
 
 def measure(noise: float) -> Comparison:
-    """Every method, over the same draws of pairs."""
+    """Run every method over the same draws of pairs. Attention gets the temperature that suits the answer best."""
     random = torch.Generator().manual_seed(2)
     pairs = torch.stack([torch.randperm(POINTS, generator=random)[:PAIRS] for _ in range(DRAWS)])
     given = target()[pairs] + noise * SCALE * torch.randn(DRAWS, PAIRS, 2, generator=random, dtype=torch.float64) / 2**0.5
@@ -67,23 +73,31 @@ def measure(noise: float) -> Comparison:
 
 
 def _error(predicted: Tensor) -> float:
+    """Root mean square error of (draws, points, 2) as a share of the radius of the mapped cloud, the median over the draws."""
     return float((predicted - target()).square().sum(-1).mean(-1).sqrt().median() / SCALE)
 
 
 def by_intention(points: Tensor, targets: Tensor) -> Tensor:
-    """The linear map of homogeneous coordinates (x, y, 1) that fits the pairs: Kabsch's problem without its constraint."""
+    """Predictions (draws, points, 2) of the linear map that fits the pairs, in homogeneous coordinates (x, y, 1).
+
+    This is Kabsch's problem without the constraint that the map is a rotation. `points` and `targets` are the pairs, (draws, 5, 2) each.
+    """
     query = _with_column(source(), torch.ones(POINTS)).expand(len(points), 1, -1, -1)
     return intention(query, _with_column(points, torch.ones(points.shape[:2]))[:, None], targets[:, None], ALPHA)[:, 0]
 
 
 def by_attention(points: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """softmax(-|q - k|^2 / (2 temperature)) over the pairs: |q|^2 is the same for all, |k|^2 is a third coordinate."""
+    """Predictions (draws, points, 2): means of the targets with weights softmax(-|q - k|^2 / (2 temperature)).
+
+    As |q|^2 is the same for all keys, it is left out; -|k|^2 / 2 is a third coordinate of the keys.
+    """
     query = _with_column(source(), torch.ones(POINTS)).expand(len(points), 1, -1, -1)
     key = _with_column(points, points.square().sum(-1) / -2)
     return latent_attention(query, key[:, None], targets[:, None], scale=1 / temperature)[:, 0]
 
 
 def by_least_squares(points: Tensor, targets: Tensor) -> Tensor:
+    """Predictions (draws, points, 2) of the same linear map by NumPy, one draw after the other."""
     import numpy as np
 
     query = _with_column(source(), torch.ones(POINTS)).numpy()

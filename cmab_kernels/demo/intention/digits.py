@@ -1,4 +1,4 @@
-"""Digits from a few examples: lessons, and who learns in them."""
+"""Recognising digits after a few examples of each: the lessons, and the learners that are compared."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...intention.variants import kernel_features
 
 CLASSES, SHOTS, WIDTH = 10, 5, 64
 TRIALS, LESSONS = 20, 100
-"""Draws of examples in which settings are chosen, and in which learners are compared."""
+"""Numbers of draws of examples: those in which each learner's setting is chosen, and those in which learners are compared."""
 
 
 @functools.cache
 def images() -> tuple[Tensor, Tensor]:
-    """The 1,797 digits that come with scikit-learn, (N, 64) from 0 to 1, and their classes."""
+    """The 1,797 images of digits that come with scikit-learn, (N, 64) from 0 to 1, and their classes (N,)."""
     from sklearn.datasets import load_digits
 
     pixels, classes = load_digits(return_X_y=True)
@@ -29,21 +29,21 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 class Lessons(NamedTuple):
-    """Draws of examples: indices into `images`."""
+    """Draws of examples and of images to recognise, as indices into `images`."""
 
     support: Tensor
-    """(draws, 50): 5 of each class, class by class."""
+    """The examples, (draws, 50): 5 of each class, class by class."""
     query: Tensor
-    """(draws, M): the others of the same half of the images."""
+    """The images to recognise, (draws, M): all others of the same half of the images."""
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Examples (draws, 50, 64), their classes, and what is to be recognised."""
+        """The examples (draws, 50, 64), their classes (draws, 50), and the images to recognise (draws, M, 64)."""
         pixels, classes = images()
         return pixels[self.support], classes[self.support], pixels[self.query]
 
 
 def draw(count: int, half: int) -> Lessons:
-    """The same `count` draws whenever it is called, from one of two disjoint halves of the images."""
+    """`count` draws from one of two disjoint halves of the images (`half` 0 or 1). They are the same at every call."""
     classes = images()[1]
     ours = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0)).chunk(2)[half]
     random = torch.Generator().manual_seed(half + 1)
@@ -59,30 +59,31 @@ def draw(count: int, half: int) -> Lessons:
 # ---- learners: (examples, classes, queries, setting) -> classes of the queries -------------------------------------------------------
 
 Predict = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""A learner's function: examples (draws, 50, 64), their classes, images (draws, M, 64) and a setting -> classes (draws, M)."""
 
 
 def by_intention(support: Tensor, classes: Tensor, query: Tensor, alpha: float) -> Tensor:
-    """One column a class, +1 for its examples and -1 for others: what a least-squares SVM regresses on."""
+    """Classify by regression: each class has a column of targets, +1 for its examples and -1 for others, as in a least-squares SVM."""
     labels = 2 * F.one_hot(classes, CLASSES).to(support.dtype) - 1
     return intention(query[:, None], support[:, None], labels[:, None], alpha)[:, 0].argmax(-1)
 
 
 def by_kernel_intention(support: Tensor, classes: Tensor, query: Tensor, setting: tuple[float, float]) -> Tensor:
-    """The same on features whose products are a Gaussian kernel."""
+    """Classify by the same regression on features whose inner products are a Gaussian kernel; `setting` is (gamma, alpha)."""
     gamma, alpha = setting
     own, others = (kernel_features(rows[:, None], support[:, None], gamma)[:, 0] for rows in (support, query))
     return by_intention(own, classes, others, alpha)
 
 
 def by_attention(support: Tensor, classes: Tensor, query: Tensor, temperature: float) -> Tensor:
-    """softmax(cosine / temperature) over the examples, whose values are their classes."""
+    """Classify by attention: the classes of the examples, weighted by softmax(cosine / temperature)."""
     labels = F.one_hot(classes, CLASSES).to(support.dtype)
     query, support = (F.normalize(rows, dim=-1)[:, None] for rows in (query, support))
     return latent_attention(query, support, labels[:, None], scale=1 / temperature)[:, 0].argmax(-1)
 
 
 def by_scikit_learn(make: Callable[[Any], Any]) -> Predict:
-    """Of an estimator with a given setting."""
+    """The function of a learner that fits the estimator `make(setting)` of scikit-learn to each draw."""
 
     def predict(support: Tensor, classes: Tensor, query: Tensor, setting: Any) -> Tensor:
         from threadpoolctl import threadpool_limits
@@ -120,10 +121,12 @@ def _support_vectors(setting: tuple[float, float]) -> Any:
 
 
 class Learner(NamedTuple):
+    """A way to learn, and the settings to choose from."""
+
     predict: Predict
     settings: list[Any]
     told: str
-    """What a setting is called."""
+    """A format string that shows a setting to readers."""
 
 
 PENALTIES = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
@@ -144,18 +147,21 @@ LEARNERS: dict[str, Learner] = {
 
 
 class Outcome(NamedTuple):
+    """How well a learner did in the lessons."""
+
     name: str
     told: str
-    """The setting, in words."""
+    """The chosen setting, in words."""
     accuracy: float
+    """Share of images that were recognised, the mean over the lessons."""
     error: float
-    """Standard error of the mean over the lessons."""
+    """Standard error of that mean."""
     predicted: Tensor
-    """(draws, M) classes."""
+    """The classes that were predicted, (draws, M)."""
 
 
 def outcome(name: str, learner: Learner, trials: Lessons, lessons: Lessons, done: Callable[[], Any]) -> Outcome:
-    """With the setting that does best in the trials; `done` hears of each step."""
+    """Choose the setting that does best in the trials, and use it in the lessons; `done` is called after each setting."""
     best = max(learner.settings, key=dict(_tried(learner, trials, done)).__getitem__)
     predicted = learner.predict(*lessons.parts(), best)
     right = _share_right(predicted, lessons)
@@ -165,11 +171,12 @@ def outcome(name: str, learner: Learner, trials: Lessons, lessons: Lessons, done
 
 
 def _tried(learner: Learner, trials: Lessons, done: Callable[[], Any]) -> Iterator[tuple[Any, float]]:
+    """Each setting, and its accuracy in the trials."""
     for setting in learner.settings:
         yield setting, float(_share_right(learner.predict(*trials.parts(), setting), trials).mean())
         done()
 
 
 def _share_right(predicted: Tensor, lessons: Lessons) -> Tensor:
-    """(draws,)"""
+    """The share of images that were recognised in each draw: (draws,)."""
     return (predicted == images()[1][lessons.query]).double().mean(-1)

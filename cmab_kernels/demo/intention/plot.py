@@ -1,4 +1,4 @@
-"""The picture: what was shown, how well it was learnt, and where the points of the cloud go."""
+"""The picture of the demo `intention`: the examples, the accuracies, and the predicted points of the cloud."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from .. import STYLE
 from . import cloud, digits
 
-OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # told apart by the colour-blind too
+OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # colours that colour-blind people can tell apart
 TILE = 10
-"""Pixels from one digit to the next."""
+"""Distance from one digit to the next, in pixels of a digit."""
 
 
 def draw(lessons: digits.Lessons, outcomes: list[digits.Outcome], comparison: cloud.Comparison, target: Path) -> None:
-    """Write the picture to `target`, with the first draw of examples and the first of pairs."""
+    """Write the picture to `target`. It shows the first draw of examples, and the first draw of pairs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,7 +38,7 @@ def draw(lessons: digits.Lessons, outcomes: list[digits.Outcome], comparison: cl
 
 
 def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None:
-    """The examples, a column a class, and below them an unseen image of each class with what it is taken for."""
+    """Draw the examples, one column for each class, and below them an unseen image of each class with its predicted class."""
     pixels, classes = digits.images()
     support, query, predicted = lessons.support[0].view(digits.CLASSES, digits.SHOTS), lessons.query[0], learner.predicted[0]
     below = digits.SHOTS + 0.9
@@ -57,12 +57,13 @@ def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None
 
 
 def _tile(axes: Any, pixels: Tensor, column: int, row: float) -> None:
+    """Draw one digit, (64,) from 0 to 1, in a column and a row."""
     left, top = column * TILE, row * TILE
     axes.imshow(pixels.view(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1, extent=(left, left + 8, top + 8, top))
 
 
 def _bars(axes: Any, outcomes: list[digits.Outcome], draws: int) -> None:
-    """Ours and attention in colours of their own."""
+    """Draw a bar for each learner's accuracy; those of this package and of attention have colours of their own."""
     colours = {digits.KERNEL: OURS, digits.LINEAR: OURS, digits.ATTENTION: ATTENTION}
     for place, one in enumerate(outcomes):
         percent = 100 * one.accuracy
@@ -81,6 +82,7 @@ def _bars(axes: Any, outcomes: list[digits.Outcome], draws: int) -> None:
 
 
 def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
+    """Draw the cloud before the map, and as Intention and as attention map it."""
     source, target, pairs = cloud.source(), cloud.target(), comparison.pairs[0]
     given, by_intention, by_attention = panels
     _cloud(given, source, source[pairs], INK)
@@ -98,7 +100,7 @@ def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
 
 
 def _cloud(axes: Any, points: Tensor, marked: Tensor, colour: str) -> None:
-    """Points in the colours of where they came from, and the numbered ones of the pairs."""
+    """Draw points, coloured by where they were before the map, and the numbered points of the pairs."""
     axes.scatter(*points.T.numpy(), s=5, c=cloud.source()[:, 0].numpy(), cmap="cividis", linewidths=0)
     for number, (x, y) in enumerate(marked.tolist(), start=1):
         axes.scatter(x, y, s=130, facecolor="white", edgecolor=colour, linewidth=1.4, zorder=3)
@@ -106,4 +108,5 @@ def _cloud(axes: Any, points: Tensor, marked: Tensor, colour: str) -> None:
 
 
 def _share(error: float) -> str:
+    """An error as a percentage, or in scientific notation if it is tiny."""
     return f"{100 * error:.0f} %" if error > 0.005 else f"{error:.0e}"

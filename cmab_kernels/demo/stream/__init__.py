@@ -1,4 +1,7 @@
-"""Attention slides over a noisy photograph and takes the noise out: continual Nyström beside exact and recomputed attention."""
+"""The demo `stream`: attention over a sliding window takes the noise out of a photograph that arrives patch by patch.
+
+Continual Nyström attention runs beside exact continual attention and beside attention that is computed anew for every window.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,33 @@ from . import tokens as t
 
 WINDOW, LANDMARKS = 640, 16
 ROWS_WITHOUT_KERNEL = 4
-"""Of patches after the first window, where steps take a hundred times as long."""
+"""Rows of patches to stream where no compiled kernel can run: steps then take a hundred times as long."""
 
 WRONG = 1e-5
-"""Relative error of exact attention that no rounding explains."""
+"""A relative error of exact attention that is too large for rounding."""
 
 CONTINUAL, FIXED, EXACT, FULL = "continual landmarks", "fixed landmarks", "exact, continual", "full, recomputed"
 SCHEMES = {CONTINUAL: "continual single", FIXED: "fixed single", EXACT: "single", FULL: "full"}
-"""What `nystrom.costs` calls them."""
+"""Method -> the name of its scheme in `nystrom.costs`."""
 
 Step = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+"""A step: state, query, key, value -> output, next state."""
 
 
 @dataclass
 class Stream:
-    """One of the methods, on its way through the tokens."""
+    """One of the methods, its state, and what it has given so far."""
 
     state: Any
     step: Step
     outs: list[Tensor] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """Of a step, the mean of each row of patches."""
+    """Seconds of a step: the mean over each row of patches."""
     errors: list[float] = field(default_factory=list)
-    """Relative to full attention in float64, of each row of patches."""
+    """Error of each row of patches, relative to full attention in float64."""
 
     def take(self, row: list[tuple[Tensor, ...]]) -> None:
-        """Step through the tokens of a row, and keep what they get and the time."""
+        """Take a step for each token (query, key, value) of a row; keeps the outputs, and the time of a step."""
 
         def steps() -> None:
             for token in row:
@@ -55,50 +59,60 @@ class Stream:
         self.times.append(seconds(steps) / len(row))
 
     def compare(self, expected: Tensor) -> None:
-        """The last tokens' results with those expected (rows, width)."""
+        """Record the error of the newest outputs against the expected ones (tokens, width)."""
         newest = torch.cat(self.outs[-len(expected) :], dim=2)[0, 0]
         self.errors.append(float((newest - expected).norm() / expected.norm()))
 
     def patches(self) -> Tensor:
+        """All outputs so far, (tokens, width)."""
         return torch.cat(self.outs, dim=2)[0, 0]
 
 
 class Run(NamedTuple):
-    """What was measured."""
+    """What was measured in a run of the demo."""
 
     window: int
     landmarks: int
     first: int
-    """The first row of patches that was streamed."""
+    """Index of the first row of patches that was streamed."""
     streams: dict[str, Stream]
+    """Method -> its stream."""
     full: list[float]
-    """Seconds that full attention over the window takes, after each row of patches."""
+    """Seconds of full attention over the whole window, measured once after each row of patches."""
 
     @property
     def rows(self) -> int:
+        """Number of rows of patches that were streamed."""
         return len(self.full)
 
     def decibels(self, patches: Tensor) -> float:
-        """Of patches of the streamed rows, or of all."""
+        """Peak signal-to-noise ratio in the streamed rows, given their patches or those of the whole photograph."""
         part = slice(self.first * t.columns(), (self.first + self.rows) * t.columns())
         truth = t.to_patches(t.photograph())[part]
         return t.decibels(patches if len(patches) == len(truth) else patches[part], truth)
 
     def step_time(self, name: str) -> float:
+        """Seconds of a step of a method, the median over the rows of patches."""
         return statistics.median(self.full if name == FULL else self.streams[name].times)
 
     def error(self, name: str) -> float:
+        """Relative error of a method, the median over the rows of patches."""
         return statistics.median(self.streams[name].errors)
 
 
 def run(output: str, window: int | None = None, landmarks: int | None = None) -> None:
-    """Stream, print what it took, and draw it to `output`; `SystemExit` with one line for what is missing or cannot be."""
+    """Stream the photograph, print times and errors, and draw them to `output`.
+
+    `window` is the number of patches that attention looks back on (default: `WINDOW`), `landmarks` the number of landmarks (default:
+    `LANDMARKS`). Raises `SystemExit` with one line if a package is missing, a number is out of range, or `output` cannot be written.
+    """
     require("sklearn", "skimage", "matplotlib", "tqdm")
     target = checked_output(output)
     window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
     with torch.no_grad():
         impl = _introduce(window)
-        with use_impl("reference" if impl == "reference" else "auto"):  # what is asked for by name takes the long road, with all checks
+        # "auto", not the name of the kernel: a step that names its implementation takes the checked path, which is slower.
+        with use_impl("reference" if impl == "reference" else "auto"):
             measured = _measure(window, landmarks, impl)
     for line in _lines(measured):
         print(line)
@@ -110,6 +124,7 @@ def run(output: str, window: int | None = None, landmarks: int | None = None) ->
 
 
 def _checked(window: int, landmarks: int) -> tuple[int, int]:
+    """The window and the number of landmarks; raises `SystemExit` with one line if either is out of range."""
     most = t.stream().key.shape[2] // 2
     if not 1 <= window <= most:
         raise SystemExit(f"--window is {window}: a number from 1 to {most}, half of the patches that there are, is needed")
@@ -119,7 +134,7 @@ def _checked(window: int, landmarks: int) -> tuple[int, int]:
 
 
 def _introduce(window: int) -> str:
-    """Says what is about to run, and on what; gives the implementation that `auto` takes."""
+    """Print what is about to run and on what; returns the implementation that `auto` takes."""
     rows: list[Explanation] = explain("continual_nystrom_step", *(part[:, :, :1] for part in t.stream()))
     impl = next(row.impl for row in rows if row.usable)
     count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
@@ -137,7 +152,7 @@ def _introduce(window: int) -> str:
 
 
 def _measure(window: int, landmarks: int, impl: str) -> Run:
-    """Row by row of patches, the methods taking turns."""
+    """Stream the photograph row by row of patches; within a row the methods run one after the other."""
     from tqdm import tqdm
 
     columns = t.columns()
@@ -154,7 +169,7 @@ def _measure(window: int, landmarks: int, impl: str) -> Run:
 
 
 def _streams(start: int, window: int, landmarks: int) -> dict[str, Stream]:
-    """Each with the window of tokens before `start`."""
+    """A stream of each continual method, whose window holds the tokens before `start`."""
     seen = t.before(start, window)
     continual = continual_nystrom_init(*seen, landmarks, scale=1.0)
     fixed = continual_nystrom_init(*seen, landmarks=t.learnt_landmarks(landmarks), scale=1.0)
@@ -167,7 +182,10 @@ def _streams(start: int, window: int, landmarks: int) -> dict[str, Stream]:
 
 
 def _row(measured: Run, first: int, last: int) -> None:
-    """All methods over the tokens of one row of patches."""
+    """Run all methods over the tokens `first` to `last` - 1, which are a row of patches.
+
+    Raises `RuntimeError` if an exact method is off by `WRONG` or more.
+    """
     row = list(zip(*(part[:, :, first:last].split(1, dim=2) for part in t.stream()), strict=True))
     expected = t.exact(first, last, measured.window)
     for stream in measured.streams.values():
@@ -183,7 +201,7 @@ def _row(measured: Run, first: int, last: int) -> None:
 
 
 def _live(measured: Run, row: int) -> str:
-    """The last row's figures."""
+    """The figures of the newest row, as one line for the progress bar."""
     times = {name: stream.times[-1] for name, stream in measured.streams.items()} | {FULL: measured.full[-1]}
     steps = ", ".join(f"{_first_word(name)} {readable(time)}" for name, time in times.items())
     errors = " and ".join(f"{measured.streams[name].errors[-1]:.0%}" for name in (CONTINUAL, FIXED))
@@ -198,6 +216,7 @@ def _first_word(name: str) -> str:
 
 
 def _lines(measured: Run) -> Iterator[str]:
+    """Lines of the table of the run, and of the table of costs."""
     n, m, tokens = measured.window, measured.landmarks, measured.rows * t.columns()
     yield f"{tokens:,} steps over a window of n = {n:,} patches, m = {m} landmarks, one head {t.WIDTH} wide. Medians over rows of patches:"
     yield f"{'':<22}{'step':>10}{'of full':>14}{'operations: paper':>20}{'executed':>14}{'error':>12}{'photograph':>14}"
@@ -207,12 +226,13 @@ def _lines(measured: Run) -> Iterator[str]:
     yield f"Full is torch's scaled_dot_product_attention of all {n:,} queries; errors are relative to its result in float64."
     yield f"Fixed landmarks were learnt from {len(t.TRAINING)} other photographs, by k-means."
     yield ""
-    yield "Of a head and a step, in the mean:"
+    yield "Costs of a step for one head, on average:"
     yield from cost_table(n, m, t.WIDTH)
     yield ""
 
 
 def _line(measured: Run, name: str) -> str:
+    """A method's row of the table: time of a step, operations, error, and signal-to-noise ratio."""
     n, m = measured.window, measured.landmarks
     step, paper = measured.step_time(name), paper_operations(SCHEMES[name], n, m, t.WIDTH)
     figures = f"{name:<22}{readable(step):>10}{f'1 / {measured.step_time(FULL) / step:,.0f}':>14}"

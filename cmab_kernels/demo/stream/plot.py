@@ -1,4 +1,4 @@
-"""The picture: a window slides down the photograph; what each method makes of it, and what a step of each costs."""
+"""The picture of the demo `stream`: the noisy photograph and its window, each method's result, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from . import tokens as t
 if TYPE_CHECKING:
     from . import Run
 
-COLOURS = {CONTINUAL: "#0072B2", FIXED: "#009E73", EXACT: "#D55E00", FULL: "#555555"}  # told apart by the colour-blind too
+COLOURS = {CONTINUAL: "#0072B2", FIXED: "#009E73", EXACT: "#D55E00", FULL: "#555555"}  # colour-blind people can tell them apart
 NAMES = {EXACT: "Exact attention", CONTINUAL: "Nyström attention, continual landmarks", FIXED: "Nyström attention, fixed landmarks"}
 PHOTOGRAPHS, FIGURES = (("arrives", EXACT), (CONTINUAL, FIXED)), [name for name in ("errors", "times", "operations") for _ in range(2)]
-"""Two columns of two, and one of three."""
+"""The layout: two columns of two photographs, and a column of three charts."""
 
 WINDOW = "#CC0066"
 
 PALE = 0.25
-"""Of what has not arrived yet."""
+"""Contrast of the part of the photograph that has not arrived yet."""
 
 GAP = 0.21
-"""Of the height of the axes, that names keep apart."""
+"""Smallest distance between two names, as a share of the height of the axes."""
 
 
 def draw(measured: Run, target: Path, where: str) -> None:
-    """Write the picture to `target`; `where` says on what it was measured."""
+    """Write the picture to `target`; `where` is a line of text that names the machine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,7 +63,7 @@ def draw(measured: Run, target: Path, where: str) -> None:
 
 
 def _arriving(axes: Any, measured: Run) -> None:
-    """Half of it has come; the window is what attention sees."""
+    """Draw the photograph when half of it has arrived, with a frame around the window that attention sees."""
     row = measured.first + measured.rows // 2
     edge, height = row * t.PATCH, t.PATCH * measured.window / t.columns()
     _show(axes, _paled(t.noisy(), edge), f"A noisy photograph arrives: {measured.decibels(_noisy_patches()):.1f} dB")
@@ -74,7 +74,7 @@ def _arriving(axes: Any, measured: Run) -> None:
 
 
 def _result(axes: Any, measured: Run, name: str) -> None:
-    """Between what came before the first step and what was not streamed, which stay noisy."""
+    """Draw a method's result. What came before the first step, or was not streamed, stays noisy."""
     patches = _noisy_patches().clone()
     streamed = measured.streams[name].patches()
     start = measured.first * t.columns()
@@ -84,6 +84,7 @@ def _result(axes: Any, measured: Run, name: str) -> None:
 
 
 def _show(axes: Any, pixels: Tensor, title: str, colour: str = "black") -> None:
+    """Draw an image (height, width, 3) with a title."""
     axes.imshow(pixels.clamp(0, 1).numpy())
     axes.set_title(title, color=colour)
     axes.axis("off")
@@ -94,7 +95,7 @@ def _noisy_patches() -> Tensor:
 
 
 def _paled(pixels: Tensor, edge: int) -> Tensor:
-    """With rows from `edge` on near to white."""
+    """The image, with all rows from `edge` on faded towards white."""
     rows = torch.arange(len(pixels))[:, None, None]
     return torch.where(rows < edge, pixels.clamp(0, 1), 1 - PALE * (1 - pixels.clamp(0, 1)))
 
@@ -103,6 +104,7 @@ def _paled(pixels: Tensor, edge: int) -> Tensor:
 
 
 def _errors(axes: Any, measured: Run) -> None:
+    """Draw the relative errors of the two kinds of Nyström attention."""
     exact = max(measured.streams[EXACT].errors)
     axes.set_title(f"Error, relative to full attention ({EXACT}: {exact:.0e} at most)")
     curves = {name: measured.streams[name].errors for name in (CONTINUAL, FIXED)}
@@ -113,6 +115,7 @@ def _errors(axes: Any, measured: Run) -> None:
 
 
 def _times(axes: Any, measured: Run) -> None:
+    """Draw the time of a step of each method on a logarithmic axis."""
     axes.set(title="Time of a step", xlabel="row of patches", yscale="log")
     curves = {name: measured.full if name == FULL else measured.streams[name].times for name in SCHEMES}
     _curves(axes, measured, curves)
@@ -123,7 +126,7 @@ def _times(axes: Any, measured: Run) -> None:
 
 
 def _curves(axes: Any, measured: Run, curves: dict[str, list[float]]) -> None:
-    """Over the rows of patches."""
+    """Draw one curve for each method, over the rows of patches."""
     rows = range(measured.first, measured.first + measured.rows)
     for name, figures in curves.items():
         axes.plot(rows, figures, color=COLOURS[name], linewidth=1.4)
@@ -132,7 +135,7 @@ def _curves(axes: Any, measured: Run, curves: dict[str, list[float]]) -> None:
 
 
 def _names(axes: Any, curves: dict[str, list[float]], told: Callable[[float], str]) -> None:
-    """Of curves, beside their medians, below one another where they would overlap."""
+    """Write the name and the median of each curve beside it, moved down where it would overlap the name above."""
     axes.autoscale_view()
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     height = 1 + GAP
@@ -144,7 +147,7 @@ def _names(axes: Any, curves: dict[str, list[float]], told: Callable[[float], st
 
 
 def _operations(axes: Any, measured: Run) -> None:
-    """Bars on a logarithmic axis: pale what the paper counts, below what is executed."""
+    """Draw two bars for each method on a logarithmic axis: the paper's count, pale, and below it what is executed."""
     n, m = measured.window, measured.landmarks
     for place, (name, scheme) in enumerate(reversed(SCHEMES.items())):
         for offset, count, alpha, by in (
@@ -154,14 +157,14 @@ def _operations(axes: Any, measured: Run) -> None:
             axes.barh(place + offset, count, height=0.38, color=COLOURS[name], alpha=alpha)
             axes.text(count * 1.15, place + offset, f"{_short(count)} {by}", va="center", fontsize=7.5)
     most = paper_operations(SCHEMES[FULL], n, m, t.WIDTH)
-    axes.set(title="Operations of a step, in the mean", xscale="log", xlim=(1e3, 50 * most))
+    axes.set(title="Operations of a step, on average", xscale="log", xlim=(1e3, 50 * most))
     axes.set_yticks(range(len(SCHEMES)), list(reversed(SCHEMES)))
     axes.invert_yaxis()
     axes.minorticks_off()
 
 
 def _short(count: float) -> str:
-    """79 M, 12 k and the like."""
+    """A number in short, such as 79 M or 12 k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

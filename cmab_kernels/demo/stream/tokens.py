@@ -1,7 +1,7 @@
-"""A noisy photograph as a stream of patches, and what attention over a window of them is: non-local means.
+"""A noisy photograph as a stream of patches. Attention over a window of them is the filter known as non-local means.
 
-A patch attends to those that look like it, noise and all: softmax(-|q - k|^2 / (2 bandwidth^2)) over their pixels. What it gets is their
-mean, in which the noise is less.
+A patch attends to the patches that look like it, with weights softmax(-|q - k|^2 / (2 bandwidth^2)) of the distance between noisy pixels.
+Its output is their weighted mean, which has less noise.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket")
-"""Photographs of scikit-image, from which fixed landmarks are learnt. The one that is streamed, of a temple, comes with scikit-learn."""
+"""Photographs of scikit-image from which fixed landmarks are learnt. The photograph that is streamed is another, from scikit-learn."""
 
 PATCH = 4
+"""Height and width of a patch, in pixels."""
+
 WIDTH = 3 * PATCH**2
-"""Of queries, keys and values: the pixels of a patch."""
+"""Width of queries, keys and values: the colours of all pixels of a patch."""
 
 NOISE = 0.2
-"""Standard deviation of what is added to each colour of each pixel, which are from 0 to 1."""
+"""Standard deviation of the noise on each colour of each pixel. Colours are from 0 to 1."""
 
 BANDWIDTH = 4.5 * NOISE
-"""Distance between patches that look alike. Two noisy photographs of one patch are sqrt(2 * 48) = 10 NOISE apart, all of them."""
+"""Distance at which a patch weighs exp(-1/2). Two noisy pictures of the same patch are about sqrt(2 * 48) NOISE = 10 NOISE apart."""
 
 
 @functools.cache
 def photograph() -> Tensor:
-    """(height, width, 3), from 0 to 1, cut to whole patches."""
+    """The photograph without noise: (height, width, 3) from 0 to 1, cut to whole patches."""
     from sklearn.datasets import load_sample_image
 
     return _whole_patches(load_sample_image("china.jpg"))
@@ -41,6 +43,7 @@ def _whole_patches(pixels: Any) -> Tensor:
 
 @functools.cache
 def noisy() -> Tensor:
+    """The photograph with noise, (height, width, 3). The noise is the same at every call."""
     return _with_noise(photograph())
 
 
@@ -50,29 +53,29 @@ def _with_noise(clean: Tensor) -> Tensor:
 
 @functools.cache
 def training() -> Tensor:
-    """(N, 48): an eighth of the patches of noisy photographs, others than the one that is streamed."""
+    """Patches to learn landmarks from, (N, 48): every eighth patch of the noisy photographs `TRAINING`."""
     from skimage import data
 
     return torch.cat([to_patches(_with_noise(_whole_patches(getattr(data, name)())))[::8] for name in TRAINING])
 
 
 def columns() -> int:
-    """Patches in a row of the photograph that is streamed."""
+    """Number of patches in a row of the photograph that is streamed."""
     return photograph().shape[1] // PATCH
 
 
 def to_patches(pixels: Tensor) -> Tensor:
-    """(N, 48) from (height, width, 3), row by row of patches."""
+    """Patches (N, 48) of an image (height, width, 3), row by row of patches."""
     return pixels.unflatten(1, (-1, PATCH)).unflatten(0, (-1, PATCH)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def to_pixels(patches: Tensor) -> Tensor:
-    """(height, width, 3) from the (N, 48) of whole rows."""
+    """An image (height, width, 3) from the patches (N, 48) of whole rows."""
     return patches.reshape(-1, columns(), PATCH, PATCH, 3).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 class Tokens(NamedTuple):
-    """(1, 1, N, 48) each."""
+    """Query, key and value of each patch, (1, 1, N, 48) each."""
 
     query: Tensor
     key: Tensor
@@ -81,19 +84,20 @@ class Tokens(NamedTuple):
 
 @functools.cache
 def stream() -> Tokens:
-    """The patches of the noisy photograph, as they arrive."""
+    """The tokens of all patches of the noisy photograph, in the order in which they arrive."""
     return tokens(to_patches(noisy()))
 
 
 def before(end: int, window: int) -> Tokens:
-    """The newest `window` tokens when `end` have arrived."""
+    """The newest `window` tokens after `end` tokens have arrived."""
     return Tokens(*(part[:, :, end - window : end] for part in stream()))
 
 
 def tokens(patches: Tensor) -> Tokens:
-    """q k' = (f_q f_k' - |f_k|^2 / 2) / bandwidth^2, which is -|f_q - f_k|^2 / (2 bandwidth^2) but for a constant of the query's.
+    """The tokens of patches (N, 48): the value is the patch, and q k' is minus half the squared distance of two patches' features.
 
-    f are 47 of the 48 principal components of the patches that landmarks are learnt from; the length of f_k is the 48th number.
+    With features f, in units of the bandwidth, q k' = f_q f_k' - |f_k|^2 / 2. That is -|f_q - f_k|^2 / 2 plus a constant of the query,
+    which a softmax ignores. The features are 47 principal components of the training patches; the 48th number holds -|f_k|^2 / 2.
     """
     mean, components = _principal_components()
     features = (patches - mean) @ components / BANDWIDTH
@@ -104,14 +108,14 @@ def tokens(patches: Tensor) -> Tokens:
 
 @functools.cache
 def _principal_components() -> tuple[Tensor, Tensor]:
-    """Mean (48,) and directions (48, 47), the least of which is left out."""
+    """Mean (48,) and principal directions (48, 47) of the training patches, without the direction of least variance."""
     patches = training()
     mean = patches.mean(0)
     return mean, torch.linalg.eigh((patches - mean).T @ (patches - mean)).eigenvectors[:, 1:]
 
 
 def learnt_landmarks(number: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys (1, m, 48): the means of clusters of patches, by k-means."""
+    """Landmarks learnt by k-means: queries and keys, (1, m, 48) each, the means of clusters of training patches."""
     from sklearn.cluster import MiniBatchKMeans
     from threadpoolctl import threadpool_limits
 
@@ -124,7 +128,7 @@ def learnt_landmarks(number: int) -> tuple[Tensor, Tensor]:
 
 
 def exact(first: int, last: int, window: int) -> Tensor:
-    """(last - first, 48) in float64: for each of these tokens, attention over the `window` newest that ends with it."""
+    """Exact results in float64, (last - first, 48): for each token, attention over the window of tokens that ends with it."""
     query, key, value = (part[0, 0].double() for part in stream())
     since = first - window + 1
     scores = query[first:last] @ key[since:last].T
@@ -134,5 +138,5 @@ def exact(first: int, last: int, window: int) -> Tensor:
 
 
 def decibels(estimate: Tensor, truth: Tensor) -> float:
-    """Peak signal to noise ratio."""
+    """Peak signal-to-noise ratio in decibels, for colours from 0 to 1."""
     return float(-10 * (estimate.double() - truth.double()).square().mean().log10())
