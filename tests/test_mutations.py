@@ -15,8 +15,11 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = ("reference", "state", "operator", "promises")
-CATCHERS = {family: [f"tests/{family}/test_{name}.py" for name in FILES] for family in ("attention", "intention", "nystrom")}
+FILES = ("reference", "state", "suite", "promises", "operator")
+CATCHERS = {
+    family: [str(path.relative_to(ROOT)) for name in FILES for path in sorted((ROOT / "tests" / family).rglob(f"test_{name}.py"))]
+    for family in ("attention", "intention", "nystrom")
+}
 
 
 class Fault(NamedTuple):

@@ -7,14 +7,18 @@ from .bounds import LAWS, STREAMS, bound, lapack_ratio, row_error
 from .interpreter import INTERPRETING, run_in_interpreter
 from .layouts import LAYOUTS, lazily_negated
 from .memory import between_margins, guarded_results, poisoned_memory
+from .suite import Measured, OperatorSuite, failures
 
 __all__ = [
     "INTERPRETING",
     "LAWS",
     "LAYOUTS",
     "STREAMS",
+    "Measured",
+    "OperatorSuite",
     "between_margins",
     "bound",
+    "failures",
     "guarded_results",
     "lapack_ratio",
     "lazily_negated",

@@ -19,19 +19,20 @@ MARGIN = 512
 def poisoned_memory() -> Iterator[None]:
     """Fill with NaN what `torch.empty` and its relatives return on any device, so that an element that nobody wrote is seen.
 
-    Torch does so while its deterministic algorithms are on; they are switched off at the end.
+    Torch does so while its deterministic algorithms are on; they are as they were at the end.
 
     >>> with poisoned_memory():
     ...     torch.empty(2)
     tensor([nan, nan])
     """
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     if not torch.empty(3).isnan().all():
         raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 def between_margins(tensor: Tensor) -> Tensor:

@@ -1,0 +1,118 @@
+"""One suite that every operator inherits: it declares its arguments, its oracle and its tolerances, and gets the checks of P1 to P8."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ..memory import poisoned_memory
+from .declaration import Declaration, Measured
+from .errors import Errors
+from .gradients import Gradients
+from .numerics import Numerics
+
+__all__ = ["Declaration", "Measured", "OperatorSuite", "failures"]
+
+
+class OperatorSuite(Numerics, Gradients, Errors):
+    """Tests of an operator: inherit, name the class Test..., and declare the operator; pytest finds the checks.
+
+    A declaration says which tensors the operator takes (`arguments`, a letter for each dimension), how it is called (`call`) and what is
+    right (`oracle`); `Declaration` lists what else may be said. The class then has checks of
+
+    - P1: empty dimensions, masked keys with NaN under the mask, a NaN that stays in its batch element;
+    - P2: results and gradients against the oracle in float64, row by row, for every dtype and several laws of the inputs;
+    - P3: the same bits on every run, for any number of threads, for a batch element by itself;
+    - P5: strides, offsets, expanded and lazily negated arguments;
+    - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
+    - errors that name the argument, what was given and what is allowed.
+
+    Every check runs on one thread, with uninitialised memory that holds NaN. A check that the declaration leaves without parameters (no
+    mask: no masked keys) does not exist in the class. Running under pytest needs pytest; `failures` does not.
+
+    >>> from cmab_kernels.testing import OperatorSuite, failures
+    >>> class TestLatentAttention(OperatorSuite):
+    ...     operator = "latent_attention"
+    ...     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE"}
+    ...     extents = {"B": 2, "H": 2, "L": 3, "N": 5, "D": 4, "E": 3}
+    ...     impls = ("reference",)
+    ...
+    ...     def call(self, impl, **inputs):
+    ...         return (cmab_kernels.latent_attention(**inputs, impl=impl),)
+    ...
+    ...     def oracle(self, query, key, value):
+    ...         return ((query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value,)
+    >>> failures(TestLatentAttention, "test_layouts", "test_gradcheck")
+    {}
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        values = cls().parameters()
+        for name, check in inspect.getmembers(OperatorSuite, inspect.isfunction):
+            if not name.startswith("test_"):
+                continue
+            if any(not values[parameter] for parameter in _parameters(check)):
+                setattr(cls, name, None)
+            elif getattr(cls, name) is None:
+                setattr(cls, name, check)
+
+    def setup_method(self) -> None:
+        """Seed torch, use one thread, and poison uninitialised memory."""
+        self._context = ExitStack()
+        threads = torch.get_num_threads()
+        self._context.callback(torch.set_num_threads, threads)
+        self._context.enter_context(poisoned_memory())
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+    def teardown_method(self) -> None:
+        """Undo what `setup_method` has set."""
+        self._context.close()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Give each check its parameters; pytest calls this."""
+        values = self.parameters()
+        for name in _parameters(metafunc.function):
+            if name in values:
+                metafunc.parametrize(name, values[name], ids=_label)
+
+
+def _parameters(check: Callable[..., None]) -> list[str]:
+    return [name for name in inspect.signature(check).parameters if name != "self"]
+
+
+def _label(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") or "none"
+
+
+def _cases(suite: OperatorSuite, only: tuple[str, ...]) -> Iterator[tuple[str, Callable[..., None], dict[str, Any]]]:
+    values = suite.parameters()
+    for name, check in inspect.getmembers(suite, inspect.ismethod):
+        if not name.startswith("test_") or (only and name not in only):
+            continue
+        names = _parameters(check)
+        for chosen in itertools.product(*(values[parameter] for parameter in names)):
+            yield "-".join([name, *map(_label, chosen)]), check, dict(zip(names, chosen, strict=True))
+
+
+def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
+    """Run the checks of a suite, or only those named, without pytest; return what failed, by the check's name and parameters.
+
+    The class's own checks are run as well if they take only parameters of `Declaration.parameters`.
+    """
+    tests, found = suite(), {}
+    for label, check, chosen in _cases(tests, checks):
+        tests.setup_method()
+        try:
+            check(**chosen)
+        except Exception as error:
+            found[label] = error
+        finally:
+            tests.teardown_method()
+    return found

@@ -1,0 +1,250 @@
+"""What an operator declares to be tested by the suite, and what the checks build from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..bounds import LAWS, row_error
+from ..layouts import LAYOUTS
+
+Inputs = dict[str, Tensor]
+Results = tuple[Tensor, ...]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Measured(NamedTuple):
+    """A result or a gradient beside the right one and torch's own, with what its bound depends on."""
+
+    name: str
+    """The result's name; of a gradient, the argument's."""
+    is_gradient: bool
+    ours: Tensor
+    right: Tensor
+    theirs: Tensor
+    dtype: torch.dtype
+    """The dtype of the inputs."""
+    score: float
+    """The largest absolute logit."""
+    inputs: Inputs
+    """The inputs in float64."""
+    cotangents: Results
+    """The incoming gradients of the results."""
+
+
+class Declaration:
+    """The declaration of an operator: its arguments, its oracle, and what is promised of it.
+
+    Tensor shapes are words with a letter for each dimension: "BHND" is (B, H, N, D), and `extents` gives each letter a length. Letters say
+    which dimensions of several tensors belong together, so that the checks can cut a batch element out, empty a dimension, or hide keys.
+    """
+
+    operator: ClassVar[str] = ""
+    """The name of the operator in messages."""
+    arguments: ClassVar[Mapping[str, str]] = {}
+    """argument -> its dimensions, a letter each; arguments without a letter are scalars"""
+    outputs: ClassVar[tuple[str, ...]] = ("out",)
+    """The names of the results of `call`, in order."""
+    extents: ClassVar[Mapping[str, int]] = {}
+    """letter -> its usual length"""
+    small: ClassVar[Mapping[str, int]] = {}
+    """letter -> its length where numerical derivatives are taken"""
+    shapes: ClassVar[Sequence[Mapping[str, int]]] = ({},)
+    """The lengths of the accuracy checks, each a change of `extents`."""
+    differentiable: ClassVar[tuple[str, ...] | None] = None
+    """The arguments that have gradients; None: all of them."""
+    impls: ClassVar[tuple[str, ...]] = ("reference",)
+    """The implementations to be tested."""
+    repeatable: ClassVar[tuple[str, ...]] = ()
+    """The implementations that promise the same bits on every run, for any number of threads, alone or in a batch."""
+    definition: ClassVar[str] = "reference"
+    """The implementation whose derivatives of third order are taken as right."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = DTYPES
+    laws: ClassVar[Sequence[str]] = tuple(LAWS)
+    """The names of the distributions of inputs in the accuracy checks."""
+    batch: ClassVar[str] = "B"
+    """The letter of the batch; "" where there is none."""
+    empty: ClassVar[str] = ""
+    """The letters that may be 0."""
+    mask: ClassVar[str | None] = None
+    """The name of a bool argument (B, `masked`), True = ignore; None where there is none."""
+    masked: ClassVar[str] = "N"
+    """The letter that the mask hides."""
+    mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 1e-5}
+    """dtype -> the relative error of a row of a result where keys are masked; gradients may have a thousand times it"""
+    layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 1e-5}
+    """The relative difference between layouts, 1e-2 where nothing is said."""
+    gradient_tolerance: ClassVar[float] = 1e-9
+    """The relative difference between derivatives, compiled, transformed, and of third order, in float64."""
+    bits: ClassVar[Sequence[Mapping[str, int]]] = ()
+    """The lengths of the checks of equal bits; none: `extents` as they are."""
+    repeats: ClassVar[int] = 100
+    """The number of runs that must give the same bits."""
+    many: ClassVar[Mapping[str, int] | None] = None
+    """Lengths for more than 65,535 matrices; None: not checked."""
+    compilers: ClassVar[tuple[str, ...]] = ("aot_eager",)
+    """The backends of torch.compile."""
+    autocast: ClassVar[tuple[str, ...]] = ()
+    """The arguments that autocast casts; none: not checked."""
+    batched_gradcheck: ClassVar[bool] = True
+    """Whether gradcheck also takes batched gradients."""
+    forward_mode: ClassVar[bool] = True
+    """Whether forward-mode differentiation is checked to be right or to raise."""
+    accepted: ClassVar[tuple[str, ...]] = ()
+    """The arguments of the error checks that the operator accepts: "value of another dtype"."""
+
+    # ---- what a declaration must define
+
+    def call(self, impl: str, **inputs: Any) -> Sequence[Tensor]:
+        """Call the operator's public function with an implementation and return its floating results."""
+        raise NotImplementedError
+
+    def oracle(self, **inputs: Any) -> Sequence[Tensor]:
+        """Return the right results by the formula, differentiable, in the dtype of the inputs; called with float64."""
+        raise NotImplementedError
+
+    # ---- what it may
+
+    def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
+        """Return an argument for the checks, float32 or wider; override it for what must be positive, symmetric, and so on."""
+        return LAWS[law](*shape)
+
+    def in_torch(self, **inputs: Any) -> Sequence[Tensor]:
+        """Return torch's own results in the dtype of the inputs, whose errors the bounds of P2 go by."""
+        return self.oracle(**inputs)
+
+    def incoming(self, results: Sequence[Tensor]) -> Results:
+        """Return the incoming gradients of the results in the accuracy checks; zeros for a result that `in_torch` does not have."""
+        return tuple(torch.randn(r.shape) for r in results)
+
+    def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which torch's own error is taken for results of `dtype`, and scaled by the ratio of their eps."""
+        return dtype
+
+    def score(self, inputs: Inputs) -> float:
+        """Return the largest absolute logit; 0 where there is none."""
+        return 0.0
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        """Return the sizes that errors are relative to, one for each row of a result or a gradient: by default the row's own norm, and
+        for a gradient at least a twentieth of the largest row of its matrix.
+        """
+        size = found.right.norm(dim=-1)
+        return size.maximum(0.05 * size.amax(-1, keepdim=True)) if found.is_gradient and size.dim() else size
+
+    def torch_errors(self, error: Tensor) -> Tensor:
+        """Return the errors of torch's own rows that the bounds go by; override it where all rows of a matrix share one error."""
+        return error
+
+    def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
+        """Return whether P2 bounds a result, or the gradient of an argument, for inputs of this law."""
+        return True
+
+    def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
+        """Assert that a result is within a relative error of the oracle's; an exact zero row must be met exactly."""
+        assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+        infinite = right.isinf() & (ours == right)
+        ours, right = (t.masked_fill(infinite, 0.0) for t in (ours.double(), right.double()))
+        error = row_error(ours, right) if right.dim() else ((ours - right) / right).abs()
+        assert (error <= allowed).all(), f"{name}: error {float(error.max()):.1e}, and {allowed:.1e} is allowed"
+
+    # ---- what the checks build from it
+
+    def inputs(self, dtype: torch.dtype = torch.float64, law: str = "normal", extents: Mapping[str, int] | None = None) -> Inputs:
+        """Return random arguments of the usual extents, changed by `extents`."""
+        sizes = {**self.extents, **(extents or {})}
+        return {name: self.make(name, tuple(sizes[a] for a in axes), law).to(dtype) for name, axes in self.arguments.items()}
+
+    def small_inputs(self) -> Inputs:
+        """Return float64 arguments for numerical derivatives."""
+        return self.inputs(extents=self.small)
+
+    @property
+    def graded(self) -> tuple[str, ...]:
+        """Return the names of the arguments that have gradients."""
+        return tuple(self.arguments) if self.differentiable is None else self.differentiable
+
+    def leaves(self, inputs: Mapping[str, Tensor]) -> Inputs:
+        """Return the inputs, those that have gradients as leaves that require them."""
+        return {name: t.detach().requires_grad_() if name in self.graded else t for name, t in inputs.items()}
+
+    def function_of(self, impl: str, inputs: Inputs, names: Sequence[str] | None = None) -> tuple[Callable[..., Results], Results]:
+        """Return the call as a function of the named arguments by position (those with gradients), and their values."""
+        chosen = self.graded if names is None else tuple(names)
+
+        def function(*tensors: Tensor) -> Results:
+            return tuple(self.call(impl, **{**inputs, **dict(zip(chosen, tensors, strict=True))}))
+
+        return function, tuple(inputs[name] for name in chosen)
+
+    def results_and_gradients(
+        self, function: Callable[..., Sequence[Tensor]], inputs: Mapping[str, Tensor], cotangents: Results | None = None
+    ) -> tuple[Results, Inputs]:
+        """Return the results of `function(**inputs)` and the gradients by argument along `cotangents` (None: along ones)."""
+        leaves = self.leaves(inputs)
+        results = tuple(function(**leaves))
+        graded = [leaves[name] for name in self.graded]
+        along = (
+            [torch.ones_like(r) for r in results]
+            if cotangents is None
+            else [c.to(r.dtype) for c, r in zip(cotangents, results, strict=True)]
+        )
+        pairs = [(r, c) for r, c in zip(results, along, strict=True) if r.requires_grad]
+        if not pairs:  # nothing depends on them, as where a dimension is empty
+            return tuple(r.detach() for r in results), {name: torch.zeros_like(leaves[name]) for name in self.graded}
+        grads = torch.autograd.grad([r for r, _ in pairs], graded, [c for _, c in pairs], allow_unused=True)
+        kept = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True)}
+        return tuple(r.detach() for r in results), kept
+
+    def run(self, impl: str, inputs: Mapping[str, Tensor], cotangents: Results | None = None) -> tuple[Tensor, ...]:
+        """Return the results of the call followed by its gradients."""
+        results, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs, cotangents)
+        return (*results, *grads.values())
+
+    def axis_of(self, name: str, letter: str) -> int:
+        """Return the dimension of an argument that has this letter, -1 if none has."""
+        return self.arguments[name].find(letter)
+
+    # ---- what each check is run for: a check's parameter names are keys
+
+    def parameters(self) -> dict[str, Sequence[Any]]:
+        """Return for each parameter name of a check the values that it takes."""
+        letters = "".join(dict.fromkeys("".join(self.arguments.values())))
+        outer = [letter for letter in letters if letter in self.empty]
+        return {
+            "impl": self.impls,
+            "optimised": [impl for impl in self.impls if impl != self.definition],
+            "repeatable": self.repeatable,
+            "dtype": self.dtypes,
+            "law": self.laws,
+            "shape": range(len(self.shapes)),
+            "layout": list(LAYOUTS),
+            "argument": list(self.graded),
+            "expanded": [letter for letter in letters[:2] if self.arguments and letter in self.extents],
+            "emptied": ["".join(x for i, x in enumerate(outer) if bits >> i & 1) for bits in range(2 ** len(outer))] if outer else [],
+            "hidden": [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (0, 199), (1, 200)] if self.mask else [],
+            "poison": [torch.nan, torch.inf] if self.batch else [],
+            "bit_shape": range(max(len(self.bits), 1)) if self.batch else [],
+            "bit_dtype": [d for d in (torch.float32, torch.bfloat16) if d in self.dtypes],
+            "many_matrices": [True] if self.many else [],
+            "compiled": [(impl, c) for impl in self.impls for c in self.compilers[: 1 if impl == self.definition else None]],
+            "dynamic": [False, True],
+            "mapped": ["all", *(["some"] if len(self.graded) > 1 else [])],
+            "cast": [True] if self.autocast else [],
+            "forward_mode_of": list(self.graded[:1]) if self.forward_mode else [],
+            "order": [1, 2, 3],
+            "subset": self._subsets(),
+            "bad": self.bad_arguments(),
+        }
+
+    def _subsets(self) -> list[tuple[str, ...]]:
+        names = self.graded
+        return [(name,) for name in names] + ([(names[0], names[-1])] if len(names) > 2 else []) if len(names) > 1 else []
+
+    def bad_arguments(self) -> list[str]:
+        """Return the names of the error checks; `errors.Errors` says which."""
+        return []

@@ -1,0 +1,158 @@
+"""Checks of P8: gradients exist and are right, to any order, under every transform, or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from .declaration import Declaration, Results
+
+OUR_CHECKS = ("aten", "prim", "prims", "profiler", "inductor", "quantized", "higher_order")
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of operators that are not torch's own, with copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace not in OUR_CHECKS:
+            self.calls.append((func, tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)))
+        return func(*args, **kwargs or {})
+
+
+def _squares(results: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all finite elements."""
+    total = [r.masked_fill(~r.detach().isfinite(), 0.0).pow(2).sum() for r in results if r.requires_grad or not torch.is_grad_enabled()]
+    return sum(total[1:], start=total[0])
+
+
+class Gradients(Declaration):
+    """Checks that take derivatives, and checks of what torch does with an operator."""
+
+    def _graded_call(self, impl: str) -> tuple[Callable[..., Results], tuple[Tensor, ...]]:
+        function, tensors = self.function_of(impl, self.small_inputs())
+        return function, tuple(t.detach().requires_grad_() for t in tensors)
+
+    # ---- derivatives
+
+    def test_gradcheck(self, impl: str) -> None:
+        function, tensors = self._graded_call(impl)
+        assert torch.autograd.gradcheck(function, tensors, check_batched_grad=self.batched_gradcheck)
+
+    def test_gradgradcheck(self, impl: str) -> None:
+        function, tensors = self._graded_call(impl)
+        assert torch.autograd.gradgradcheck(function, tensors)
+
+    def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
+        """Where some arguments need no gradient, the others' are right, to second order."""
+        function, tensors = self.function_of(impl, self.small_inputs())
+        some = tuple(t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True))
+        assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some)
+
+    def test_any_order(self, optimised: str, order: int) -> None:
+        """Derivatives up to the third order are those of the definition."""
+        inputs = self.small_inputs()
+        found = []
+        for impl in (optimised, self.definition):
+            function, tensors = self.function_of(impl, inputs)
+            leaves = tuple(t.detach().requires_grad_() for t in tensors)
+            total = _squares(function(*leaves))
+            for _ in range(order):
+                grads = torch.autograd.grad(total, leaves, create_graph=True)
+                total = _squares(grads)
+            found.append(grads)
+        size = max(float(right.detach().abs().max()) for right in found[1])
+        for ours, right in zip(*found, strict=True):
+            torch.testing.assert_close(ours, right, rtol=self.gradient_tolerance, atol=1e-3 * self.gradient_tolerance * size)
+
+    def test_forward_mode(self, optimised: str, forward_mode_of: str) -> None:
+        """A forward-mode derivative is right, or it raises."""
+        function, (tensor,) = self.function_of(optimised, self.small_inputs(), [forward_mode_of])
+        direction = torch.randn_like(tensor)
+        try:
+            ours = torch.func.jvp(function, (tensor,), (direction,))[1]
+        except RuntimeError as error:
+            assert "jvp" in str(error) or "forward" in str(error).lower(), error
+            return
+        right = torch.autograd.functional.jvp(function, (tensor,), (direction,))[1]
+        for a, b in zip(ours, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+    def test_checkpointing(self, impl: str) -> None:
+        function, tensors = self._graded_call(impl)
+        plain = torch.autograd.grad(_squares(function(*tensors)), tensors)
+        again = torch.autograd.grad(_squares(checkpoint(function, *tensors, use_reentrant=False)), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+    # ---- what torch does with an operator
+
+    def test_opcheck(self, optimised: str) -> None:
+        """torch.library.opcheck of every operator that the call and its gradients reach, as they reach it."""
+        function, tensors = self._graded_call(optimised)
+        with _Recorder() as recorder:
+            with torch.no_grad():
+                function(*tensors)
+            torch.autograd.grad(_squares(function(*tensors)), tensors)
+        assert recorder.calls, f"{self.operator} with impl={optimised!r} calls no operator that is registered with torch"
+        for operator, args in recorder.calls:
+            found = torch.library.opcheck(operator, args)
+            assert set(found.values()) == {"SUCCESS"}, (operator, found)
+
+    def test_compile(self, compiled: tuple[str, str], dynamic: bool) -> None:
+        """The whole graph, compiled with static and with dynamic shapes, gives the same results and gradients."""
+        torch._dynamo.reset()
+        impl, backend = compiled
+        function, tensors = self._graded_call(impl)
+        ours = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)(*tensors)
+        right = function(*tensors)
+        for a, b in zip(ours, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance)
+        gradients = (torch.autograd.grad(_squares(results), tensors) for results in (ours, right))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance * (1 + float(b.abs().max())))
+
+    def test_vmap(self, impl: str, mapped: str) -> None:
+        """Mapped over all arguments, or over the first along its last dimension and the last along its first, and so are gradients."""
+        function, tensors = self.function_of(impl, self.small_inputs())
+        several = [self.small_inputs() for _ in range(3)]
+        dims: list[int | None] = [0] * len(tensors) if mapped == "all" else [None] * len(tensors)
+        if mapped == "some":
+            dims[0], dims[-1] = -1, 0
+        stacked = [
+            t if dim is None else torch.stack([one[name] for one in several], dim)
+            for name, t, dim in zip(self.graded, tensors, dims, strict=True)
+        ]
+        each = [tuple(t if dim is None else one[name] for name, t, dim in zip(self.graded, tensors, dims, strict=True)) for one in several]
+
+        def loss(*args: Tensor) -> Tensor:
+            return sum(r.masked_fill(~r.isfinite(), 0.0).pow(2).sum() for r in function(*args))  # type: ignore[return-value]
+
+        tolerance = self.gradient_tolerance
+        for i, ours in enumerate(zip(*torch.vmap(function, in_dims=tuple(dims))(*stacked), strict=True)):
+            for a, b in zip(ours, function(*each[i]), strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        positions = tuple(range(len(tensors)))
+        for i, ours in enumerate(zip(*torch.vmap(torch.func.grad(loss, positions), in_dims=tuple(dims))(*stacked), strict=True)):
+            for a, b in zip(ours, torch.func.grad(loss, positions)(*each[i]), strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + float(b.abs().max())))
+
+    def test_autocast(self, impl: str, cast: bool) -> None:
+        """Under autocast the results are those of arguments that were cast before, and gradients have the arguments' dtypes."""
+        inputs = self.inputs(torch.float32)
+        leaves = self.leaves(inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ours = self.call(impl, **leaves)
+        right = self.call(impl, **{n: t.bfloat16() if n in self.autocast else t for n, t in inputs.items()})
+        for a, b in zip(ours, right, strict=True):
+            torch.testing.assert_close(a, b)
+        finite = [r.float().masked_fill(r.isinf(), 0.0).sum() for r in ours]
+        grads = torch.autograd.grad(finite, [leaves[n] for n in self.autocast])
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)

@@ -1,0 +1,203 @@
+"""Checks of numbers: P1 (finite), P2 (accurate), P3 (the same bits) and P5 (any layout)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..bounds import bound
+from ..layouts import LAYOUTS, lazily_negated
+from .declaration import Declaration, Inputs, Measured, Results
+
+
+def _same_bits(a: Results, b: Results) -> bool:
+    """Return whether all are equal bit for bit, where NaNs count as equal."""
+    return all(
+        x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+class Numerics(Declaration):
+    """Checks that compare numbers with the oracle, or with what the same call gives in another way."""
+
+    # ---- P1: nothing finite or masked gives a NaN
+
+    def test_empty_extents(self, impl: str, emptied: str) -> None:
+        """With some dimensions empty, results are the oracle's, and gradients have the inputs' shapes without a NaN."""
+        inputs = self.inputs(extents={**self.small, **dict.fromkeys(emptied, 0)})
+        results, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs)
+        for name, ours, right in zip(self.outputs, results, self.oracle(**inputs), strict=True):
+            assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+            torch.testing.assert_close(ours, right.to(ours.dtype), rtol=1e-9, atol=1e-12)
+        for name, grad in grads.items():
+            assert grad.shape == inputs[name].shape and not grad.isnan().any(), name
+
+    def test_masks(self, impl: str, hidden: tuple[int, int]) -> None:
+        """With the first, a middle, the last and all keys masked: NaN and infinity under the mask reach no result and no gradient."""
+        assert self.mask
+        start, stop = hidden
+        inputs = self.inputs(extents={self.masked: 200, self.batch: 2})
+        mask = torch.zeros(2, 200, dtype=torch.bool)
+        mask[0, start:stop] = True
+        clean, spoilt = dict(inputs), dict(inputs)
+        hides = [name for name in inputs if self.masked in self.arguments[name]]
+        for name in hides:
+            first, dim = self.axis_of(name, self.batch), self.axis_of(name, self.masked)
+            under = mask if first == 0 else mask.any(0, keepdim=True)
+            under = under.view([under.shape[0], *(200 if i == dim else 1 for i in range(1, inputs[name].dim()))])
+            odd = torch.arange(200).view([200 if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
+            clean[name] = inputs[name].masked_fill(under, 0.0)
+            spoilt[name] = clean[name].masked_fill(under & odd, torch.inf).masked_fill(under & ~odd, torch.nan)
+        masked = {self.mask: mask}
+        right, wanted = self.results_and_gradients(lambda **given: self.oracle(**given, **masked), clean)
+        for dtype, tolerance in self.mask_tolerance.items():
+            given = {name: t.to(dtype) for name, t in spoilt.items()}
+            ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given, **masked), given)
+            for name, mine, theirs in zip(self.outputs, ours, right, strict=True):
+                self.check_result(name, mine, theirs, tolerance)
+            for name, grad in grads.items():
+                assert grad.isfinite().all(), f"the gradient of {name} is not finite"
+                if name in hides:
+                    under = grad[0].narrow(self.axis_of(name, self.masked) - 1, start, stop - start)
+                    assert under.eq(0).all(), f"masked {name} has a gradient"
+                size = max(float(wanted[name].abs().max()), 1.0)
+                assert (grad - wanted[name]).abs().max() <= 1e3 * tolerance * size, f"the gradient of {name} is wrong"
+
+    def test_a_bad_batch_element_stays_alone(self, impl: str, argument: str, poison: float) -> None:
+        """A NaN or an infinity in one batch element of an argument changes no bit of the others."""
+        if self.axis_of(argument, self.batch) != 0:
+            return
+        inputs = self.inputs(torch.float32)
+        clean = self.call(impl, **inputs)
+        inputs[argument][1].view(-1)[0] = poison
+        for ours, right in zip(self.call(impl, **inputs), clean, strict=True):
+            others = [i for i in range(right.shape[0]) if i != 1]
+            assert torch.equal(ours[others], right[others])
+
+    # ---- P2: the error of every row is bounded
+
+    def test_accuracy(self, impl: str, dtype: torch.dtype, law: str, shape: int) -> None:
+        """Results and gradients against the oracle in float64, row by row, within the bounds of P2."""
+        inputs = self.inputs(dtype, law, self.shapes[shape])
+        self.check_accuracy(impl, dtype, law, inputs)
+
+    def check_accuracy(self, impl: str, dtype: torch.dtype, law: str, inputs: Inputs) -> None:
+        """Assert the bounds of P2 for these inputs."""
+        wide = {name: t.double() for name, t in inputs.items()}
+        low = self.torch_dtype(dtype)
+        ratio = torch.finfo(dtype).eps / torch.finfo(low).eps
+        cotangents = tuple(c.to(dtype) for c in self.incoming(self.oracle(**wide)))
+        ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs, cotangents)
+        right, wanted = self.results_and_gradients(self.oracle, wide, cotangents)
+        theirs, own = self.results_and_gradients(self.in_torch, {name: t.to(low) for name, t in inputs.items()}, cotangents)
+        score = self.score(wide)
+        names = [(name, False) for name in self.outputs] + [(name, True) for name in self.graded]
+        every = [(*r, *(g[name] for name in self.graded)) for r, g in ((ours, grads), (right, wanted), (theirs, own))]
+        for (name, is_gradient), mine, correct, other in zip(names, *every, strict=True):
+            assert not is_gradient or mine.dtype == dtype, f"the gradient of {name} is {mine.dtype}"
+            if self.is_bounded(name, is_gradient, law):
+                scaled = ratio * (other.double() - correct) + correct
+                self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
+
+    def check_rows(self, found: Measured) -> None:
+        """Assert that each row's error is within the bound of P2, which goes by the error of torch's own row."""
+        ours, right, theirs = (t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs))
+        what = f"the gradient of {found.name}" if found.is_gradient else found.name
+        assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+        if right.numel() == 0:
+            return
+        size = self.row_sizes(found._replace(right=right)).clamp(min=1e-300)
+        error, own = ((t - right).norm(dim=-1) / size for t in (ours, theirs))
+        allowed = bound(found.dtype, found.score, self.torch_errors(own), 4.0 if found.is_gradient else 1.0)
+        assert (error <= allowed).all(), f"{what}: {float((error / allowed).max()):.2f} of the error that it may have"
+
+    # ---- P3: the same bits
+
+    def test_same_bits(self, repeatable: str, bit_dtype: torch.dtype, bit_shape: int) -> None:
+        """For 1, 2, 4 and 8 threads, and for each batch element by itself."""
+        inputs = self.bit_inputs(bit_dtype, bit_shape)
+        before = torch.get_num_threads()
+        try:
+            whole = self.run(repeatable, inputs)
+            for count in (1, 2, 4, 8):
+                torch.set_num_threads(count)
+                assert _same_bits(self.run(repeatable, inputs), whole), f"{count} threads give other bits"
+        finally:
+            torch.set_num_threads(before)
+        results = len(whole) - len(self.graded)
+        for i in range({**self.extents, **(self.bits[bit_shape] if self.bits else {})}[self.batch]):
+            alone = self.run(repeatable, {name: t[i : i + 1] if self._is_batched(name) else t for name, t in inputs.items()})
+            batched = [True] * results + [self._is_batched(name) for name in self.graded]
+            for one, all_of_them, cut in zip(alone, whole, batched, strict=True):
+                assert not cut or _same_bits((one,), (all_of_them[i : i + 1],)), f"batch element {i} has other bits by itself"
+
+    def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:
+        """Return the inputs whose bits are compared, with a mask where the operator has one."""
+        extents = {**self.extents, **(self.bits[shape] if self.bits else {})}
+        inputs = self.inputs(dtype, extents=extents)
+        return {**inputs, self.mask: torch.rand(extents[self.batch], extents[self.masked]) < 0.1} if self.mask else inputs
+
+    def _is_batched(self, name: str) -> bool:
+        return name == self.mask or self.axis_of(name, self.batch) == 0
+
+    def test_same_bits_on_every_run(self, repeatable: str) -> None:
+        inputs = self.inputs(torch.float32)
+        first = self.run(repeatable, inputs)
+        for _ in range(self.repeats):
+            assert _same_bits(self.run(repeatable, inputs), first)
+
+    def test_arguments_are_not_changed(self, impl: str) -> None:
+        inputs = self.inputs(torch.float32)
+        before = {name: t.clone() for name, t in inputs.items()}
+        with torch.no_grad():
+            self.call(impl, **inputs)
+        self.run(impl, inputs)
+        assert all(torch.equal(t, before[name]) for name, t in inputs.items())
+
+    # ---- P5: any layout
+
+    def _close(self, ours: Results, right: Results, dtype: torch.dtype) -> None:
+        tolerance = self.layout_tolerance.get(dtype, 1e-2)
+        size = max((float(b.nan_to_num(0, 0, 0).abs().max()) for b in right if b.numel()), default=0.0)
+        for a, b in zip(ours, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+
+    def test_layouts(self, impl: str, dtype: torch.dtype, layout: str) -> None:
+        """Other strides and offsets of all arguments, and of the incoming gradients."""
+        inputs = self.inputs(dtype)
+        plain = self.call(impl, **inputs)
+        along = tuple(torch.randn(r.shape).to(r.dtype) for r in plain)
+        moved = {name: LAYOUTS[layout](t) if t.dim() else t for name, t in inputs.items()}
+        odd = tuple(LAYOUTS[layout](c) if c.dim() else c for c in along)
+        self._close(self.run(impl, moved, odd), self.run(impl, inputs, along), dtype)
+
+    def test_expanded_arguments(self, impl: str, expanded: str) -> None:
+        """One batch element or head seen by all, with stride 0, and the gradient of a sum, whose strides are all 0."""
+        inputs = self.inputs()
+        spread, copied = dict(inputs), dict(inputs)
+        for name in inputs:
+            dim = self.axis_of(name, expanded)
+            if dim >= 0 and self.arguments[name].count(expanded) == 1:
+                spread[name] = inputs[name].narrow(dim, 0, 1).expand(inputs[name].shape)
+                copied[name] = spread[name].contiguous()
+        leaves = self.leaves(spread)
+        results = tuple(self.call(impl, **leaves))
+        finite = [r.masked_fill(r.isinf(), 0.0).sum() for r in results if r.requires_grad]
+        grads = torch.autograd.grad(finite, [leaves[name] for name in self.graded], allow_unused=True)
+        kept = tuple(torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True))
+        self._close((*(r.detach() for r in results), *kept), self.run(impl, copied), torch.float64)
+
+    def test_a_lazy_negation_is_seen(self, impl: str, argument: str) -> None:
+        """An argument whose memory holds its negative, as `x.conj().imag` does."""
+        inputs = self.inputs(torch.float32)
+        lazy = {**inputs, argument: lazily_negated(inputs[argument])}
+        with torch.no_grad():
+            self._close(tuple(self.call(impl, **lazy)), tuple(self.call(impl, **inputs)), torch.float32)
+        self._close(self.run(impl, lazy), self.run(impl, inputs), torch.float32)
+
+    def test_more_than_65535_matrices(self, impl: str, many_matrices: bool) -> None:
+        assert many_matrices and self.many
+        inputs = self.inputs(torch.float32, extents=self.many)
+        right = self.oracle(**{name: t.double() for name, t in inputs.items()})
+        for name, ours, correct in zip(self.outputs, self.call(impl, **inputs), right, strict=True):
+            assert (ours.double() - correct).abs().max() < 1e-4, name
