@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -31,11 +34,12 @@ def programs(page: Path) -> list[str]:
 
 
 def run(page: Path) -> None:
-    """One program after the other in one namespace, as a reader types them."""
+    """Run one program after the other in one module, as a reader types them. torch.compile looks the module up by its name."""
     torch.use_deterministic_algorithms(False)
-    namespace: dict[str, object] = {"__name__": page.stem}
-    for program in programs(page):
-        exec(compile(program, str(page), "exec"), namespace)
+    module = ModuleType(f"page_{page.stem}")
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        for program in programs(page):
+            exec(compile(program, str(page), "exec"), module.__dict__)
 
 
 def prose(page: Path) -> str:

@@ -1,0 +1,31 @@
+"""Poisoned memory and guard margins show what they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cmab_kernels.testing.memory as memory
+from cmab_kernels.testing import between_margins, guarded_results, poisoned_memory
+
+
+def test_a_write_out_of_bounds_is_seen() -> None:
+    for offset in (-1, 3):
+        with pytest.raises(AssertionError, match="out of bounds"), guarded_results():
+            result = torch.zeros(3).new_empty((3,))
+            result.as_strided((1,), (1,), result.storage_offset() + offset).fill_(0.0)
+    with guarded_results():
+        torch.empty_like(torch.zeros(2, 3)).fill_(1.0)
+
+
+def test_a_read_out_of_bounds_gives_a_nan() -> None:
+    inside = between_margins(torch.ones(2, 3))
+    assert inside.isfinite().all() and inside.as_strided((1,), (1,), inside.storage_offset() + 6).isnan()
+    assert inside.storage_offset() == memory.MARGIN
+
+
+def test_what_was_switched_on_stays_on() -> None:
+    with poisoned_memory():
+        with poisoned_memory():
+            pass
+        assert torch.empty(2).isnan().all()
