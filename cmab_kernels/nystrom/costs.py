@@ -1,9 +1,9 @@
 """What a step costs: the counts that the paper on continual Nyström attention prints, and what these kernels execute and keep.
 
-All counts are of one head: n tokens in the window, m landmarks, queries and keys D wide, values E wide (d where the paper has one width).
-`paper_operations` and `paper_memory` are the paper's formulas, exact. They do not count alike: full attention's two products, n^2 d
-multiply-adds each, make 4 n^2 d, Nyström attention's four of n m d make 4 n m d. What is executed here is counted as torch's
-`FlopCounterMode` counts: two for each multiply-add of a product, nothing for the rest.
+All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width E; the paper has one
+width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. They are not on one scale: the two products of
+full attention, n^2 d multiply-adds each, count as 4 n^2 d, and the four products of Nyström attention, n m d each, count as 4 n m d. What
+is executed here is counted as torch's `FlopCounterMode` does: two for each multiply-add of a product, nothing for the rest.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import NamedTuple
 from .reference import segment_ends
 
 SCHEDULE = 1024
-"""Tokens after which a row of sums is recomputed from the window, whatever its guard says."""
+"""Number of tokens after which a row of sums is recomputed from the window in any case."""
 
 Formula = Callable[[int, int, int], int]
+"""A count as a function of n, m and d."""
 
 PAPER_OPERATIONS: dict[str, Formula] = {
     "full": lambda n, m, d: 4 * n * n * d,
@@ -29,21 +30,25 @@ PAPER_OPERATIONS: dict[str, Formula] = {
     "continual single, kept": lambda n, m, d: 8 * d * m + m**2 + 6 * m,
     "continual single, updated": lambda n, m, d: n * d * m + 3 * n * d + n + 14 * d * m + 24 * m**3 + 23 * m**2 + 20 * m,
 }
-"""Of one step. The whole window anew: "full" (softmax) and "nystrom". Exact attention continued: "retroactive" (all rows of the output) and
-"single" (the newest). Nyström attention continued, in a step that keeps its landmarks or in one that replaces the oldest."""
+"""Scheme -> the paper's number of operations of one step.
+
+"full" (softmax) and "nystrom" compute attention over the whole window anew. "retroactive" and "single" are steps of continual exact
+attention, with outputs for all tokens of the window or for the newest. The others are steps of continual Nyström attention: "kept" steps
+keep their landmarks, "updated" steps replace the oldest.
+"""
 
 
 SCHEMES = ("full", "nystrom", *(f"{kind}{output}" for kind in ("", "continual ", "fixed ") for output in ("retroactive", "single")))
-"""What `paper_operations` and `executed_on_average` both know; "continual" landmarks follow the window, "fixed" ones stay."""
+"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks follow the window, "fixed" landmarks stay."""
 
 
 class Memory(NamedTuple):
-    """Elements of a head."""
+    """Memory of a scheme, in elements for one head."""
 
     between: int
-    """Kept from one step to the next."""
+    """Elements kept from one step to the next."""
     peak: int
-    """Held at most within a step."""
+    """Largest number of elements held during a step."""
 
 
 PAPER_MEMORY: dict[str, tuple[Formula, Formula]] = {
@@ -60,14 +65,17 @@ PAPER_MEMORY: dict[str, tuple[Formula, Formula]] = {
     "fixed retroactive": (lambda n, m, d: n * m + 3 * d * m + m**2 + m, lambda n, m, d: n * d + n * m + 3 * d * m + m**2 + 2 * m),
     "fixed single": (lambda n, m, d: 3 * d * m + m**2 + m, lambda n, m, d: 3 * d * m + d + m**2 + 2 * m),
 }
-"""Between steps and at the peak. Those of fixed landmarks leave out the window's 2 n d elements, without which no token can be removed."""
+"""Scheme -> the paper's formulas for the memory between steps, and at the peak within a step.
+
+Those for fixed landmarks leave out the window itself, 2 n d elements, without which no token can be removed.
+"""
 
 
 def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     """Operations of one step by the paper's formulas.
 
-    `scheme` is a key of `PAPER_OPERATIONS`; or "continual single" and "continual retroactive", the mean over steps, of which m in n replace
-    a landmark; or "fixed single" and "fixed retroactive", which replace none. An integer in all but the means.
+    `scheme` is a key of `PAPER_OPERATIONS`, or one of four more: "continual single" and "continual retroactive" are means over steps, of
+    which m in n replace a landmark; "fixed single" and "fixed retroactive" replace none. The result is an integer except for the means.
 
     >>> from cmab_kernels.nystrom.costs import paper_operations
     >>> {scheme: paper_operations(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")}
@@ -83,7 +91,7 @@ def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
 
 
 def paper_memory(scheme: str, n: int, m: int, d: int) -> Memory:
-    """Elements by the paper's formulas; `scheme` is a key of `PAPER_MEMORY`.
+    """Memory of a scheme, in elements, by the paper's formulas; `scheme` is a key of `PAPER_MEMORY`.
 
     >>> from cmab_kernels.nystrom.costs import paper_memory
     >>> paper_memory("continual single", 120, 4, 192)
@@ -97,7 +105,7 @@ def paper_memory(scheme: str, n: int, m: int, d: int) -> Memory:
 
 
 def replacements(n: int, m: int, position: int) -> int:
-    """Landmarks that the first `position` tokens of a stream replace or make: one at the end of each segment of each window.
+    """Number of landmarks that the first `position` tokens of a stream make or replace: one at the end of each segment of each window.
 
     >>> from cmab_kernels.nystrom.costs import replacements
     >>> [replacements(7, 3, position) for position in range(8)]
@@ -108,9 +116,9 @@ def replacements(n: int, m: int, position: int) -> int:
 
 
 def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool, retroactive: bool) -> int:
-    """Of one head of `continual_nystrom_step` that takes `tokens` more after `position`: two for each multiply-add.
+    """Operations for one head of a `continual_nystrom_step` of `tokens` tokens after the first `position`; a multiply-add counts two.
 
-    Rows that are recomputed on schedule are counted; those that the guard recomputes depend on the data, and are not.
+    Rows that are recomputed on schedule are counted. Rows that the guard recomputes depend on the data, and are not counted.
 
     >>> from cmab_kernels.nystrom.costs import executed_operations
     >>> executed_operations(64, 16, 64, 64, position=64, tokens=1, iterations=6, fixed=True, retroactive=False)
@@ -121,7 +129,7 @@ def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: i
 
 
 def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool) -> int:
-    """Of the sums, the landmarks and the pseudo-inverse, whatever is read from them."""
+    """Operations that keep the sums, the landmarks and the pseudo-inverse up to date, without those of the output."""
     end = position + tokens
     replaced = 0 if fixed else replacements(n, m, end) - replacements(n, m, position)
     refreshed = _refreshed(n, m, position, end, fixed)
@@ -131,7 +139,7 @@ def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iteratio
 
 
 def _refreshed(n: int, m: int, position: int, end: int, fixed: bool) -> int:
-    """Rows that are recomputed on schedule: row r by the tokens P with (P - r) % 1024 = 0, unless it is a landmark's that is new."""
+    """Number of rows recomputed on schedule: row r by each token P with (P - r) % 1024 = 0, unless P replaces the row's landmark."""
     scheduled = sum((end - row) // SCHEDULE - (position - row) // SCHEDULE for row in range(m))
     last = range(position + 1 + (m - 2 - position) % SCHEDULE, end + 1, SCHEDULE)
     return scheduled - (0 if fixed else sum(replacements(n, m, token) - replacements(n, m, token - 1) for token in last))
@@ -146,12 +154,12 @@ def _retroactive_output(n: int, m: int, D: int, E: int) -> int:
 
 
 def pinv_operations(m: int, iterations: int) -> int:
-    """Of `iterative_pinv`: four products an iteration. An exact pseudo-inverse (0 iterations) is not counted."""
+    """Operations of `iterative_pinv`: four products in each iteration. An exact pseudo-inverse (0 iterations) counts 0."""
     return 8 * iterations * m**3
 
 
 def nystrom_attention_operations(n: int, m: int, D: int, E: int, iterations: int) -> int:
-    """Of one head of `nystrom_attention` with as many queries as keys.
+    """Operations for one head of `nystrom_attention` with as many queries as keys.
 
     >>> from cmab_kernels.nystrom.costs import nystrom_attention_operations
     >>> nystrom_attention_operations(120, 4, 192, 192, iterations=6)
@@ -162,9 +170,9 @@ def nystrom_attention_operations(n: int, m: int, D: int, E: int, iterations: int
 
 
 def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroactive: bool, first: bool = False) -> int:
-    """The same of `continual_attention_step`: single outputs are rows of attention; retroactive ones keep n rows of sums up to date.
+    """Operations for one head of `continual_attention_step`: single outputs are rows of attention, retroactive ones keep n rows of sums.
 
-    `first`: of a state that had no such sums yet, so that the first of the tokens computes them all.
+    `first`: the state has no such sums yet, so that the first of the tokens computes all of them.
 
     >>> from cmab_kernels.nystrom.costs import executed_attention_operations
     >>> executed_attention_operations(120, 192, 192, tokens=1, retroactive=False)
@@ -179,9 +187,9 @@ def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroacti
 
 
 def state_elements(n: int, m: int, D: int, E: int) -> int:
-    """Of a head of `ContinualNystromState`: a ring of n + 1 tokens, the sums and as much for the next, landmarks, pinv.
+    """Elements of a `ContinualNystromState` for one head: a ring of n + 1 tokens, two copies of the sums, landmarks, pseudo-inverse.
 
-    So of a stream of single tokens. One that took blocks of t has a ring of n + t, at most 2 n.
+    This holds for a stream of single tokens. After blocks of t tokens the ring has n + t rows, at most 2 n.
 
     >>> from cmab_kernels.nystrom.costs import state_elements
     >>> state_elements(64, 16, 64, 64)
@@ -191,7 +199,7 @@ def state_elements(n: int, m: int, D: int, E: int) -> int:
 
 
 def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
-    """Of a head of `ContinualAttentionState`: a ring of n + 1 tokens, and for retroactive outputs the sums of n rows, twice.
+    """Elements of a `ContinualAttentionState` for one head: a ring of n + 1 tokens, and for retroactive outputs twice n rows of sums.
 
     >>> from cmab_kernels.nystrom.costs import attention_state_elements
     >>> [attention_state_elements(64, 64, 64, retroactive) for retroactive in (False, True)]
@@ -204,7 +212,7 @@ def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
 
 
 def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6) -> float:
-    """Operations of a step of one token here, the mean over an endless stream; `scheme` as in `paper_operations`.
+    """Operations of a step of one token as executed here, the mean over an endless stream; `scheme` as in `paper_operations`.
 
     >>> from cmab_kernels.nystrom.costs import executed_on_average
     >>> [executed_on_average(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")]
@@ -223,7 +231,7 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
 
 
 def cost_table(n: int, m: int, d: int, iterations: int = 6) -> list[str]:
-    """The paper's counts beside what is executed and kept here, for one head and one step of one token, means over an endless stream.
+    """Lines of a table for one head and a step of one token: the paper's counts beside what is executed and kept here, on average.
 
     >>> from cmab_kernels.nystrom.costs import cost_table
     >>> for line in cost_table(120, 4, 192):
