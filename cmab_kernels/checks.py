@@ -53,15 +53,15 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     return query if query.dim() == 4 else query.expand(shape)
 
 
-def check_mask(mask: Tensor | None, key: Tensor) -> None:
-    """Raise unless there is no mask, or a bool one (B, N) on the key's device."""
+def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Raise unless there is no mask, or a bool one on the key's device, of `shape` or, by default, the (B, N) of a key (B, H, N, D)."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
-    wanted = (key.shape[0], key.shape[2])
+    wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
     if mask.shape != wanted:
-        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}"
+        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}" if shape is None else f"{wanted} is needed"
         raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState
 from ..attention.state import subtract_state
-from ..checks import wrong
-from .layers import LatentLayer, check_features, check_mask
+from ..checks import check_mask, wrong
+from .layers import LatentLayer, check_features
 from .stream import AttentionStream
 
 
@@ -135,7 +135,7 @@ class CMAB(nn.Module):
         check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[1], weight)
         if latents.dim() == 3 and latents.shape[0] != inputs.shape[0]:
             raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"inputs have batch {inputs.shape[0]}"))
-        check_mask(key_padding_mask, inputs.shape[:2])
+        check_mask(key_padding_mask, inputs, inputs.shape[:2])
         return self.compress.cross_attention.read(weight, inputs, state, key_padding_mask)
 
     def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:

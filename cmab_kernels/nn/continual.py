@@ -25,7 +25,7 @@ from ..nystrom.continual.api import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
-from .projections import MultiheadProjections, refuse_extra_keys
+from .projections import MultiheadProjections, extending, no_extra_keys
 
 
 class Continual(MultiheadProjections):
@@ -40,6 +40,23 @@ class Continual(MultiheadProjections):
     sequence_len: int
     output: str
     stream: ContinualStream
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights) for a whole window: of its last query alone or, retroactive, of all; key and value None are the query."""
+        key = query if key is None else key
+        value = query if value is None else value
+        query = self._asking(query)
+        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
     def forward_step(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
@@ -78,6 +95,10 @@ class Continual(MultiheadProjections):
     def set_state(self, state: WindowState | None) -> None:
         """Go on from a state that `get_state` returned; None is `clean_state`. It is checked and copied."""
         self.stream.state = state
+
+    def _asking(self, query: Tensor) -> Tensor:
+        """The queries of a window that `forward` computes."""
+        return query
 
     @abstractmethod
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -229,44 +250,17 @@ class ContinualAttention(Continual, MultiheadAttention):
     (torch.Size([1, 37, 16]), True)
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        sequence_len: int,
-        output: str = "single",
-    ) -> None:
-        refuse_extra_keys(add_bias_kv, add_zero_attn, ONLY_TOKENS)
-        super().__init__(embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first, device, dtype)
+    lacks = no_extra_keys(ONLY_TOKENS)
+
+    @extending(MultiheadAttention)
+    def __init__(self, *args: Any, sequence_len: int, output: str = "single", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._stream_over(sequence_len, output)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights) as torch's, of the last query alone or, retroactive, of all; key and value are the query where they are None."""
-        key = query if key is None else key
-        value = query if value is None else value
-        if self.output == "single":
-            query = query[..., -1:, :] if self.batch_first else query[-1:]
-        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+    def _asking(self, query: Tensor) -> Tensor:
+        if self.output == "retroactive":
+            return query
+        return query[..., -1:, :] if self.batch_first else query[-1:]
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return latent_attention(query[:, :, -1:] if self.output == "single" else query, key, value)
@@ -316,52 +310,12 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     schemes = ("continual", "fixed")
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        sequence_len: int,
-        num_landmarks: int,
-        output: str = "single",
-        landmarks: str = "continual",
-        pinv: str = "iterative",
-        pinv_iterations: int = 6,
-    ) -> None:
-        options: dict[str, Any] = {"landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
-        super().__init__(
-            *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype),
-            num_landmarks=num_landmarks,
-            **options,
-        )
+    @extending(NystromAttention)
+    def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:
+        super().__init__(*args, landmarks=landmarks, **kwargs)
         self._stream_over(sequence_len, output)
-        if num_landmarks > sequence_len:
-            raise ValueError(wrong("num_landmarks", f"is {num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights) as in `NystromAttention`, of the last query alone or, retroactive, of all."""
-        key = query if key is None else key
-        value = query if value is None else value
-        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if self.num_landmarks > sequence_len:
+            raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """As in `NystromAttention`. It ends the stream, which belongs to other landmarks."""

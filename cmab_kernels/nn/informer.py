@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import wrong
 from .layers import bool_mask
-from .multihead_intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention, refuse_masks
+from .multihead_intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
+from .projections import extending
 
 if TYPE_CHECKING:
     from typing import Self
@@ -47,27 +46,11 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     self_attn: LearnedRidge
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        kind: str = "intention",
-        alpha: float | None = None,
-        scale: float = 1.0,
-    ) -> None:
+    @extending(torch.nn.TransformerEncoderLayer)
+    def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
         if kind not in KINDS:
             raise ValueError(wrong("kind", f"is {kind!r}", f"it must be one of {', '.join(KINDS)}"))
-        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
+        super().__init__(*args, **kwargs)
         self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
 
     @classmethod
@@ -94,7 +77,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """The encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
-        refuse_masks("src_mask", src_mask, is_causal)
+        self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask = bool_mask(src_key_padding_mask)
         self.self_attn._check(mask, src=src)
         if mask is not None:  # a NaN in padding would reach the gradients of the norms' and the feed-forward layer's weights

@@ -33,19 +33,8 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
     if features.device != weight.device:
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
-    cast_later = torch.is_autocast_enabled(features.device.type) and features.is_floating_point()
-    if features.dtype != weight.dtype and not cast_later:
+    if features.dtype != weight.dtype and not (features.is_floating_point() and torch.is_autocast_enabled(features.device.type)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
-
-
-def check_mask(key_padding_mask: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raise unless the mask is None, or bool of `shape`: (B, N), or (N,) without a batch."""
-    if key_padding_mask is None:
-        return
-    if key_padding_mask.dtype != torch.bool:
-        raise TypeError(wrong("key_padding_mask", f"is {key_padding_mask.dtype}", "torch.bool is needed, True = ignore"))
-    if key_padding_mask.shape != shape:
-        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(key_padding_mask.shape)}", f"{tuple(shape)} is needed"))
 
 
 def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -14,55 +13,32 @@ from ..dtypes import state_dtype
 from ..intention import RidgeState, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
 from ..intention.state import check_ridge
 from .layers import bool_mask
-from .projections import MultiheadProjections, refuse_dropout, refuse_extra_keys
+from .matrix_free import NO_DROPOUT, MatrixFreeAttention
+from .projections import extending, no_extra_keys
 from .stream import RidgeStream
 
 
-def refuse_masks(name: str, mask: Tensor | None, is_causal: bool) -> None:
-    """Raise if there is a mask of keys by query."""
-    for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
-        if given:
-            allowed = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
-            raise ValueError(wrong(argument, "is given", allowed))
+class LearnedRidge(MatrixFreeAttention):
+    """What the two kinds of Intention have in common: the penalty and the factor."""
 
+    lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
+    why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
+    log_alpha: torch.nn.Parameter
+    """(H,), or None with a fixed alpha."""
 
-class LearnedRidge(MultiheadProjections):
-    """What the two kinds of Intention have in common: the penalty and the factor, the refusals, and `forward`."""
-
-    log_alpha: torch.nn.Parameter  # None with a fixed alpha
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        alpha: float | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        refuse_dropout(dropout)
-        refuse_extra_keys(add_bias_kv, add_zero_attn, "extra keys are for attention that finds nothing to attend to")
+    @extending(MatrixFreeAttention)
+    def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
         if alpha is not None and not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "None, to learn it, or a finite number >= 0 is needed"))
         if not math.isfinite(scale):
             raise ValueError(wrong("scale", f"is {scale}", "a finite number is needed"))
-        super().__init__(embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype)
-        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
-        self._qkv_same_embed_dim = False
+        super().__init__(*args, **kwargs)
         self.fixed_alpha = alpha
         self.scale = scale
         self._start(self.out_proj.weight)
 
     def _start(self, like: Tensor) -> None:
-        """Make what torch's module does not have, with the device and dtype of its weights."""
+        """Make what torch's module does not have, with the device and dtype of the weight `like`."""
         zeros = torch.zeros(self.num_heads, device=like.device, dtype=like.dtype)
         self.register_parameter("log_alpha", torch.nn.Parameter(zeros) if self.fixed_alpha is None else None)
 
@@ -76,40 +52,6 @@ class LearnedRidge(MultiheadProjections):
         if self.fixed_alpha is None:
             return self.log_alpha.double().exp()
         return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self.out_proj.weight.device)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
-
-        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be one to be added to logits, of 0 and -inf, as
-        torch's transformer layers pass it on.
-        """
-        refuse_masks("attn_mask", attn_mask, is_causal)
-        key_padding_mask = bool_mask(key_padding_mask)
-        self._check(key_padding_mask, query=query, key=key, value=value)
-        q, (k, v, mask) = self._project(0, query), self._project_pair(key, value, key_padding_mask)
-        alpha = self.alpha
-        out = self._output(self._attend(q, k, v, mask, alpha), query)
-        if not need_weights:
-            return out, None
-        return out, self._shown(self._weights(q, k, mask, alpha), query, average_attn_weights)
-
-    @abstractmethod
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
-        """(B, H, L, E) of query, key, value (B, H, *, *), mask (B, N) and alpha (H,)."""
-
-    @abstractmethod
-    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
-        """The (B, H, L, N) that gives `_attend` when multiplied with the values."""
 
     def _scaled(self, heads: Tensor, alpha: Tensor) -> Tensor:
         """Heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
@@ -228,10 +170,12 @@ class MultiheadIntention(LearnedRidge):
         self._check(key_padding_mask, key=key, value=value)
         return dict(zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
         return self._scaled(intention(query, key, value, alpha, key_padding_mask=mask), alpha)
 
-    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
         return self._scaled(_linear_map(query, key, mask, alpha), alpha)
 
 
@@ -250,10 +194,12 @@ class MultiheadSigmaIntention(LearnedRidge):
     (torch.Size([1, 4, 16]), True)
     """
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
         return sigma_intention(self._scaled(query, alpha), key, value, alpha, key_padding_mask=mask)
 
-    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
         scores = _linear_map(self._scaled(query, alpha), key, mask, alpha)
         if mask is None:
             return scores.softmax(-1)

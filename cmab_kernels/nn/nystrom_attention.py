@@ -11,8 +11,9 @@ from torch import Tensor
 from ..checks import wrong
 from ..nystrom import nystrom_attention
 from ..nystrom.api import check_pinv
-from .layers import bool_mask, check_features
-from .projections import MultiheadProjections, refuse_dropout, refuse_extra_keys
+from .layers import check_features
+from .matrix_free import NO_DROPOUT, MatrixFreeAttention
+from .projections import extending, no_extra_keys
 
 LANDMARKS = ("landmark_queries", "landmark_keys")
 
@@ -21,7 +22,7 @@ ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
 """Why there are no extra keys."""
 
 
-class NystromAttention(MultiheadProjections):
+class NystromAttention(MatrixFreeAttention):
     """Attention through m landmarks where `torch.nn.MultiheadAttention` compares all pairs: O(N m) time and memory.
 
     In each head, with landmarks q~, k~ (m, D) and softmax by rows,
@@ -40,10 +41,13 @@ class NystromAttention(MultiheadProjections):
         pinv_iterations: of the iterative one.
 
     The other parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and leaves fixed landmarks
-    as they are. `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are
-    those of the linear map from values to results, of size L x N, which nothing else here is; they may be negative and, as the
-    pseudo-inverse is iterated, do not quite sum to 1. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the
-    argument.
+    as they are. `forward` is torch's, without `attn_mask` and `is_causal`: what a query may see cannot depend on the query where landmarks
+    have seen everything. With `need_weights=True` (torch's default!) the weights are those of the linear map from values to results, a
+    matrix of size L x N, which nothing else here is; they may be negative and, as the pseudo-inverse is iterated, do not quite sum to 1. A
+    wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument.
+
+    Queries and keys may differ in number. With landmarks that are means of segments, `key_padding_mask` marks tokens, so that they may not
+    differ then: the queries in its places are read as 0 too, be they NaN, and their results mean nothing.
 
     Source: Nyströmformer (Xiong et al., AAAI 2021); fixed landmarks from Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et
     al.).
@@ -57,39 +61,28 @@ class NystromAttention(MultiheadProjections):
     torch.Size([1, 1000, 16])
     """
 
+    lacks = NO_DROPOUT | no_extra_keys(ONLY_TOKENS)
+    why_no_masks = "landmarks see all tokens, whatever a query may see; mask tokens for all queries by key_padding_mask"
     schemes: ClassVar[tuple[str, ...]] = ("segments", "fixed")
     landmark_queries: torch.nn.Parameter | None
     landmark_keys: torch.nn.Parameter | None
 
+    @extending(MatrixFreeAttention)
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         num_landmarks: int,
         landmarks: str = "segments",
         pinv: str = "iterative",
         pinv_iterations: int = 6,
+        **kwargs: Any,
     ) -> None:
-        refuse_dropout(dropout)
-        refuse_extra_keys(add_bias_kv, add_zero_attn, ONLY_TOKENS)
         if not isinstance(num_landmarks, int) or num_landmarks < 1:
             raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", "an int >= 1 is needed"))
         if landmarks not in self.schemes:
             raise ValueError(wrong("landmarks", f"is {landmarks!r}", f"it must be one of {', '.join(self.schemes)}"))
         check_pinv(pinv, pinv_iterations)
-        super().__init__(embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype)
-        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
-        self._qkv_same_embed_dim = False
+        super().__init__(*args, **kwargs)
         self.num_landmarks = num_landmarks
         self.landmarks = landmarks
         self.pinv = pinv
@@ -97,37 +90,6 @@ class NystromAttention(MultiheadProjections):
         if landmarks == "fixed":
             for name in LANDMARKS:
                 self.register_parameter(name, None)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
-
-        Queries and keys may differ in number. With landmarks that are means of segments, `key_padding_mask` marks tokens, so that they may
-        not differ then: the queries in its places are read as 0 too, be they NaN, and their results mean nothing. It may also be one to be
-        added to logits, of 0 and -inf, as torch's transformer layers pass it on. `ValueError` for an `attn_mask` or `is_causal`: what a
-        query may see cannot depend on the query where landmarks have seen everything.
-        """
-        for name, given in (("attn_mask", attn_mask is not None), ("is_causal", is_causal)):
-            if given:
-                allowed = "landmarks see all tokens, whatever a query may see; mask tokens for all queries by key_padding_mask"
-                raise ValueError(wrong(name, "is given", allowed))
-        key_padding_mask = bool_mask(key_padding_mask)
-        self._check(key_padding_mask, query=query, key=key, value=value)
-        q, (k, v, mask) = self._project_query(query, key_padding_mask), self._project_pair(key, value, key_padding_mask)
-        out = self._output(self._attend(q, k, v, mask), query)
-        if not need_weights:
-            return out, None
-        one = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        return out, self._shown(self._attend(q, k, one, mask), query, average_attn_weights)
 
     @torch.no_grad()
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
@@ -171,8 +133,11 @@ class NystromAttention(MultiheadProjections):
         return self._project(0, query)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, H, L, E) of query, key, value (B, H, *, *) and mask (B, N)."""
         return nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        one = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
+        return self._attend(query, key, one, mask)
 
     def _options(self) -> dict[str, Any]:
         """How an operator approximates."""

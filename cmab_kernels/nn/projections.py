@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import wrong
-from .layers import check_features, check_mask, hide_padding, split_heads
+from ..checks import check_mask, wrong
+from .layers import check_features, hide_padding, split_heads
 
 if TYPE_CHECKING:
     from typing import Self
 
-
-def refuse_dropout(dropout: float) -> None:
-    """Raise unless it is 0."""
-    if dropout:
-        raise ValueError(wrong("dropout", f"is {dropout}", "0 is needed: it acts on attention weights, which are never formed here"))
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def refuse_extra_keys(add_bias_kv: bool, add_zero_attn: bool, why: str) -> None:
-    """Raise if torch's keys that are no tokens are asked for."""
-    if add_bias_kv or add_zero_attn:
-        name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
-        raise ValueError(wrong(name, "is True", f"{why}; False is needed"))
+def extending(parent: type) -> Callable[[Init], Init]:
+    """Decorate a constructor that passes `*args` and `**kwargs` on to that of `parent`.
+
+    `inspect.signature` and `help` then show the arguments of the parent's constructor, followed by the keyword arguments of this one.
+    """
+
+    def shown(init: Init) -> Init:
+        theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
+        parameters = dict(theirs.parameters)
+        parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
+        init.__signature__ = theirs.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        return init
+
+    return shown
+
+
+def no_extra_keys(why: str) -> dict[str, str]:
+    """What `MultiheadProjections.lacks` says of torch's keys that are no tokens."""
+    return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"{why}; False is needed")
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
-    """Projections of torch's layout to heads and back, the checks before them, and how to share their weights."""
+    """The constructor of torch, projections of its layout to heads and back, the checks before them, and how to share their weights."""
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """The arguments of torch's constructor that must be false here, and why."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, given in {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}.items():
+            if given and name in self.lacks:
+                raise ValueError(wrong(name, f"is {given}", self.lacks[name]))
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
@@ -102,7 +136,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return features if self.batch_first else features.transpose(0, 1)
 
     def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
-        """What would go wrong before the operator's own checks of batch and length; the mask is of the last argument."""
+        """Raise for what would go wrong before the operator checks batch and length; the mask belongs to the last argument."""
         layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (2, 3)
@@ -110,4 +144,4 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
             check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self.out_proj.weight)
             dims = (features.dim(),)
         shape = features.shape[:-1]
-        check_mask(key_padding_mask, shape if self.batch_first else shape[::-1])
+        check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1])

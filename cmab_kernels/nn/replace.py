@@ -10,8 +10,7 @@ from torch import nn
 
 from ..checks import wrong
 from .informer import InformerEncoderLayer
-from .multihead_intention import LearnedRidge
-from .nystrom_attention import NystromAttention
+from .matrix_free import MatrixFreeAttention
 from .projections import MultiheadProjections
 
 _REPLACEABLE: dict[type[nn.Module], type[MultiheadProjections] | type[InformerEncoderLayer]] = {
@@ -84,9 +83,7 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     for _, parent, name, old_module in places:
         setattr(parent, name, replacements[old_module])
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(inner, LearnedRidge | NystromAttention) for inner in module.modules()
-        ):
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, MatrixFreeAttention) for inner in module.modules()):
             module.use_nested_tensor = False
     return len(replacements)
 

@@ -1,0 +1,70 @@
+"""Attentions that never form the matrix of attention weights, with the constructor and the forward of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..checks import wrong
+from .layers import bool_mask
+from .projections import MultiheadProjections, extending
+
+NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are never formed here"}
+
+
+class MatrixFreeAttention(MultiheadProjections):
+    """A linear map from values to results, which may depend on padding, but not on a mask of keys for each query."""
+
+    why_no_masks: ClassVar[str]
+    """Why there is no mask of keys for each query, as an error says it."""
+
+    @extending(MultiheadProjections)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
+
+        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be one to be added to logits, of 0 and -inf, as
+        torch's transformer layers pass it on.
+        """
+        self._refuse_masks("attn_mask", attn_mask, is_causal)
+        key_padding_mask = bool_mask(key_padding_mask)
+        self._check(key_padding_mask, query=query, key=key, value=value)
+        q, (k, v, mask) = self._project_query(query, key_padding_mask), self._project_pair(key, value, key_padding_mask)
+        out = self._output(self._attend(q, k, v, mask), query)
+        if not need_weights:
+            return out, None
+        return out, self._shown(self._weights(q, k, mask), query, average_attn_weights)
+
+    def _refuse_masks(self, name: str, mask: Tensor | None, is_causal: bool) -> None:
+        """Raise if there is a mask of keys for each query."""
+        for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
+            if given:
+                raise ValueError(wrong(argument, "is given", self.why_no_masks))
+
+    def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Heads (B, H, L, D) of the query."""
+        return self._project(0, query)
+
+    @abstractmethod
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The result (B, H, L, E) for query, key, value (B, H, *, *) and mask (B, N)."""
+
+    @abstractmethod
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """The matrix (B, H, L, N) that gives `_attend` when multiplied with the values."""
