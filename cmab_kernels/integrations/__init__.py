@@ -1,0 +1,1 @@
+"""Our operators in the models of other packages, which are imported only when a function here is called."""

@@ -1,0 +1,100 @@
+"""The attention of the package `transformers` on the fused operator: `attn_implementation="cmab"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import latent_attention
+
+NAME = "cmab"
+"""The name under which `register` makes the operator known."""
+
+_NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
+"""Arguments that a model may pass to its attention and that the operator does not have."""
+
+
+def register() -> None:
+    """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` where that is not installed.
+
+    Every model of `transformers` that takes its attention from `transformers.AttentionInterface` can then be made with it, by
+    `from_pretrained` or `from_config`, or be switched to it by `set_attn_implementation`. Calling this again changes nothing.
+
+    Attention that looks at all keys, or at all but the padding of each batch element, runs on `cmab_kernels.latent_attention`. Everything
+    else is computed by the implementation "sdpa" of `transformers`, with its results, speed and errors: causal attention, masks that
+    depend on the query, masks to be added to logits, a position bias, dropout in training. A query whose keys are all padding gets 0.
+
+    >>> import cmab_kernels.integrations.transformers
+    >>> cmab_kernels.integrations.transformers.register()
+    >>> from transformers import AutoModel, ViTConfig
+    >>> tiny = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=2)
+    >>> model = AutoModel.from_config(tiny, attn_implementation="cmab")
+    >>> model(torch.randn(1, 3, 8, 8)).last_hidden_state.shape
+    torch.Size([1, 17, 16])
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        needed = "its AttentionInterface is needed, which has been in the package since version 4.53: pip install -U transformers"
+        raise ImportError(f"cmab_kernels.integrations.transformers works with the package transformers; {needed}") from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the interface: (out, None), with the weights never formed.
+
+    `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or (B, 1, L, N), and
+    `out` (B, L, H, E). `register` says what is fused.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    sees_all = attention_mask is None and (query.shape[2] == 1 or not causal)
+    padding = None if attention_mask is None else _padding(attention_mask)
+    asked = any(kwargs.get(name, False) is not False and kwargs[name] is not None for name in _NEVER_FUSED)
+    if dropout or asked or not (sees_all or padding is not None):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    # The queries of all heads that share a key head are queries of that head.
+    grouped = query if groups == heads else query.reshape(batch, groups, heads // groups * length, width)
+    out = latent_attention(grouped, key, value, key_padding_mask=padding, scale=scaling)
+    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:
+    """The mask function of the interface: None where all keys are seen, else that of "sdpa", (B, 1, L, N) bool with True = attend.
+
+    Where it hides nothing but padding it is a view of one row, so that `attention` sees by its strides that all rows are alike.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    if mask_function is not bidirectional_mask_function:
+        return sdpa_mask(q_length=q_length, mask_function=mask_function, **options)
+    row = sdpa_mask(q_length=1, mask_function=mask_function, **options)
+    return None if row is None else row.expand(-1, -1, q_length, -1)
+
+
+def _padding(mask: Tensor) -> Tensor | None:
+    """The keys that a mask hides from all queries, (B, N) with True = ignore, if its strides show that it hides no others.
+
+    The values of a mask are not looked at: on a GPU that would be a wait.
+    """
+    same_for_all_queries = mask.shape[2] == 1 or mask.stride(2) == 0
+    same_for_all_heads = mask.shape[1] == 1 or mask.stride(1) == 0
+    return ~mask[:, 0, 0] if mask.dtype == torch.bool and same_for_all_queries and same_for_all_heads else None
