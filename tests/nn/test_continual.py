@@ -217,6 +217,7 @@ def test_gradients_of_forward_reach_all_weights_and_landmarks() -> None:
 
 
 def test_compiled_forward() -> None:
+    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
     for kind in KINDS:
         module = made(kind, output="retroactive", dtype=torch.float32)
         tokens = stream(WINDOW, module)
