@@ -137,6 +137,7 @@ def test_padding_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str) -> None:
+    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
     encoder = torch.nn.TransformerEncoder(made(kind=kind), 2, enable_nested_tensor=False)
     src = source(requires_grad=True)
     leaves = [src, *encoder.parameters()]

@@ -218,6 +218,7 @@ def test_no_keys_no_queries_no_batch(kind: type[LearnedRidge]) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
+    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
     module = made(kind)
     tensors = inputs(module)
     mask = torch.rand(BATCH, KEYS) < 0.4

@@ -187,6 +187,7 @@ def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> No
 
 
 def test_compiled_forward() -> None:
+    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
     for landmarks in ("segments", "fixed"):
         module = made(num_landmarks=5, landmarks=landmarks, dtype=torch.float32)
         tensors = inputs(module)
