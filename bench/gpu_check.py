@@ -22,10 +22,10 @@ if str(ROOT) not in sys.path:
 
 import torch  # noqa: E402  after the path, so that a checkout runs without installing
 
-from bench.gpu.machine import machine, state  # noqa: E402  after the path too
 from bench.gpu.printed import table  # noqa: E402  after the path too
 from bench.gpu.results import Report, opened  # noqa: E402  after the path too
 from bench.gpu.sections import Outcome, Section, run  # noqa: E402  after the path too
+from bench.provenance import gpu, gpu_state  # noqa: E402  after the path too
 from cmab_kernels import tiles  # noqa: E402  after the path too
 
 BUDGET = 480.0
@@ -41,9 +41,9 @@ SECTIONS = {
     "repeats": Section("bench.gpu.repeats:tasks", 100, workers=6),
     "promises": Section("bench.gpu.promises:tasks", 90, row_limit=45, workers=2),
     "timings": Section("bench.gpu.timings:tasks", 130, row_limit=30, judged=False),
-    "ridge_timings": Section("bench.gpu.ridge_timings:tasks", 50, row_limit=30, judged=False),
-    "nystrom_timings": Section("bench.gpu.nystrom_timings:tasks", 40, row_limit=30, judged=False),
-    "continual_timings": Section("bench.gpu.continual_timings:tasks", 30, row_limit=20, judged=False),
+    "ridge_timings": Section("bench.gpu.timings:intention_tasks", 50, row_limit=30, judged=False),
+    "nystrom_timings": Section("bench.gpu.timings:nystrom_tasks", 40, row_limit=30, judged=False),
+    "continual_timings": Section("bench.gpu.timings:continual_tasks", 30, row_limit=20, judged=False),
     "sanitizer": Section("bench.gpu.sanitizer:tasks", 240, row_limit=120, workers=9),
     "candidates": Section("bench.gpu.tune:candidate_tasks", 180, row_limit=45, workers=12),
     "tune": Section("bench.gpu.tune:tasks", 180, row_limit=60),
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse("there is no GPU that torch can use")
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        report = opened(options.output, machine(), options.force)
+        report = opened(options.output, gpu(), options.force)
         report.save()
     except (OSError, ValueError) as error:
         return _refuse(str(error))
@@ -101,7 +101,7 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
         report.outcomes[name] = outcome
         before = {other: made.rows for other, made in report.outcomes.items()}
         run(section, device, outcome, before, report.save)
-        outcome.state = state()
+        outcome.state = gpu_state()
         report.save()
         print(f"{name}: {len(outcome.rows)} rows in {report.path}{f', {outcome.problem}' if outcome.problem else ''}", flush=True)
     return left

@@ -10,48 +10,57 @@ import torch
 
 from cmab_kernels.measure import seconds
 
+from .devices import tf32
 from .floors import Rates
 
 FMA_AN_EXPONENTIAL = 7
-"""Instructions on the multiply-add units that a float32 exponential takes where there is none in hardware: two to reduce the argument, five
-of a polynomial; the shortest that we know (NOTES.md)."""
+"""Instructions on a CPU's multiply-add units that a float32 exponential takes where there is none in hardware: two to reduce the argument,
+five of a polynomial; the shortest that we know (NOTES.md)."""
 
-ORDER = 1024
-MEMORY_BYTES = 2**28
+EXPONENTIALS_PER_CLOCK = 16
+"""Exponentials a clock that one GPU multiprocessor makes (CUDA C++ Programming Guide, throughput of native arithmetic instructions)."""
+
+ORDER = {"cpu": 1024, "cuda": 8192}
+BYTES = {"cpu": 2**28, "cuda": 2**30}
 ROUNDS = 5
 
 
-def rates_of(device: str) -> Rates:
-    """Of the GPU, or of as many threads of the CPU as torch has now."""
-    if device == "cuda":
-        from .gpu.rates import measured_rates  # which needs Triton
-
-        return measured_rates(device)
-    return _cpu_rates(torch.get_num_threads())
-
-
 @cache
-def _cpu_rates(threads: int) -> Rates:
-    assert threads == torch.get_num_threads()
-    matrix = {str(dtype).removeprefix("torch."): _products(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+def rates_of(device: str, threads: int | None = None) -> Rates:
+    """Rates of the GPU, or of so many threads of the CPU: None for as many as torch has now."""
+    if device == "cpu" and threads is None:
+        return rates_of(device, torch.get_num_threads())
+    with tf32(device == "cuda"):  # on a GPU float32 at the rate of tf32: the least time that it can take
+        matrix = {str(dtype).removeprefix("torch."): _products(dtype, device) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    if device == "cuda":
+        return Rates(_gpu_exponentials(), _memory(device), {**matrix, "float16": matrix["bfloat16"]})
     matrix["bfloat16"] = max(matrix["bfloat16"], matrix["float32"])  # it can be widened first
     matrix["float16"] = matrix["float32"]
-    return Rates(matrix["float32"] / 2 / FMA_AN_EXPONENTIAL, _memory(), matrix, together=True)
+    return Rates(matrix["float32"] / 2 / FMA_AN_EXPONENTIAL, _memory(device), matrix, together=True)
 
 
-def _products(dtype: torch.dtype) -> float:
-    a, b = (torch.randn(ORDER, ORDER, device="cpu").to(dtype) for _ in range(2))
+def _gpu_exponentials() -> float:
+    import triton
+
+    current = torch.cuda.current_device()
+    clock = triton.runtime.driver.active.utils.get_device_properties(current)["sm_clock_rate"] * 1e3
+    return EXPONENTIALS_PER_CLOCK * torch.cuda.get_device_properties(current).multi_processor_count * clock
+
+
+def _products(dtype: torch.dtype, device: str) -> float:
+    order = ORDER[device] // (2 if device == "cuda" and dtype == torch.float64 else 1)
+    a, b = (torch.randn(order, order, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * ORDER**3 / _best(lambda: torch.mm(a, b, out=out))
+    return 2 * order**3 / _best(lambda: torch.mm(a, b, out=out), device)
 
 
-def _memory() -> float:
-    """Of copying, or of reading alone where that is faster."""
-    source = torch.ones(MEMORY_BYTES // 4, device="cpu")
+def _memory(device: str) -> float:
+    """Bytes a second of copying, or of reading alone where that is faster."""
+    source = torch.ones(BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
-    return max(2 * MEMORY_BYTES / _best(lambda: target.copy_(source)), MEMORY_BYTES / _best(source.sum))
+    return max(2 * BYTES[device] / _best(lambda: target.copy_(source), device), BYTES[device] / _best(source.sum, device))
 
 
-def _best(call: Callable[[], Any]) -> float:
+def _best(call: Callable[[], Any], device: str) -> float:
     call()
-    return min(seconds(call) for _ in range(ROUNDS))
+    return min(seconds(call, device) for _ in range(ROUNDS))

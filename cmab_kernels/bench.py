@@ -45,14 +45,14 @@ class Request:
     quick: bool = False
     compare: Path | None = None
     saved: Path | None = None
-    """Of `--from`: nothing is measured."""
+    """The file that `--from` names; with it nothing is measured."""
     output: Path = Path("bench_report")
     device: str | None = None
     threads: int | None = None
     force: bool = False
 
     def arguments(self, file: Path) -> list[str]:
-        """For pytest, which writes the run to `file`."""
+        """The arguments for pytest, which writes the run to `file`."""
         chosen = [argument for scan in self.scans for argument in ("--scan", scan)]
         chosen += ["--quick"] if self.quick else []
         chosen += ["--device", self.device] if self.device else []
@@ -63,7 +63,7 @@ class Request:
 def run(request: Request) -> int:
     """The exit status: 1 if a row has no right result. Refusal before anything is measured."""
     _check(request)
-    runs, compare, page, table = (_module(f"report.{name}") for name in ("runs", "compare", "page", "table"))
+    runs, compare, page, table = (_module(name) for name in ("runs", "report.compare", "report.page", "report.table"))
     try:
         old = runs.load(request.compare) if request.compare else None
         saved = runs.load(request.saved) if request.saved else None
@@ -75,7 +75,7 @@ def run(request: Request) -> int:
         new = saved or runs.load(file)
         if saved:
             shutil.copyfile(saved.path, file)
-            print("\n".join(table.table(table.rows_of(saved))))
+            print("\n".join(table.of_run(saved)))
         comparison = compare.compare(old, new) if old else None
         if comparison:
             print("", *compare.table(comparison), sep="\n")
@@ -86,7 +86,7 @@ def run(request: Request) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    """Of the checkout's bench, whatever else is called so."""
+    """A module of the checkout's bench, whatever else is called so."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"bench.{name}")
@@ -96,7 +96,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _check(request: Request) -> None:
-    if not (ROOT / "bench" / "conftest.py").exists():
+    if not (ROOT / "bench" / "plugin.py").exists():
         raise Refusal(
             f"the benchmarks are not part of an installed package, and there is no bench/ beside {ROOT / 'cmab_kernels'}: "
             'in a checkout of the repository, pip install -e ".[bench]" and run this again'

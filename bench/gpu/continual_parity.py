@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.testing import STREAMS, bound
 
-from .parity import DTYPES, key_of
+from .problems import DTYPES, Shares, parity_tasks, side_stream, sizes_of, waits, why_not, worst
+from .problems import launches as launched
 from .sections import Row, Task
-from .usable import why_not
 
 Tokens = tuple[Tensor, ...]
 CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
@@ -73,8 +72,8 @@ def step(problem: Problem, state: Any, tokens: Tokens, impl: str) -> Any:
     return getattr(ck, name)(state, *tokens, output="retroactive" if problem.retroactive else "single", impl=impl)
 
 
-def check(problem: Problem, device: str) -> dict[str, Any]:
-    """The worst row of all chunks as a share of what it may be off by; above 1 it is wrong.
+def shares(problem: Problem, device: str) -> Shares:
+    """The worst row of all chunks.
 
     Rows of a head share one pseudo-inverse, whose error all of them show: the definition's own error in the same precision is the largest
     of a head's rows.
@@ -83,19 +82,18 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     score = float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * problem.width**-0.5
     ours, own = (start(problem, tokens) for _ in range(2))
     right = start(problem, tuple(t.double() for t in tokens))
-    worst, at = 0.0, problem.window
+    found, at = 0.0, problem.window
     for chunk in CHUNKS:
         part = tuple(t[:, :, at : at + chunk] for t in tokens)
         out, ours = step(problem, ours, part, problem.impl)
         theirs, own = step(problem, own, part, "reference")
         wanted, right = step(problem, right, tuple(t.double() for t in part), "reference")
-        size = wanted.norm(dim=-1)
-        size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
+        size = sizes_of(wanted)
         error, others = ((t.double() - wanted).norm(dim=-1) / size for t in (out, theirs))
         share = error / bound(out.dtype, score, others.amax(-1, keepdim=True)).to(error.device)
-        worst = max(worst, float(share.nan_to_num(nan=math.inf).max()))
+        found = max(found, worst(share))
         at += chunk
-    return {**asdict(problem), "share": worst, "ok": worst <= 1}
+    return {"out": found}
 
 
 # ---- graphs, streams, launches
@@ -127,16 +125,13 @@ def captured(problem: Problem, device: str, replays: int = 1000, after: int = 10
     return all(map(bool, alike))
 
 
-def side_stream(problem: Problem, device: str) -> bool:
+def on_a_side_stream(problem: Problem, device: str) -> bool:
     tokens = stream(problem, problem.window + 50, device)
     state, other = (start(problem, tokens) for _ in range(2))
     part = tuple(t[:, :, problem.window :] for t in tokens)
     wanted, _ = step(problem, state, part, "cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         out, _ = step(problem, other, part, "cuda")
-    side.synchronize()
     return torch.equal(out, wanted)
 
 
@@ -144,30 +139,23 @@ def launches(problem: Problem, device: str, chunk: int = 1, shared: bool = False
     """How many things run on the GPU in a step, of twelve, some of which replace a landmark; `shared`: that copy the window."""
     tokens = stream(problem, problem.window + 13 * chunk, device)
     parts = [tuple(t[:, :, at : at + chunk] for t in tokens) for at in range(problem.window, problem.window + 13 * chunk, chunk)]
-    _, state = step(problem, start(problem, tokens), parts[0], "cuda")
-    held = []
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    state = [step(problem, start(problem, tokens), parts[0], "cuda").state]
+
+    def twelve() -> None:
+        held = []
         for part in parts[1:]:
             if shared:
-                held.append(list(state))
-            _, state = step(problem, state, part, "cuda")
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) / 12
+                held.append(list(state[0]))
+            state[0] = step(problem, state[0], part, "cuda").state
+
+    return launched(twelve) / 12
 
 
 def waits_for_nothing(problem: Problem, device: str) -> bool:
     tokens = stream(problem, problem.window + 2, device)
     first, second = (tuple(t[:, :, at : at + 1] for t in tokens) for at in (problem.window, problem.window + 1))
     _, state = step(problem, start(problem, tokens), first, "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(problem, state, second, "cuda")
-    except RuntimeError:
-        return False
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return True
+    return not waits(lambda: step(problem, state, second, "cuda"))
 
 
 def many_heads(device: str) -> bool:
@@ -184,7 +172,7 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], bool]]]:
     for problem in BEHAVED:
         name = f"{problem.kind}, {'retroactive' if problem.retroactive else 'single'}"
         yield f"1,000 replays and on eagerly, {name}", lambda problem=problem: captured(problem, device)
-        yield f"side stream, {name}", lambda problem=problem: side_stream(problem, device)
+        yield f"side stream, {name}", lambda problem=problem: on_a_side_stream(problem, device)
         yield f"one launch a step, {name}", lambda problem=problem: launches(problem, device) == 1
         yield f"one launch a step of 80 tokens, {name}", lambda problem=problem: launches(problem, device, 80) == 1
         yield f"one launch a step that copies the window, {name}", lambda problem=problem: launches(problem, device, 1, True) == 1
@@ -195,5 +183,7 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], bool]]]:
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     if reason := why_not("continual_attention_step", "cuda", device):
         return [Task("continual steps", lambda: {"ok": True, "passed over": reason})]
-    parity = [Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()]
-    return [*parity, *(Task(name, lambda passes=passes: {"ok": passes()}) for name, passes in checks(device))]
+    return [
+        *parity_tasks(problems(), shares, device),
+        *(Task(name, lambda passes=passes: {"ok": passes()}) for name, passes in checks(device)),
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor
 from cmab_kernels.backends import choose, implementation
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_values_reference
 
-from .parity import DTYPES, key_of
+from .problems import DTYPES, Shares, if_not, parity_tasks, worst
 from .sections import Row, Task
 
-Shares = dict[str, float]
 SIZES = (1, 3, 16, 17, 32, 33, 64)
 WIDTHS = ((16, 16), (64, 64), (33, 7), (100, 1))
 
@@ -55,10 +54,7 @@ def problems() -> Iterator[Problem]:
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     from .window_parity import tasks as windows
 
-    return [
-        *(Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()),
-        *windows(device),
-    ]
+    return [*parity_tasks(problems(), shares, device), *windows(device)]
 
 
 @dataclass
@@ -96,10 +92,10 @@ def make(problem: Problem, device: str, seed: int = 0) -> Inputs:
 
 
 def _error(ours: Tensor, right: Tensor) -> float:
-    """Of the worst matrix, as a share of its norm; what underflows beside the others is no error."""
+    """The error of the worst matrix, as a share of its norm; what underflows beside the others is no error."""
     size = right.flatten(1).norm(dim=1)
     error = (ours.double() - right).flatten(1).norm(dim=1) / size.clamp(min=max(1e-30 * float(right.norm()), 1e-300))
-    return float(error.nan_to_num(nan=math.inf).max())
+    return worst(error)
 
 
 def _pinv(matrix: Tensor, dinverse: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
@@ -128,8 +124,8 @@ def _shares(
     return found
 
 
-def check(problem: Problem, device: str) -> dict[str, Any]:
-    """Each result's worst matrix as a share of what it may be off by; above 1 it is wrong."""
+def shares(problem: Problem, device: str) -> Shares:
+    """The worst matrix of each result."""
     given = make(problem, device)
     dtype, iterations, m = given.query.dtype, given.iterations, problem.landmarks
     module = implementation("nystrom", choose("nystrom", problem.impl, given.query))
@@ -140,13 +136,13 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     dinverse = torch.randn_like(matrix).mT
     ours = module.iterative_pinv(matrix, iterations), module.iterative_pinv_backward(dinverse, matrix, iterations)
     right, theirs = (_pinv(matrix.to(t), dinverse.to(t), iterations) for t in (torch.float64, dtype))
-    shares = _shares(("inverse", "dmatrix"), ours, right, theirs, floor)
+    found = _shares(("inverse", "dmatrix"), ours, right, theirs, floor)
 
     ours = module.landmark_values(*given.call), *module.landmark_values_backward(given.dout, *given.call)
     names = "values", "dquery", "dkey", "dvalues"
     if problem.variant == "huge":
-        shares |= {name: 0.0 if result.isfinite().all() else math.inf for name, result in zip(names, ours, strict=True)}
+        found |= {name: if_not(result.isfinite().all()) for name, result in zip(names, ours, strict=True)}
     else:
         right, theirs = (_landmarks(given, t) for t in (torch.float64, dtype))
-        shares |= _shares(names, ours, right, theirs, floor)
-    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
+        found |= _shares(names, ours, right, theirs, floor)
+    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ import cmab_kernels as ck
 from cmab_kernels.testing import LAWS, bound, row_error
 from cmab_kernels.testing.oracles import attention, attention_terms, largest_score
 
+from .problems import DTYPES, Shares, parity_tasks, worst
 from .sections import Row, Task
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WIDTHS = (8, 16, 64, 128, 256)
 
 
@@ -48,12 +47,7 @@ def problems() -> Iterator[Problem]:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    return [Task(key_of(problem), lambda problem=problem: check(problem, device)) for problem in problems()]
-
-
-def key_of(problem: Any) -> str:
-    """What differs from the defaults of its class, of any family."""
-    return ", ".join(f"{f.name} {getattr(problem, f.name)}" for f in fields(problem) if getattr(problem, f.name) != f.default)
+    return parity_tasks(problems(), shares, device)
 
 
 @dataclass
@@ -116,8 +110,8 @@ def _torch(given: Inputs, leaves: tuple[Tensor, ...]) -> Tensor | None:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~given.mask[:, None, None, :])
 
 
-def check(problem: Problem, device: str) -> dict[str, Any]:
-    """How far each result's worst row is from the definition, as a share of what it may be; above 1 it is wrong."""
+def shares(problem: Problem, device: str) -> Shares:
+    """How far each result's worst row is from the definition."""
     given = make(problem, device)
     leaves = tuple(t.detach().requires_grad_() for t in given.leaves)
     wide = tuple(t.detach().double().requires_grad_() for t in given.leaves)
@@ -134,20 +128,16 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     score = largest_score(*given.leaves[:2], given.mask, given.cu_seqlens)
     dtype = leaves[0].dtype
     error = row_error(state.out, expected[0]).masked_fill(state.out.isnan().any(-1), math.inf)
-    shares = {"out": _share(error, bound(dtype, score, 0.0 if own is None else row_error(own, expected[0])))}
+    found = {"out": worst(error / bound(dtype, score, 0.0 if own is None else row_error(own, expected[0])))}
     eps = torch.finfo(state.out.dtype).eps
-    shares["lse"] = _share((state.lse - expected[1]).abs().masked_fill(state.lse == expected[1], 0.0), torch.tensor(8 * eps * (score + 4)))
+    found["lse"] = worst((state.lse - expected[1]).abs().masked_fill(state.lse == expected[1], 0.0) / (8 * eps * (score + 4)))
     terms = _terms(given, wide, dout, dlse, expected)
     for name, ours, right, other, other_right, term in zip("qkv", grads, wanted, own_grads, own_wanted, terms, strict=True):
         size = torch.maximum(right.norm(dim=-1), 0.05 * term).clamp(min=max(1e-30 * float(term.max()), 1e-300))
         error = (ours.double() - right).norm(dim=-1) / size
         theirs = 0.0 if other is None else (other.double() - other_right).norm(dim=-1) / size
-        shares[f"d{name}"] = _share(error, bound(dtype, score, theirs, factor=4.0))
-    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
-
-
-def _share(error: Tensor, allowed: Tensor) -> float:
-    return float((error / allowed).nan_to_num(nan=math.inf).max()) if error.numel() else 0.0
+        found[f"d{name}"] = worst(error / bound(dtype, score, theirs, factor=4.0))
+    return found
 
 
 def _terms(given: Inputs, wide: tuple[Tensor, ...], dout: Tensor, dlse: Tensor, expected: tuple[Tensor, Tensor]) -> list[Tensor]:

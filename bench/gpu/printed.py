@@ -66,34 +66,34 @@ def _passed_over(report: Report) -> Iterator[str]:
 
 
 def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
-    """Sections of figures, shape by shape, the fastest first."""
+    """Sections of figures, case by case, the fastest first."""
     for name, outcome in report.outcomes.items():
         if sections[name].judged:
             continue
         yield f"{name}{_state(outcome)}{''.join(f', {what} {value}' for what, value in outcome.state.items())}"
-        groups: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[str, list[Row]] = {}
         for row in outcome.rows:
-            groups.setdefault((row.get("shape", ""), row.get("pass", "")), []).append(row)
-        for rows in groups.values():
-            yield from map(_figures, sorted(rows, key=lambda row: row.get("seconds", float("inf"))))
+            groups.setdefault(row.get("group", ""), []).append(row)
+        for group, rows in groups.items():
+            yield f"  {group}"
+            yield from map(_figures, sorted(rows, key=lambda row: row["seconds"][0] if "seconds" in row else float("inf")))
 
 
 def _figures(row: Row) -> str:
     if "rates" in row:
         rates = {**row["rates"]["matrix"], "exponentials": row["rates"]["exponentials"], "memory": row["rates"]["memory"]}
         return "  measured, T/s: " + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
+    name = row.get("key", "").partition("; ")[2] or row["key"]
     if "seconds" not in row:
-        return f"  {row['key']}: {row.get('problem', '')}"
-    parts = [f"  {row['shape']:30} {row['pass']:18} {row['impl']:16} {readable(row['seconds']):>8} +-{row['spread'] / 2:4.0%}"]
+        return f"    {name}: {row.get('problem', '')}"
+    median, low, high = row["seconds"]
+    parts = [f"    {name:40} {readable(median):>8} +-{(high - low) / median / 2:4.0%}"]
     if "floor" in row:
-        parts.append(f"floor {readable(row['floor'])} ({row['bound']}), {row['share']:.0%} of it")
-    if "times ours" in row:
-        parts.append(f"{row['times ours'][1]:.2f} times ours")
-    parts.append(f"{row['memory'] / 2**20:.1f} MiB")
-    if "error" in row:
-        parts.append(f"error {row['error']:.0e}")
-    if "eager" in row:
-        parts.append("not captured")
+        parts.append(f"floor {readable(row['floor'])} ({row['bound']}), {row['floor'] / median:.0%} of it")
+    if "speed_up" in row:
+        parts.append(f"{row['speed_up'][0]:.2f} times ours")
+    parts.append(f"{(row['extra_memory'] - row['result_memory']) / 2**20:+.1f} MiB")
+    parts.append(f"error {row['error']:.0e}")
     return "  ".join(parts)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.backends import implementation
 
+from .problems import launches, waits, why_not
 from .sections import Row, Task
-from .usable import why_not
 
 Bits = tuple[Tensor, ...]
 Operation = tuple[Callable[..., Tensor], Bits]
@@ -81,26 +81,7 @@ def waits_for_nothing(function: Callable[..., Tensor], impl: str, tensors: Bits)
         torch.autograd.grad(function(impl, *leaves), leaves, dout)
 
     call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        return {"ok": False, "problem": "it waits for the device"}
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return {"ok": True}
-
-
-def launches(call: Callable[[], Any]) -> int:
-    """Kernels and copies that run on the GPU."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return {"ok": False, "problem": "it waits for the device"} if waits(call) else {"ok": True}
 
 
 def _single_launches(device: str) -> dict[str, Callable[[], Any]]:
@@ -118,6 +99,7 @@ def _single_launches(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _one_launch(call: Callable[[], Any]) -> Row:
+    call()
     found = launches(call)
     return {"launches": found, "ok": found == 1}
 

@@ -22,6 +22,8 @@ import torch
 import triton
 
 from bench.floors import floor
+from bench.provenance import ROOT
+from bench.runs import write_json
 from cmab_kernels.testing.cubin import Launch, machine_code
 
 from . import readiness_cuda as cuda
@@ -30,7 +32,6 @@ from .readiness_model import CHIPS, WARP, occupancy, seconds
 from .readiness_page import page
 from .readiness_sass import Code, Counts, Loop
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu_readiness.json"
 PAGE = ROOT / "docs" / "gpu_readiness.md"
 FORMAT = 1
@@ -255,12 +256,7 @@ def content_of(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def record(content: dict[str, Any]) -> None:
-    """A row a line, so that a difference shows which kernel it is of."""
-    parts = [f'"cmab_kernels_readiness": {FORMAT}']
-    for name in ("rows", "operators"):
-        lines = ",\n".join(json.dumps(row) for row in content[name])
-        parts.append(f'"{name}": [\n{lines}\n]')
-    RESULTS.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    write_json(RESULTS, content)
     PAGE.write_text(page(content))
 
 

@@ -29,7 +29,7 @@ COUNTED = ("matrix", "special", "fp32", "fp64", "multiply", "alu", "shared", "sh
 INTRODUCTION = """# GPU readiness
 
 What every GPU kernel of this package compiles to, and the time that its instructions take at the least: **implied by the compiled code, not
-measured**. No GPU was used. Written by `python -m bench.gpu.readiness --write`; tests/bench/test_readiness.py refuses what makes it worse.
+measured**. No GPU was used. Written by `python -m bench.gpu.readiness --write`; bench/tests/test_readiness.py refuses what makes it worse.
 
 For each operator: the implied time on three GPUs, the unit that it waits for by count, the floor (what any implementation needs, by
 [bench/floors.py](../bench/floors.py), at the same public rates), its share of the implied time (the most that this code can reach), and the

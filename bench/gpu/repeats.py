@@ -13,8 +13,8 @@ import cmab_kernels as ck
 from cmab_kernels.backends import implementation, kernel
 from cmab_kernels.intention.api import solve_rows
 
+from .problems import side_stream, why_not
 from .sections import Row, Task
-from .usable import why_not
 
 Bits = tuple[Tensor, ...]
 Call = Callable[..., Bits]
@@ -90,7 +90,7 @@ def _systems(dtype: torch.dtype, order: int, device: str) -> Bits:
 
 
 def again(call: Call, given: Bits, times: int) -> bool:
-    """Again and again. A race between programs shows as other bits."""
+    """True if the same call gives the same bits so many times; a race between programs shows as other bits."""
     first = call(*given)
     return all(_same(call(*given), first) for _ in range(times))
 
@@ -101,19 +101,16 @@ def alone(call: Call, given: Bits) -> bool:
     return _same(tuple(torch.cat(pair) for pair in zip(*parts, strict=True)), whole)
 
 
-def side_stream(call: Call, given: Bits) -> bool:
+def on_a_side_stream(call: Call, given: Bits) -> bool:
     first = call(*given)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with side_stream():
         other = call(*given)
-    stream.synchronize()
     return _same(other, first)
 
 
 def replayed_graph(call: Call, given: Bits) -> bool:
     """Captured once, replayed on other inputs in the same memory, again and again."""
-    side_stream(call, given)
+    on_a_side_stream(call, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call(*given)
@@ -160,7 +157,7 @@ def distant_rows(call: Call, given: Bits, which: int) -> bool:
 def _of_each(name: str, call: Call, given: Bits, times: int) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield f"{times} repeats, {name}", lambda: again(call, given, times)
     yield f"alone and in a batch, {name}", lambda: alone(call, given)
-    yield f"side stream, {name}", lambda: side_stream(call, given)
+    yield f"side stream, {name}", lambda: on_a_side_stream(call, given)
     yield f"{REPLAYS:,} replays of a graph, {name}", lambda: replayed_graph(call, given)
 
 

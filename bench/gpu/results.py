@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.runs import write_json
 
 from .sections import Outcome
 
@@ -25,13 +26,6 @@ class Report:
     def save(self) -> None:
         sections = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
         write_json(self.path, {"gpu_check": FORMAT, "machine": self.machine, "sections": sections})
-
-
-def write_json(path: Path, content: Any) -> None:
-    """In one step: a process that is stopped leaves the old file or the new one."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(unfinished, path)
 
 
 def file_name(machine: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from .machine import ROOT
+from bench.provenance import ROOT
+
 from .sections import Row, Task
 from .small_cases import FAMILIES
 

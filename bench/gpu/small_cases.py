@@ -18,7 +18,7 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.backends import implementation
 
-from .usable import why_not
+from .problems import why_not
 
 Case = tuple[str, Callable[[], Any]]
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import cmab_kernels as ck
+from cmab_kernels.testing import lapack_ratio
 
-from .parity import key_of
+from .problems import DTYPES, Shares, if_not, parity_tasks, why_not, worst
 from .sections import Task
-from .usable import why_not
 
 LIMIT = 30
 
@@ -44,7 +43,7 @@ def problems() -> Iterator[Problem]:
 def tasks(device: str) -> list[Task]:
     if reason := why_not("regularised_solve", "cuda", device):
         return [Task("solve", lambda: {"ok": True, "passed over": reason})]
-    return [Task(f"solve, {key_of(problem)}", lambda problem=problem: check(problem, device)) for problem in problems()]
+    return parity_tasks(problems(), shares, device, "solve, ")
 
 
 def make(problem: Problem, device: str) -> tuple[Tensor, Tensor]:
@@ -55,41 +54,32 @@ def make(problem: Problem, device: str) -> tuple[Tensor, Tensor]:
     values = torch.logspace(0, -math.log10(problem.condition), problem.order, dtype=torch.float64, device=device)
     gram = ((axes * values) @ axes.mT)[torch.arange(problem.count, device=device) % few]
     rhs = torch.randn(problem.count, problem.order, problem.columns, device=device).double()
-    gram, rhs = (t.to(getattr(torch, problem.dtype)) for t in ((gram + gram.mT) / 2, rhs))
+    gram, rhs = (t.to(DTYPES[problem.dtype]) for t in ((gram + gram.mT) / 2, rhs))
     if problem.variant == "strided":
         return gram.movedim(0, -1).contiguous().movedim(-1, 0), rhs.mT.contiguous().mT
     return gram, rhs
 
 
-def _ratio(gram: Tensor, rhs: Tensor, weight: Tensor, alpha: float) -> float:
-    """||B - A X|| / (||A|| ||X|| n eps), the worst of all."""
-    eps = torch.finfo(weight.dtype).eps
-    a = gram.double() + alpha * torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
-    x = weight.double()
-    residual, size, solution = (torch.linalg.matrix_norm(t, ord=1) for t in (rhs.double() - a @ x, a, x))
-    return float((residual / (size * solution * gram.shape[-1] * eps)).nan_to_num(nan=math.inf).max())
-
-
-def check(problem: Problem, device: str) -> dict[str, Any]:
-    """Each measure as a share of what it may be; above 1 the solution is wrong."""
+def shares(problem: Problem, device: str) -> Shares:
     gram, rhs = make(problem, device)
     alpha = 1e-3 if problem.condition < 100 else 0.0
     weight, info = ck.regularised_solve(gram, rhs, alpha, impl=problem.impl)
-    shares = {"LAPACK's ratio": _ratio(gram, rhs, weight, alpha) / LIMIT, "info": math.inf if (info == 1).any() else 0.0}
+    system = gram.double() + alpha * torch.eye(problem.order, dtype=torch.float64, device=device)
+    found = {"LAPACK's ratio": worst(lapack_ratio(system, weight, rhs)) / LIMIT, "info": if_not(not (info == 1).any())}
     if problem.variant == "bad":
         worse = gram.clone()
         worse[7] = -worse[7]
         others = torch.arange(problem.count, device=device) != 7
         again, info = ck.regularised_solve(worse, rhs, alpha, impl=problem.impl)
-        shares["neighbours' bits"] = 0.0 if torch.equal(again[others], weight[others]) else math.inf
-        shares["the bad one"] = 0.0 if info[7] == 1 and again[7].isnan().all() else math.inf
+        found["neighbours' bits"] = if_not(torch.equal(again[others], weight[others]))
+        found["the bad one"] = if_not(info[7] == 1 and again[7].isnan().all())
     if problem.condition < 100 and problem.count < 1000:
-        shares["gradients"] = _gradients(problem, gram, rhs, alpha)
-    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
+        found["gradients"] = _gradients(problem, gram, rhs, alpha)
+    return found
 
 
 def _gradients(problem: Problem, gram: Tensor, rhs: Tensor, alpha: float) -> float:
-    """Of the first matrices, as a share of 1,000 eps: a solve of a well conditioned system each."""
+    """The errors for the first matrices, as a share of 1,000 eps: each is a solve of a well conditioned system."""
     found = []
     for dtype, impl in ((gram.dtype, problem.impl), (torch.float64, "reference")):
         leaves = [t[:8].detach().to(dtype).requires_grad_() for t in (gram, rhs)]

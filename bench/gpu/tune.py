@@ -7,27 +7,27 @@ more than two timings of the built-in one differ.
 
 from __future__ import annotations
 
-import datetime
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from bench.harness import captured, ratio, relative_error
+from bench.provenance import commit, now
+from bench.runs import write_json
 from cmab_kernels import tiles as table
+from cmab_kernels.measure import interleave
 
 from .candidates import Target, candidates, prepared, targets
-from .graphs import captured, ratios, samples_of
-from .machine import commit
-from .results import write_json
 from .sections import Row, Task
 
 LEAST_GAIN = 0.01
 BUILT_IN, AGAIN = "built-in", "built-in again"
 ROUNDS = 21
+SAMPLE = 1e-3
+"""Seconds that a sample takes at least, as a row of calls: an event's own cost is some microseconds."""
 
 
 # ---- candidates
@@ -51,22 +51,16 @@ def check(target: Target, tiles: tuple[int, ...], device: str) -> Row:
     key = target.key(torch.device(device))
     with table.using({}):
         right = prepared(target, device, "small", wide=True)()
-        allowed = 2 * error(prepared(target, device, "small")(), right) + 4 * torch.finfo(torch.float64).eps
+        allowed = 2 * relative_error(prepared(target, device, "small")(), right) + 4 * torch.finfo(torch.float64).eps
     with table.using({key: tiles}):
         call = prepared(target, device, "small")
         first = call()
         same = all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, call(), strict=True))
-    off = error(first, right)
+    off = relative_error(first, right)
     row = {"error": off, "sound": same and off <= allowed}
     if row["sound"]:
         return row
     return row | {"problem": "other bits each time" if not same else f"wrong: error {off:.1e}, allowed {allowed:.1e}"}
-
-
-def error(results: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Relative, of the worst result; infinity for what is not finite."""
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, right, strict=True)]
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 # ---- tuning
@@ -91,7 +85,7 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
     key, found = target.key(place), fastest(target, built_in, right, device)
     evidence = {name: found[name] for name in ("seconds", "built-in seconds", "noise")}
     entry = table.as_entry(
-        key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "commit": commit(), "date": _today()}
+        key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "commit": commit(), "date": now()[:10]}
     )
     written = found["gain"] > found["noise"] and found["confirmed"]
     put(path, key, entry if written else None)
@@ -107,13 +101,13 @@ def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[in
         with table.using({key: tiles}):
             calls[name] = captured(call)
     samples = samples_of(calls, ROUNDS)
-    noise = max(LEAST_GAIN, *(abs(ratio - 1) for ratio in ratios(samples[AGAIN], samples[BUILT_IN])))
-    relative = {name: ratios(samples[name], samples[BUILT_IN])[1] for name in choices if name not in (BUILT_IN, AGAIN)}
+    noise = max(LEAST_GAIN, *(abs(part - 1) for part in ratio(samples[AGAIN], samples[BUILT_IN])))
+    relative = {name: ratio(samples[name], samples[BUILT_IN]).median for name in choices if name not in (BUILT_IN, AGAIN)}
     best = min(relative, key=lambda name: relative[name], default=BUILT_IN)
     confirmed = False
     if best != BUILT_IN and 1 - relative[best] > noise:
         samples = samples_of({name: calls[name] for name in (BUILT_IN, best)}, ROUNDS)
-        confirmed = ratios(samples[best], samples[BUILT_IN])[2] < 1 - noise
+        confirmed = ratio(samples[best], samples[BUILT_IN]).high < 1 - noise
     return {
         "tiles": choices[best],
         "seconds": statistics.median(samples[best]),
@@ -122,6 +116,13 @@ def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[in
         "noise": noise,
         "confirmed": confirmed,
     }
+
+
+def samples_of(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call, all of them in turn within a round."""
+    once = {name: taken[-1] for name, taken in interleave(calls, 3, "cuda").items()}
+    repeats = {name: max(1, min(500, int(SAMPLE / max(seconds, 1e-7)))) for name, seconds in once.items()}
+    return interleave(calls, rounds, "cuda", repeats)
 
 
 def put(path: Path, key: table.Key, entry: Mapping[str, Any] | None) -> None:
@@ -135,7 +136,3 @@ def put(path: Path, key: table.Key, entry: Mapping[str, Any] | None) -> None:
 
 def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
-
-
-def _today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import cmab_kernels as ck
 from cmab_kernels.testing import bound
 from cmab_kernels.testing.oracles import largest_score
 
-from .parity import DTYPES, key_of
+from .problems import DTYPES, Shares, parity_tasks, sizes_of, worst
 from .sections import Task
 
 
@@ -40,7 +39,7 @@ def problems() -> Iterator[Problem]:
 
 
 def tasks(device: str) -> list[Task]:
-    return [Task(f"window, {key_of(problem)}", lambda problem=problem: check(problem, device)) for problem in problems()]
+    return parity_tasks(problems(), shares, device, "window, ")
 
 
 def _attention(problem: Problem, leaves: tuple[Tensor, ...], mask: Tensor | None, impl: str) -> Tensor:
@@ -56,8 +55,8 @@ def _results(problem: Problem, given: tuple[Tensor, ...], dout: Tensor, mask: Te
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
 
 
-def check(problem: Problem, device: str) -> dict[str, Any]:
-    """The worst row of each result as a share of what it may be off by. Rows of a head share one pseudo-inverse, whose error all show."""
+def shares(problem: Problem, device: str) -> Shares:
+    """The worst row of each result. Rows of a head share one pseudo-inverse, whose error all show."""
     torch.manual_seed(0)
     dtype = DTYPES[problem.dtype]
     widths = (problem.width, problem.width, problem.value_width)
@@ -68,11 +67,10 @@ def check(problem: Problem, device: str) -> dict[str, Any]:
     own = _results(problem, given, dout, mask, "reference")
     right = _results(problem, tuple(t.double() for t in given), dout, mask, "reference")
     score = largest_score(*given[:2])
-    shares = {}
+    found = {}
     for name, a, b, wanted in zip(("out", "dq", "dk", "dv"), ours, own, right, strict=True):
-        size = wanted.norm(dim=-1)
-        size = size.maximum(0.05 * size.amax(-1, keepdim=True)).clamp(min=1e-300)
+        size = sizes_of(wanted)
         error, theirs = ((t.double() - wanted).norm(dim=-1) / size for t in (a, b))
         allowed = bound(dtype, score, theirs.amax(-1, keepdim=True), factor=1.0 if name == "out" else 4.0)
-        shares[name] = float((error / allowed).nan_to_num(nan=math.inf).max())
-    return {**asdict(problem), "shares": shares, "ok": all(share <= 1 for share in shares.values())}
+        found[name] = worst(error / allowed)
+    return found

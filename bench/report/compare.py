@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from cmab_kernels.measure import readable
 
-from .runs import FAULTS, Row, Run
+from ..runs import FAULTS, Row, Run
 
 BOUND = 4.0
 """Standard deviations, which are themselves known to a fifth: of some hundred rows in which nothing changed, no more than one in ten such
@@ -51,7 +51,7 @@ By = Literal["time", "ratio"]
 
 @dataclass(frozen=True)
 class Change:
-    """Of one row of ours. `change` is new over old, the drift of the machine taken out; within `noise` of 1 it says nothing."""
+    """What became of one row of ours. `change` is new over old, the drift of the machine taken out; within `noise` of 1 it says nothing."""
 
     group: str
     implementation: str
@@ -90,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of two runs, with what it rests on."""
+    """Two runs side by side, with what the verdicts rest on."""
 
     old: Run
     new: Run
@@ -120,7 +120,7 @@ def compare(old: Run, new: Run) -> Comparison:
     drift = statistics.median(known) if len(known) >= CONTROLS and by == "time" else 0.0
     between = _deviation([move - drift for move in known]) if len(known) >= CONTROLS else UNKNOWN
     scans = old.scans.keys() & new.scans.keys()
-    keys = [key for key, row in {**before, **after}.items() if row.kernel and row.scan in scans]
+    keys = [key for key, row in {**before, **after}.items() if row.ours and row.scan in scans]
     beside: dict[str, float] = defaultdict(float)
     for (group, _), move in moved.items():
         beside[group] = max(beside[group], abs(move - drift) if move is not None else 0.0)
@@ -135,7 +135,7 @@ def compare(old: Run, new: Run) -> Comparison:
 
 def _different(old: Run, new: Run) -> Iterator[str]:
     told = {
-        "machine": [run.processor for run in (old, new)],
+        "processor": [run.processor for run in (old, new)],
         "device": [run.device for run in (old, new)],
         "cores": [run.machine.get("cores") for run in (old, new)],
         "threads": [run.threads for run in (old, new)],
@@ -149,16 +149,16 @@ def _different(old: Run, new: Run) -> Iterator[str]:
 def _moved(old: Row, new: Row, by: By) -> float | None:
     """Logarithm of new over old, of what is compared; None where there is nothing to compare."""
     if by == "time":
-        return math.log(new.median / old.median) if new.threads == old.threads else None
+        return math.log(new.seconds.median / old.seconds.median) if new.threads == old.threads else None
     if old.ratio is None or new.ratio is None or old.baseline != new.baseline or new.implementation == new.baseline:
         return None
-    return math.log(new.ratio / old.ratio)
+    return math.log(new.ratio.median / old.ratio.median)
 
 
 def _within(row: Row, by: By) -> float:
     """Standard deviation within a run, of the logarithm."""
-    low, high = (row.low, row.high) if by == "time" or row.ratio_quartiles is None else row.ratio_quartiles
-    return math.log(high / low) / QUARTILES
+    compared = row.seconds if by == "time" or row.ratio is None else row.ratio
+    return math.log(compared.high / compared.low) / QUARTILES
 
 
 def _deviation(moves: Sequence[float]) -> float:
@@ -184,7 +184,7 @@ def _change(old: Row | None, new: Row | None, by: By, runs: Noise, why: str) -> 
     moved = _moved(old, new, by)
     if moved is None:
         return Change(*name, old, new, "not comparable", why="other threads" if by == "time" else "no common baseline")
-    change, within = moved - runs.drift, (_within(row, by) / math.sqrt(len(row.samples)) for row in (old, new))
+    change, within = moved - runs.drift, (_within(row, by) / math.sqrt(row.rounds) for row in (old, new))
     noise = BOUND * math.hypot(max(runs.between, runs.beside / ORDINARY), *within)
     verdict: Verdict = "same within noise" if abs(change) <= noise else "slower" if change > 0 else "faster"
     return Change(*name, old, new, verdict, math.exp(change), math.exp(noise))
@@ -207,7 +207,10 @@ def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
 def basis(comparison: Comparison) -> list[str]:
     """What the verdicts rest on, in sentences."""
     old, new = comparison.old, comparison.new
-    lines = [f"{new.name} ({new.date}, commit {new.commit}) beside {old.name} ({old.date}, commit {old.commit})"]
+    lines = []
+    if old.processor != new.processor:
+        lines.append(f"THE RUNS COME FROM DIFFERENT PROCESSORS: {old.processor}, and now {new.processor}.")
+    lines.append(f"{new.name} ({new.when}, commit {new.revision}) beside {old.name} ({old.when}, commit {old.revision})")
     if comparison.by == "ratio":
         lines.append(
             f"Times cannot be compared ({'; '.join(comparison.different)}). What is compared are ratios to the baseline, which differ "
@@ -251,12 +254,12 @@ def shown(row: Row | None, by: By) -> str:
     if row is None:
         return "--"
     if by == "time":
-        return readable(row.median)
-    return f"{row.ratio:.3g}" if row.ratio is not None else "--"
+        return readable(row.seconds.median)
+    return f"{row.ratio.median:.3g}" if row.ratio else "--"
 
 
 def percent(factor: float | None) -> str:
-    """Of a change: +20%; of a great one: 3.1x."""
+    """A change as +20%, a great one as 3.1x."""
     if factor is None:
         return "--"
     return f"{factor - 1:+.1%}" if 0.5 < factor < 2 else f"{factor:.2g}x"

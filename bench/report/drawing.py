@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from .runs import DEFINITION, Run
+from ..runs import DEFINITION, Run, is_ours
 
 INK, FAINT, PAPER = "#1f2328", "#d8dee5", "#fffffe"
 """Text, grid and ground of a sheet: on a page, its own."""
@@ -65,7 +65,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Style:
-    """Of a line."""
+    """How a line looks."""
 
     colour: str
     marker: str
@@ -88,7 +88,7 @@ class Style:
 
 def styles(run: Run) -> dict[str, Style]:
     """For each implementation of a run: ours of one colour and broad, its variants dashed, the definition grey."""
-    ours = [name for name in run.implementations if name in run.kernels]
+    ours = [name for name in run.implementations if is_ours(name)]
     peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
     chosen = {name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4) for i, name in enumerate(ours)}
     chosen |= {name: Style(PEERS[i % 6], MARKERS[(i + 1) % 7]) for i, name in enumerate(peers)}

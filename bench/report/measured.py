@@ -10,8 +10,8 @@ from typing import NamedTuple
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
+from ..runs import BadRun, Row, Run, Spread, load
 from . import plots
-from .runs import BadRun, Row, Run, load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -170,7 +170,7 @@ def newest_run(results: Path = RESULTS) -> Run | None:
                 runs.append(load(path))
             except BadRun:  # the record of another check
                 continue
-    return max((run for run in runs if not run.quick), key=lambda run: run.date, default=None)
+    return max((run for run in runs if not run.quick), key=lambda run: run.when, default=None)
 
 
 def page(run: Run) -> str:
@@ -184,7 +184,7 @@ def table(run: Run, shown: Table) -> str:
     pairs = {label: pair for group, label in shown.labels.items() if (pair := _pair(run.groups.get(group, ())))}
     if not pairs:
         return ""
-    rows = [f"| {label} | {_figures(theirs)} | {_figures(ours)} | {_ratios(ours)} |" for label, (ours, theirs) in pairs.items()]
+    rows = [f"| {label} | {_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)} |" for label, (ours, theirs) in pairs.items()]
     threads = sorted({ours.threads for ours, _ in pairs.values()})
     head = [f"| {shown.heading} | torch | cmab_kernels | time, of torch's |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, "", _where(run, shown, threads)])
@@ -198,13 +198,12 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
 
 
 def _figures(row: Row) -> str:
-    return f"{readable(row.median)}, {row.scratch / 2**20:+.1f} MiB"
+    return f"{readable(row.seconds.median)}, {row.scratch / 2**20:+.1f} MiB"
 
 
-def _ratios(row: Row) -> str:
-    assert row.ratio is not None and row.ratio_quartiles is not None
-    low, high = row.ratio_quartiles
-    return f"**{_ratio(row.ratio)}** ({_ratio(low)} to {_ratio(high)})"
+def _ratios(ratio: Spread | None) -> str:
+    assert ratio is not None
+    return f"**{_ratio(ratio.median)}** ({_ratio(ratio.low)} to {_ratio(ratio.high)})"
 
 
 def _ratio(ratio: float) -> str:
@@ -218,7 +217,7 @@ def _where(run: Run, shown: Table, threads: Sequence[int]) -> str:
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     return (
         f"torch is {shown.torch}. {run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}, "
-        f"commit {run.commit[:7]}, {run.date[:10]}, `{run.path.name}`."
+        f"commit {run.revision[:7]}, {run.when[:10]}, `{run.path.name}`."
     )
 
 

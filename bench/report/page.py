@@ -11,10 +11,11 @@ from pathlib import Path
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
 
+from ..runs import Row, Run, fastest
 from . import compare, plots
 from .compare import Change, Comparison
 from .drawing import Panel, sheet, svg, times
-from .runs import Row, Run, fastest, labels, words
+from .series import labels, words
 
 STYLE = Path(__file__).with_suffix(".css")
 MIB = 2**20
@@ -57,14 +58,14 @@ def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>cmab_kernels, measured on {escape(run.processor)}, {escape(run.date)}</title>
+<title>cmab_kernels, measured on {escape(run.processor)}, {escape(run.when)}</title>
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <header>
 <h1>cmab_kernels, measured</h1>
-<p class="lead">{kind} on {escape(run.processor)}, {escape(run.date)}.</p>
+<p class="lead">{kind} on {escape(run.processor)}, {escape(run.when)}.</p>
 </header>
 <nav aria-label="Contents"><ul>{"".join(_link(run, name, title) for name, (title, _) in shown.items())}</ul></nav>
 <main>
@@ -127,8 +128,9 @@ def _machine(run: Run) -> str:
         "instructions": ", ".join(sets),
         "threads": f"{run.threads}, where a row does not say otherwise",
         "versions": versions,
-        "commit": run.commit + (", with changes that are in no commit" if run.commit.endswith("+") else ""),
-        "date": run.date,
+        "commit": run.revision + (", with changes that are in no commit" if run.revision.endswith("+") else ""),
+        "date": run.when,
+        "notes": " ".join(run.notes),
         "extent": f"{'quick' if run.quick else 'full'}: {len(run.scans)} operators, {len(run.groups)} groups, {len(run.rows)} rows",
         "file": run.path.name,
     }
@@ -172,30 +174,30 @@ def _gain(value: float) -> str:
 
 
 def _even(row: Row) -> bool:
-    return row.ratio_quartiles is not None and row.ratio_quartiles[0] <= 1 <= row.ratio_quartiles[1]
+    return row.ratio is not None and row.ratio.low <= 1 <= row.ratio.high
 
 
 def _clearly_slower(row: Row) -> bool:
-    return row.ratio is not None and row.ratio > 1 and not _even(row)
+    return row.ratio is not None and row.ratio.median > 1 and not _even(row)
 
 
 def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
     """Plainly, the worst first."""
     lines = [
-        f'<li>{_where(row)}: <span class="slower">{row.ratio:.3g} times the time</span> of {escape(str(row.baseline))} '
+        f'<li>{_where(row)}: <span class="slower">{row.ratio.median:.3g} times the time</span> of {escape(str(row.baseline))} '
         f"({_quartiles(row)})</li>"
-        for row in sorted(surely, key=lambda row: -(row.ratio or 0))
+        for row in sorted(surely, key=lambda row: -row.ratio.median)
     ]
     lines += [
-        f"<li>{_where(row)}: perhaps, {row.ratio:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
+        f"<li>{_where(row)}: perhaps, {row.ratio.median:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
         for row in perhaps
     ]
     return f"<ul>{''.join(lines)}</ul>" if lines else "<p>In no group.</p>"
 
 
 def _quartiles(row: Row) -> str:
-    """Of the ratio."""
-    return "{:.3g} to {:.3g}".format(*row.ratio_quartiles) if row.ratio_quartiles else ""
+    """The quartiles of the ratio."""
+    return f"{row.ratio.low:.3g} to {row.ratio.high:.3g}" if row.ratio else ""
 
 
 def _wrong(run: Run) -> str:
@@ -275,13 +277,13 @@ def _group(label: str, members: Sequence[Row]) -> Iterator[str]:
 def _cells(row: Row) -> Sequence[str]:
     return (
         escape(row.implementation),
-        readable(row.median),
+        readable(row.seconds.median),
         f"{row.spread:.1%}",
-        f"{row.ratio:.3g} ({_quartiles(row)})" if row.ratio else "&ndash;",
+        f"{row.ratio.median:.3g} ({_quartiles(row)})" if row.ratio else "&ndash;",
         f"{row.extra_memory / MIB:.1f} MiB",
         f"{row.scratch / MIB:+.1f} MiB",
-        f"{row.info['gflops']:,.3g}",
-        f"{row.share:.1%} ({escape(str(row.info.get('bound', '')))})" if row.share else "&ndash;",
+        f"{row.gflops:,.3g}",
+        f"{row.share:.1%} ({escape(str(row.bound))})" if row.share else "&ndash;",
         f"{row.error:.0e}",
     )
 
@@ -346,14 +348,14 @@ DEFINED = {
 
 
 def _definitions(run: Run) -> str:
-    figures = _pairs({name: f"{value:.1e}" for name, value in run.raw["figures"].items()})
-    single = f"<h3>Single figures</h3>{figures}" if run.raw["figures"] else ""
+    figures = _pairs({name: f"{value:.1e}" for name, value in run.figures.items()})
+    single = f"<h3>Single figures</h3>{figures}" if run.figures else ""
     return f"{_pairs({name: escape(text) for name, text in DEFINED.items()}, 'definitions')}\n{_rates(run)}\n{single}"
 
 
 def _rates(run: Run) -> str:
-    """That floors were computed with."""
-    rates = run.raw["rates"]
+    """The rates that floors were computed with."""
+    rates = run.rates
     if not rates:
         return ""
     dtypes = list(dict.fromkeys(dtype for rate in rates.values() for dtype in rate["matrix"]))

@@ -29,9 +29,10 @@ from cmab_kernels.nystrom.costs import (
     state_elements,
 )
 
+from ..runs import DEFINITION, BadRun, Row, Run, Spread, called, fastest
 from . import drawing
 from .drawing import INK, OURS, PAPER, PEERS, STYLE, Panel, Style, styles
-from .runs import DEFINITION, BadRun, Row, Run, Series, axes, fastest, labels, series, speed_up, words
+from .series import Series, axes, labels, series, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
@@ -51,7 +52,7 @@ NAMES |= {
 
 
 def panels(run: Run, scan: str) -> list[Panel]:
-    """Of one operator: its curves along each axis, then what it gains over each peer."""
+    """The panels of one operator: its curves along each axis, then what it gains over each peer."""
     along = axes(run, scan)
     curves = [panel for number, axis in enumerate(along) for panel in _curves(run, scan, axis, main=number == 0)]
     return [*curves, *speed_ups(run, scan)]
@@ -80,14 +81,14 @@ def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapp
         about=f"{one.scan}: {words(one.fixed)}",
         alt=f"{title} of {one.scan} against {one.axis}, {words(one.fixed)}. {_said(one, title)}",
         draw=partial(drawn, chosen),
-        legend={run.called(name): style for name, style in chosen.items()},
+        legend={called(name): style for name, style in chosen.items()},
     )
 
 
 def _said(one: Series, title: str) -> str:
     """The ends of each curve, in words."""
     tell: Callable[[Row], str] = {
-        "Time": lambda row: readable(row.median),
+        "Time": lambda row: readable(row.seconds.median),
         "Memory": lambda row: drawing.mebibytes(max(0, row.scratch) / MIB),
         "Share of the floor": lambda row: f"{row.share or 0:.0%}",
     }[title]
@@ -115,9 +116,9 @@ def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
     for name, style in chosen.items():
         rows = one.lines[name]
         where = _places(one, rows)
-        axes.plot(where, [row.median for row in rows], **_joined(one, style))
-        _shade(axes, one, where, [row.low for row in rows], [row.high for row in rows], style)
-        bounds += [bound for row in rows for bound in (row.low, row.high)]
+        axes.plot(where, [row.seconds.median for row in rows], **_joined(one, style))
+        _shade(axes, one, where, [row.seconds.low for row in rows], [row.seconds.high for row in rows], style)
+        bounds += [bound for row in rows for bound in (row.seconds.low, row.seconds.high)]
     drawing.log_scale(axes.yaxis, bounds, readable)
     _name_axis(axes, one)
     drawing.name_y(axes, "time, median and quartiles")
@@ -146,9 +147,10 @@ def _draw_share(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
         shares = [row.share or 0.0 for row in rows]
         where = _places(one, rows)
         axes.plot(where, shares, **_joined(one, style))
-        floors = [share * row.median for share, row in zip(shares, rows, strict=True)]
+        floors = [share * row.seconds.median for share, row in zip(shares, rows, strict=True)]
         low, high = (
-            [floor / end for floor, end in zip(floors, ends, strict=True)] for ends in zip(*((r.high, r.low) for r in rows), strict=True)
+            [floor / end for floor, end in zip(floors, ends, strict=True)]
+            for ends in zip(*((r.seconds.high, r.seconds.low) for r in rows), strict=True)
         )
         _shade(axes, one, where, low, high, style)
         every += shares
@@ -174,7 +176,7 @@ def _joined(one: Series, style: Style) -> dict[str, Any]:
 
 
 def _places(one: Series, rows: Sequence[Row]) -> list[float]:
-    """Of points on the axis: sizes, or places in a list of words."""
+    """The places of points on the axis: sizes, or numbers in a list of words."""
     values = one.values
     return [float(value) if one.numeric else values.index(value) for value in (row.parameters[one.axis] for row in rows)]
 
@@ -212,7 +214,7 @@ def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
     if not pairs:
         return None
     once, each = labels([ours for ours, _ in pairs])
-    bars = [(each[ours.group], speed_up(ours, theirs)) for ours, theirs in pairs]
+    bars = [(each[ours.group], gain) for ours, gain in pairs]
     slowest, most = min(bar[1][0] for bar in bars), max(bar[1][0] for bar in bars)
     return Panel(
         name=slug(scan, "over", peer),
@@ -226,13 +228,14 @@ def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
     )
 
 
-def _pair(group: Sequence[Row], peer: str) -> tuple[Row, Row] | None:
-    theirs = next((row for row in group if row.implementation == peer), None)
+def _pair(group: Sequence[Row], peer: str) -> tuple[Row, Spread] | None:
+    """Our fastest kernel of a group, and its speed-up over the peer."""
+    gain = next((row.speed_up for row in group if row.implementation == peer), None)
     ours = fastest(group)
-    return (ours, theirs) if ours and theirs else None
+    return (ours, gain) if ours and gain else None
 
 
-def _draw_bars(bars: Sequence[tuple[str, tuple[float, float, float]]], axes: Axes) -> None:
+def _draw_bars(bars: Sequence[tuple[str, Spread]], axes: Axes) -> None:
     """The label of a bar stands over it: beside it, there would be no room on a phone."""
     bounds = [1.0, *(bound for _, found in bars for bound in found)]
     room = (max(bounds) / min(bounds)) ** 0.2  # for the last label
@@ -273,12 +276,12 @@ def overview(run: Run) -> Panel | None:
 
 
 def gains(run: Run, scan: str) -> list[tuple[Row, float]]:
-    """Of each group with a baseline that is not ours: our fastest kernel, and how many times as long that baseline takes."""
+    """For each group with a baseline that is not ours: our fastest kernel, and how many times as long that baseline takes."""
     found = []
     for group in run.groups.values():
         ours = fastest(group)
         if group[0].scan == scan and ours and ours.ratio and any(row.implementation == ours.baseline and row.peer for row in group):
-            found.append((ours, 1 / ours.ratio))
+            found.append((ours, 1 / ours.ratio.median))
     return found
 
 
@@ -416,7 +419,11 @@ def _shown(run: Run) -> Series:
 
 def digest(run: Run) -> str:
     """A short hash of the rows that the first plot shows."""
-    rows = [(name, row.group, row.median, row.low, row.high, row.scratch) for name, rows in _shown(run).lines.items() for row in rows]
+    rows = [
+        (name, row.group, row.seconds.median, row.seconds.low, row.seconds.high, row.scratch)
+        for name, rows in _shown(run).lines.items()
+        for row in rows
+    ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
@@ -434,7 +441,7 @@ def first_plot(run: Run, path: Path) -> None:
             axes = figure.add_axes((left, 0.25, 0.365, 0.475))
             drawn(chosen, axes)
             axes.set_title(title, loc="left", fontsize=12, x=-0.2)
-        labels = {name: run.called(name).split(",")[0].removeprefix("cmab_kernels.nn.") for name in chosen}
+        labels = {name: called(name).split(",")[0].removeprefix("cmab_kernels.nn.") for name in chosen}
         handles = [Line2D([], [], label=labels[name], **style.line()) for name, style in chosen.items()]
         columns = 3 if sum(map(len, labels.values())) < 60 else 2
         figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=columns, **drawing.LEGEND | {"fontsize": 11.5})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from . import attention, continual, intention, intention_state, modules, nystrom
+from .case import Case
 
-from ..harness import Case
-from . import attention, attention_state, intention, module, nystrom
 
-CASES: list[Case] = [*attention.CASES, *attention_state.CASES, *module.CASES, *intention.CASES, *nystrom.CASES]
+def all_cases() -> list[Case]:
+    """Every case, for the device that is measured."""
+    families = (attention, modules, intention, intention_state, nystrom, continual)
+    return [case for family in families for case in family.cases()]
 
 
 def scans() -> dict[str, list[Case]]:
     """Name of a scan -> its cases."""
-    found: dict[str, list[Case]] = defaultdict(list)
-    for case in CASES:
-        found[case.scan].append(case)
-    return dict(found)
+    found: dict[str, list[Case]] = {}
+    for case in all_cases():
+        found.setdefault(case.scan, []).append(case)
+    return found

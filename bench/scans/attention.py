@@ -1,31 +1,29 @@
-"""Family A, attention of few queries over many keys: what is measured, beside whom, and what is right."""
+"""Attention of few queries over many keys, its mergeable state, and the peers of both."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cmab_kernels import latent_attention
+from cmab_kernels import AttentionState, attention_state, latent_attention, merge_states, remove_from_state
 
-from ..floors import Work, attention_work
-from ..harness import COMPILED, Case, device, generator, lacking_memory, normal
-from .operators import Implementation, OperatorCase, direction, kernels, passes, refused, sample
+from ..devices import device, generator, normal, tf32
+from ..floors import BYTES, Work, attention_work
+from .case import COMPILED, EAGER, FLASH, Case, Results, declared, direction, dtype_name, kernels, passes, refusing, way
 
 SDPA = "scaled_dot_product_attention"
 NAIVE = "naive"
 FLEX = "flex_attention" + COMPILED
 NAIVE_COMPILED = NAIVE + COMPILED
-FLASH = "flash-attention"
+IN_TF32 = "triton, tf32"
 BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
-"""Of torch's attention, by name; on a CPU it takes its flash kernel by itself."""
+"""Backends of torch's attention, by name; on a CPU it takes its flash kernel by itself."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -61,26 +59,31 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flash_attn_func(*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
 
 
+def in_tf32(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Our kernel where torch may multiply float32 in tf32."""
+    with tf32(True):
+        return latent_attention(query, key, value, impl="triton")
+
+
+def _backend_names(device: str) -> dict[str, str]:
+    """The implementation that holds torch to a backend -> the backend."""
+    return {f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": name for name in BACKENDS[device]}
+
+
 ATTENTION: dict[str, Attend] = {
     **{name: partial(latent_attention, impl=name) for name in ("native", "triton", "reference")},
+    IN_TF32: in_tf32,
     SDPA: F.scaled_dot_product_attention,
     NAIVE: naive_attention,
-    **{f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": by_backend(name) for name in BACKENDS["cuda"]},
+    **{name: by_backend(backend) for name, backend in _backend_names("cuda").items()},
     FLEX: lambda q, k, v: _compiled(FLEX)(q, k, v),
     NAIVE_COMPILED: lambda q, k, v: _compiled(NAIVE_COMPILED)(q, k, v),
     FLASH: flash_attention,
 }
 
 
-def _names(every_peer: bool) -> list[str]:
-    """Those for the device that is measured."""
-    backends = [f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}" for name in BACKENDS[device()]]
-    others = [*backends, NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])] if every_peer else []
-    return [*kernels("latent_attention"), SDPA, NAIVE, *others]
-
-
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Attention, and its gradients for `dout`, in float64 by autograd: head by head, as the scores are stored."""
+    """Attention and, for a `dout`, its gradients, in float64 by autograd: head by head, as the scores are stored."""
     heads = [
         _exact_head(*(None if t is None else t[:, head].detach().double() for t in (query, key, value, dout)))
         for head in range(query.shape[1])
@@ -108,111 +111,240 @@ class AttentionInputs(NamedTuple):
     """Gradient of the output; empty without a backward."""
 
 
-@dataclass(frozen=True)
-class Attention(OperatorCase):
-    """Attention of `latents` queries over `keys` given keys and values, all of one width."""
+@declared(threads=None)
+def attention(
+    heads: int = 4,
+    width: int = 16,
+    keys: int = 100_000,
+    batch: int = 1,
+    latents: int = 128,
+    backward: bool = False,
+    transposed: bool = False,
+    every_peer: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Attention of `latents` queries over `keys` given keys and values, all of one width.
 
-    heads: int = 4
-    width: int = 16
-    keys: int = 100_000
-    batch: int = 1
-    latents: int = 128
-    backward: bool = False
-    transposed: bool = False
-    """Laid out (B, N, H, D), as projections leave it, and not (B, H, N, D)."""
-    every_peer: bool = False
-    """Those too that take seconds to compile."""
-    baselines: tuple[str, ...] = (SDPA,)
-    threads: int | None = field(default=None, kw_only=True)
+    `transposed`: laid out (B, N, H, D), as projections leave it, not (B, H, N, D). `every_peer`: those too that take seconds to compile.
+    """
+    scores = batch * heads * latents * keys
+    named = dtype_name(dtype)
 
-    scan = "latent_attention"
-    counted: ClassVar[Mapping[str, str]] = {FLEX: SDPA, NAIVE_COMPILED: NAIVE}
-    """What is compiled -> what does the same products."""
-
-    def __str__(self) -> str:
-        way = "forward+backward" if self.backward else "forward"
-        layout = "-transposed" if self.transposed else ""
-        return f"{way}-{self._dtype}-B{self.batch}-{self.heads}x{self.width}-L{self.latents}-N{self.keys}{layout}{self._threads}"
-
-    @property
-    def sizes(self) -> Mapping[str, int | str]:
-        sizes = {"B": self.batch, "H": self.heads, "L": self.latents, "N": self.keys, "D": self.width}
-        return {"pass": direction(self.backward), **sizes, "layout": "(B, N, H, D)" if self.transposed else "(B, H, N, D)"}
-
-    @property
-    def work(self) -> Work:
-        forward, backward = (
-            attention_work(self._scores(), self._scores() // self.latents, self.width, self.width, self._dtype, pass_, device())
-            for pass_ in (False, True)
-        )
-        return forward + backward if self.backward else forward
-
-    @property
-    def implementations(self) -> Mapping[str, Implementation]:
-        return {name: passes(ATTENTION[name], 3, self.backward) for name in _names(self.every_peer) if self._fits(name)}
-
-    def _fits(self, name: str) -> bool:
+    def names() -> Iterator[str]:
         """What stores the scores is left out where they alone take gigabytes."""
-        return not _stores_scores(name) or self._scores() <= 2**28
+        yield from kernels("latent_attention")
+        if device() == "cuda" and dtype == torch.float32:
+            yield IN_TF32
+        others = (*_backend_names(device()), NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])) if every_peer else ()
+        yield from (SDPA, NAIVE, *others)
 
-    def _scores(self) -> int:
-        return self.batch * self.heads * self.latents * self.keys
-
-    def inputs(self, seed: int) -> AttentionInputs:
+    def inputs(seed: int) -> AttentionInputs:
         random = generator(seed)
 
         def rows(length: int) -> Tensor:
-            shape = (length, self.heads) if self.transposed else (self.heads, length)
-            made = normal(random, self.batch, *shape, self.width).to(self.dtype).requires_grad_(self.backward)
-            return made.transpose(1, 2) if self.transposed else made
+            shape = (length, heads) if transposed else (heads, length)
+            made = normal(random, batch, *shape, width, dtype=dtype, grad=backward)
+            return made.transpose(1, 2) if transposed else made
 
-        query, key, value = rows(self.latents), rows(self.keys), rows(self.keys)
-        dout = normal(random, *(query.shape if self.backward else (0,))).to(self.dtype)
-        return AttentionInputs(query, key, value, dout)
+        query, key, value = rows(latents), rows(keys), rows(keys)
+        return AttentionInputs(query, key, value, normal(random, *(query.shape if backward else (0,)), dtype=dtype))
 
-    def oracle(self, inputs: AttentionInputs) -> Mapping[str, Sequence[Tensor]]:
-        return dict.fromkeys(self.implementations, exact(*inputs[:3], inputs.dout if self.backward else None))
-
-    def small(self) -> Attention:
-        return replace(self, keys=min(self.keys, 4096), batch=min(self.batch, 4))
-
-    def refusal(self, implementation: str) -> str | None:
-        if implementation == FLASH and importlib.util.find_spec("flash_attn") is None:
-            return "not installed: pip install flash-attn"
-        if implementation == FLEX and self.backward and device() == "cpu":
+    def refusal(implementation: str) -> str | None:
+        if implementation == FLEX and backward and device() == "cpu":
             return "torch has no backward of it on a CPU"
-        if implementation == FLEX and self.dtype == torch.float64:
+        if implementation == FLEX and dtype == torch.float64:
             return "torch has no float64 of it"
-        stored = 16 * self._scores() if _stores_scores(implementation) else 0
-        rows = sample(1, self.heads, 1, self.width, dtype=self.dtype)
-        return refused("latent_attention", implementation, *3 * [rows]) or lacking_memory(stored + 3 * 2**30)
+        stored = 16 * scores if _stores_scores(implementation) else 0
+        return refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=stored + 3 * 2**30)(implementation)
+
+    works = [
+        attention_work(scores, batch * heads * keys, width, width, named, pass_, device())
+        for pass_ in ((False, True) if backward else (False,))
+    ]
+    sizes = {"B": batch, "H": heads, "L": latents, "N": keys, "D": width}
+    return Case(
+        scan="latent_attention",
+        name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{'-transposed' if transposed else ''}",
+        sizes={"pass": direction(backward), **sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)"},
+        inputs=inputs,
+        implementations={name: passes(ATTENTION[name], 3, backward) for name in names() if not _stores_scores(name) or scores <= 2**28},
+        oracle=lambda i: exact(*i[:3], i.dout if backward else None),
+        baselines=(SDPA,),
+        work=sum(works[1:], works[0]),
+        counted={FLEX: SDPA, NAIVE_COMPILED: NAIVE},
+        refusal=refusal,
+        smaller={"keys": min(keys, 4096), "batch": min(batch, 4)},
+        dtype=dtype,
+    )
 
 
 def _stores_scores(name: str) -> bool:
     return name in (NAIVE, NAIVE_COMPILED, "reference", f"{SDPA}, math")
 
 
+# ---- the state -------------------------------------------------------------------------------------------------------------------------
+
+
+class StateInputs(NamedTuple):
+    """All keys and values, those that come or go last, and the state of the others."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
+    """The state by the formula, in float64, head by head, as the scores are stored."""
+    heads = []
+    for q, k, v in zip(*(part.double().unbind(1) for part in (query, key, value)), strict=True):
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        heads.append((scores.softmax(-1) @ v, scores.logsumexp(-1)))
+    return AttentionState(*(torch.stack(parts, dim=1) for parts in zip(*heads, strict=True)))
+
+
+def eager_update(i: StateInputs, new: int, removes: bool = False) -> Results:
+    """As one writes it in torch: the new keys' scores are merged into the sum, or taken out of it."""
+    scores, lse = (i.query @ i.key[:, :, -new:].mT).double() * i.query.shape[-1] ** -0.5, i.lse.unsqueeze(-1)
+    part = scores if new == 1 else scores.logsumexp(-1, keepdim=True)
+    merged = lse + torch.log1p(-(part - lse).exp()) if removes else torch.logaddexp(lse, part)
+    added = (scores - merged).exp().to(i.out.dtype) @ i.value[:, :, -new:].to(i.out.dtype)
+    kept = i.out * (lse - merged).exp().to(i.out.dtype)
+    return (kept - added if removes else kept + added), merged.squeeze(-1)
+
+
+def _updated_by(impl: str, removes: bool, new: int, i: StateInputs) -> Results:
+    state, key, value = AttentionState(i.out, i.lse), i.key[:, :, -new:], i.value[:, :, -new:]
+    if removes:
+        return tuple(remove_from_state(state, i.query, key, value, impl=impl).state)
+    return tuple(attention_state(i.query, key, value, state=state, impl=impl))
+
+
+@declared(threads=None)
+def update(
+    heads: int = 4,
+    width: int = 16,
+    keys: int = 100_000,
+    new: int = 1,
+    latents: int = 128,
+    removes: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """`new` keys after `keys` of which only the state was kept, or taken out of the state of them all."""
+    scan, named = "remove_from_state" if removes else "attention_state", dtype_name(dtype)
+    rest = slice(0, keys) if removes else slice(None)  # the keys that the result is of
+
+    def inputs(seed: int) -> StateInputs:
+        query, key, value, _ = attention(heads, width, keys + new, latents=latents, dtype=dtype).inputs(seed)
+        kept = slice(None) if removes else slice(0, keys)
+        return StateInputs(query, key, value, *attention_state(query, key[:, :, kept], value[:, :, kept]))
+
+    def by_torch(i: StateInputs) -> Results:
+        return (F.scaled_dot_product_attention(i.query, i.key[:, :, rest], i.value[:, :, rest]),)
+
+    def oracle(i: StateInputs) -> Mapping[str, Results]:
+        state = attended(i.query, i.key[:, :, rest], i.value[:, :, rest])
+        return dict.fromkeys((*kernels(scan), EAGER), tuple(state)) | {SDPA: (state.out,)}
+
+    count = "one-key" if new == 1 else f"{new}-keys"
+    return Case(
+        scan=scan,
+        name=f"{'removal' if removes else 'update'}-{named}-{heads}x{width}-L{latents}-{count}-{'of' if removes else 'after'}-{keys}",
+        sizes={"H": heads, "L": latents, "N": keys, "t": new, "D": width},
+        inputs=inputs,
+        implementations={
+            **{name: partial(_updated_by, name, removes, new) for name in kernels(scan)},
+            EAGER: partial(eager_update, new=new, removes=removes),
+            SDPA: by_torch,
+        },
+        oracle=oracle,
+        baselines=(EAGER,),
+        others=(SDPA,),  # begins anew with all keys, which the state saves
+        work=attention_work(latents * heads * new, heads * new, width, width, named, device=device()),
+        refusal=refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=3 * 2**30),
+        smaller={"keys": min(keys, 4096), "new": min(new, 64)},
+        dtype=dtype,
+    )
+
+
+@declared(threads=None)
+def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, batch: int = 1) -> Case:
+    """States of parts, as processes or moments leave them, into the state of the whole: one formula in torch on every device."""
+    rows = batch * heads * latents
+
+    def inputs(seed: int) -> tuple[Tensor, Tensor]:
+        """(P, B, H, L, E) and (P, B, H, L): as many states one after the other."""
+        random, shape = generator(seed), (parts, batch, heads, latents)
+        return normal(random, *shape, width), 10 * normal(random, *shape).double()
+
+    def oracle(i: Sequence[Tensor]) -> Results:
+        """By weights of the parts that sum to 1."""
+        outs, lses = i
+        return (lses.softmax(0).unsqueeze(-1) * outs.double()).sum(0), lses.logsumexp(0)
+
+    return Case(
+        scan="merge_states",
+        name=f"merge-{parts}-states-float32-B{batch}-{heads}x{width}-L{latents}",
+        sizes={"B": batch, "H": heads, "L": latents, "D": width, "states": parts},
+        inputs=inputs,
+        implementations={
+            "cmab_kernels.merge_states": lambda i: tuple(merge_states(*map(AttentionState, *i))),
+            EAGER: _eager_merge,
+        },
+        oracle=oracle,
+        baselines=(EAGER,),
+        work=Work(bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])),  # each state is read, one is written
+        smaller={"batch": 1},
+    )
+
+
+def _eager_merge(inputs: Sequence[Tensor]) -> Results:
+    """As one writes it, one state after the other."""
+    (out, *outs), (lse, *lses) = inputs
+    for other_out, other_lse in zip(outs, lses, strict=True):
+        merged = torch.logaddexp(lse, other_lse)
+        share, other_share = ((part - merged).exp().unsqueeze(-1) for part in (lse, other_lse))
+        out, lse = (out * share + other_out * other_share).to(out.dtype), merged
+    return out, lse
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+
 WIDTHS = ((8, 8), (4, 16), (1, 64))
 """(heads, width) of the model width 64."""
 NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
-CASES: list[Case] = [
-    *(Attention(keys=keys, quick=True, every_peer=keys == 100_000) for keys in NUMBERS),
-    *(Attention(keys=keys, backward=True, quick=keys == 100_000, every_peer=keys == 100_000) for keys in NUMBERS),
-    *(Attention(heads, width, backward=backward, quick=True) for heads, width in WIDTHS if heads != 4 for backward in (False, True)),
-    *(Attention(heads, width, transposed=True) for heads, width in WIDTHS),
-    *(Attention(heads, width, dtype=torch.bfloat16, quick=True) for heads, width in WIDTHS if heads != 8),
-    Attention(8, 8, dtype=torch.bfloat16),
-    *(Attention(heads, width, backward=True, dtype=torch.bfloat16) for heads, width in WIDTHS),
-    *(Attention(dtype=dtype) for dtype in (torch.float64, torch.float16)),
-    *(Attention(heads=heads) for heads in (1, 2, 8)),
-    *(Attention(width=width) for width in (8, 32, 64, 128)),
-    *(Attention(latents=latents, backward=backward) for latents in (8, 32, 512) for backward in (False, True)),
-    *(Attention(threads=1, backward=backward) for backward in (False, True)),
-    *(Attention(keys=197, batch=batch, backward=True, quick=batch == 100) for batch in (1, 10, 100)),
-    *(Attention(keys=197, batch=batch) for batch in (1, 10, 100)),
-    Attention(keys=197, batch=100, backward=True, transposed=True),
-    Attention(keys=1_000_000, dtype=torch.bfloat16),
-    Attention(backward=True, transposed=True),
-    Attention(dtype=torch.bfloat16, transposed=True),
-]
+
+def cases() -> Iterator[Case]:
+    half, wide, double = torch.bfloat16, torch.float32, torch.float64
+    yield from (attention(keys=keys, quick=True, every_peer=keys == 100_000) for keys in NUMBERS)
+    yield from (attention(keys=keys, backward=True, quick=keys == 100_000, every_peer=keys == 100_000) for keys in NUMBERS)
+    yield from (
+        attention(heads, width, backward=backward, quick=True) for heads, width in WIDTHS if heads != 4 for backward in (False, True)
+    )
+    yield from (attention(heads, width, transposed=True) for heads, width in WIDTHS)
+    yield from (attention(heads, width, dtype=half, quick=heads != 8) for heads, width in WIDTHS)
+    yield from (attention(heads, width, backward=True, dtype=half) for heads, width in WIDTHS)
+    yield from (attention(dtype=dtype) for dtype in (double, torch.float16))
+    yield from (attention(heads=heads) for heads in (1, 2, 8))
+    yield from (attention(width=width) for width in (8, 32, 64, 128))
+    yield from (attention(latents=latents, backward=backward) for latents in (8, 32, 512) for backward in (False, True))
+    yield from (attention(threads=1, backward=backward) for backward in (False, True))
+    yield from (attention(keys=197, batch=batch, backward=True, quick=batch == 100) for batch in (1, 10, 100))
+    yield from (attention(keys=197, batch=batch) for batch in (1, 10, 100))
+    yield attention(keys=197, batch=100, backward=True, transposed=True)
+    yield attention(keys=1_000_000, dtype=half)
+    yield from (attention(transposed=True, backward=dtype == wide, dtype=dtype) for dtype in (wide, half))
+
+    yield from (update(keys=keys, quick=keys == 100_000) for keys in NUMBERS)
+    yield from (update(new=new, quick=new == 1000) for new in (10, 100, 1000, 10_000))
+    yield from (update(latents=latents) for latents in (8, 32, 512))
+    yield from (update(heads=heads) for heads in (1, 8))
+    yield update(width=64)
+    yield from (update(dtype=dtype, new=1000) for dtype in (double, half))
+    yield update(threads=1, new=1000)
+    yield from (update(new=new, removes=True, quick=new == 1000) for new in (1, 10, 100, 1000))
+    yield from (update(keys=keys, new=100, removes=True) for keys in (1000, 10_000, 1_000_000))
+    yield from (merge(parts, quick=parts == 2) for parts in (2, 8, 32))
+    yield from (merge(batch=batch) for batch in (16, 256))

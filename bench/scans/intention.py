@@ -1,82 +1,316 @@
-"""Family C: what is measured. One thread where nothing else is said, as its targets say."""
+"""Intention as a layer, and the systems behind it, beside their peers. One thread where nothing else is said, as its targets say."""
 
 from __future__ import annotations
 
-from ..harness import Case
-from .intention_layer import Layer, SigmaLayer
-from .intention_module import IntentionModule
-from .intention_solve import Inverse, Solve, SolveState
-from .intention_state import Merge, Removal, Sums, Update
-from .operators import DTYPES
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cmab_kernels import RidgeState, intention, regularised_inverse, regularised_solve, sigma_intention, solve_ridge
+
+from ..devices import device, generator, normal
+from ..floors import Work, attention_work, inverse_work, ridge_work, rows_work, solve_work
+from .attention import SDPA
+from .case import (
+    DTYPES,
+    EAGER,
+    Case,
+    Implementation,
+    Results,
+    declared,
+    direction,
+    doubled,
+    dtype_name,
+    identity,
+    kernels,
+    passes,
+    refusing,
+    way,
+    wide,
+)
+from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_of, regression, regularised, sigma
+
+CHUNKED = "torch, in chunks"
+BESIDE_ATTENTION = 16_384
+"""Rows up to which Intention stands beside attention, which computes something else; beyond, beside torch's best form."""
+
+
+class LayerInputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    """Gradient of the output; empty without a backward."""
+
+
+def exactly(layer: Callable[..., Tensor], inputs: LayerInputs) -> Results:
+    """A layer in float64; where the inputs require it, with its gradients."""
+    *operands, dout = doubled(inputs)
+    out = layer(*operands)
+    return (out.detach(), *torch.autograd.grad(out, operands, dout)) if inputs.query.requires_grad else (out,)
+
+
+def _inverse(key: Tensor) -> Tensor:
+    return inverse_of(regularised(key.mT @ key))
+
+
+def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> Work:
+    """Sums, solution, rows, of as many queries as keys; backward the gradients of each, by the same factor and a product of solutions."""
+    rows = heads * length
+    forward = ridge_work(rows, width, width, dtype) + solve_work(heads, width, width, dtype) + rows_work(rows, width, width, dtype)
+    if not backward:
+        return forward
+    again = Work(0.0, heads * 4 * width**3, 0.0, dtype)
+    return forward + again + ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
+
+
+@declared()
+def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
+    """As many queries as keys."""
+    short, named = length <= BESIDE_ATTENTION, dtype_name(dtype)
+    run = partial(passes, operands=3, backward=backward)
+    ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
+
+    def inputs(seed: int) -> LayerInputs:
+        random, shape = generator(seed), (batch, heads, length, width)
+        rows = (normal(random, *shape, dtype=dtype, grad=backward) for _ in range(3))
+        return LayerInputs(*rows, normal(random, *(shape if backward else (0,)), dtype=dtype))
+
+    def oracle(i: LayerInputs) -> Results | Mapping[str, Results]:
+        """By an inverse in float64, and autograd; for long ones, where that takes gigabytes, torch's form in float64."""
+        if not short:
+            return regression(*(part.detach().double() for part in i))
+        solved = exactly(lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v)), i)
+        return dict.fromkeys((*ours, CHUNKED), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
+
+    held = 4 * batch * heads * length * width * (24 if backward else 12)  # in float64 too
+    return Case(
+        scan="intention",
+        name=f"intention-{way(backward)}-{named}-{heads}x{width}-N{length}{f'-B{batch}' if batch > 1 else ''}",
+        sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "D": width},
+        inputs=inputs,
+        implementations={
+            **{name: run(partial(intention, alpha=ALPHA, impl=name)) for name in ours},
+            CHUNKED: lambda i: regression(*i),
+            **({SDPA: run(F.scaled_dot_product_attention)} if short else {}),
+        },
+        oracle=oracle,
+        baselines=(SDPA,) if short else (CHUNKED,),
+        others=(SDPA,),
+        work=regression_work(batch * heads, length, width, named, backward),
+        refusal=refusing("intention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=held + 2**30),
+        smaller={"length": 256},
+        dtype=dtype,
+    )
+
+
+@declared()
+def sigma_layer(
+    length: int = 10_000,
+    queries: int = 128,
+    heads: int = 1,
+    width: int = 64,
+    batch: int = 1,
+    backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Some queries, through the inverse of a ridge regression, over many keys: attention then, on logits of the usual size."""
+    scan, named = "sigma_intention", dtype_name(dtype)
+    scale = length * width**-0.5  # K'K is about N I, which queries are divided by
+    run = partial(passes, operands=3, backward=backward)
+    ours = kernels(scan, definition=length < 100_000)  # the definition stores the scores
+
+    def inputs(seed: int) -> LayerInputs:
+        random = generator(seed)
+        rows = [normal(random, batch, heads, count, width, dtype=dtype, grad=backward) for count in (queries, length, length)]
+        return LayerInputs(*rows, normal(random, *(rows[0].shape if backward else (0,)), dtype=dtype))
+
+    def oracle(i: LayerInputs) -> Mapping[str, Results]:
+        """By an inverse in float64, and autograd."""
+        solved = exactly(lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v, i)
+        return dict.fromkeys((*ours, EAGER), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
+
+    keys, scores = batch * heads * length, batch * heads * queries * length
+    attend = partial(attention_work, scores, keys, width, width, named, device=device())
+    inverse = ridge_work(keys, width, 0, named) + solve_work(batch * heads, width, queries, named)
+    forward = attend() + replace(inverse, bytes=0.0)  # the keys are counted with attention
+    return Case(
+        scan=scan,
+        name=f"sigma-intention-{way(backward)}-{named}-B{batch}-{heads}x{width}-L{queries}-N{length}",
+        sizes={"pass": direction(backward), "B": batch, "H": heads, "L": queries, "N": length, "D": width},
+        inputs=inputs,
+        implementations={
+            **{name: run(partial(sigma_intention, alpha=ALPHA, scale=scale, impl=name)) for name in ours},
+            EAGER: run(partial(sigma, scale=scale)),
+            SDPA: run(F.scaled_dot_product_attention),
+        },
+        oracle=oracle,
+        baselines=(EAGER,),
+        others=(SDPA,),
+        work=forward + attend(backward=True) if backward else forward,
+        refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=40 * scores + 2**30),
+        smaller={"length": 256},
+        dtype=dtype,
+    )
+
+
+# ---- systems ---------------------------------------------------------------------------------------------------------------------------
+
+CHOLESKY, INVERSE = "torch, Cholesky", "torch, inverse"
+
+
+def matrices(random: torch.Generator, batch: int, width: int) -> Tensor:
+    """Means of the products of as many rows, whose eigenvalues are up to 4, and 1/2: condition 9."""
+    rows = normal(random, batch, width, width)
+    return rows.mT @ rows / width + 0.5 * identity(rows)
+
+
+def _solve(
+    scan: str,
+    name: str,
+    solved: Callable[[Tensor, Tensor, str], Tensor],
+    width: int,
+    columns: int,
+    batch: int,
+    backward: bool,
+    dtype: torch.dtype,
+) -> Case:
+    """Well-conditioned systems of `width` unknowns for `columns` right-hand sides each. alpha is 0, so that torch need not add it.
+
+    A product with the inverse is less accurate (it fails LAPACK's test from condition 1e3 on), but faster in torch than its triangular
+    solves: it is shown, and no baseline.
+    """
+
+    def widened(solve: Callable[..., Tensor]) -> Implementation:
+        """torch factorises no half precision."""
+        return lambda inputs: (solve(*(part.to(wide(dtype)) for part in inputs)).to(dtype),)
+
+    peers: dict[str, Implementation] = {CHOLESKY: lambda inputs: cholesky_gradients(*inputs)}
+    if not backward:
+        peers = {CHOLESKY: widened(cholesky_solve), INVERSE: widened(lambda gram, rhs: inverse_of(gram) @ rhs)}
+
+    def inputs(seed: int) -> tuple[Tensor, ...]:
+        """Matrices and right-hand sides; with a backward the gradient of the solution."""
+        random = generator(seed)
+        gram = matrices(random, batch, width)
+        rhs, dweight = (normal(random, batch, width, columns) for _ in range(2))
+        gram, rhs = (part.to(dtype).requires_grad_(backward) for part in (gram, rhs))
+        return (gram, rhs, dweight.to(dtype)) if backward else (gram, rhs)
+
+    def exact(gram: Tensor, rhs: Tensor) -> Tensor:
+        return torch.cholesky_solve(rhs, torch.linalg.cholesky_ex((gram + gram.mT) / 2)[0])
+
+    named = dtype_name(wide(dtype))
+    work = solve_work(batch, width, columns, named)
+    if backward:  # two more triangular solves, and a product of the two solutions
+        work = work + Work(0.0, batch * 2 * width**2 * columns, work.bytes, named)
+        work = work + replace(rows_work(batch * width, columns, width, named), bytes=0.0)
+    right_hand_sides = "D" if columns == width else str(columns)  # so that D varies alone
+    return Case(
+        scan=scan,
+        name=f"{name}{'+backward' if backward else ''}-{dtype_name(dtype)}-D{width}-E{columns}-B{batch}",
+        sizes={"pass": direction(backward), "B": batch, "D": width, "right-hand sides": right_hand_sides},
+        inputs=inputs,
+        implementations={name: passes(partial(solved, impl=name), 2, backward) for name in kernels(scan)} | peers,
+        oracle=lambda i: passes(exact, 2, backward)(doubled(i)),
+        baselines=(CHOLESKY,),
+        work=work,
+        refusal=refusing(scan, (1, width, width), (1, width, columns), dtype=wide(dtype)),
+        smaller={"batch": 4},
+        dtype=dtype,
+    )
+
+
+@declared()
+def solve(width: int, columns: int, batch: int, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
+    def solved(gram: Tensor, rhs: Tensor, impl: str) -> Tensor:
+        return regularised_solve(gram, rhs, 0.0, impl=impl).weight
+
+    return _solve("regularised_solve", "solve", solved, width, columns, batch, backward, dtype)
+
+
+@declared()
+def solve_state(width: int, columns: int, batch: int) -> Case:
+    """The same for the sums of a state, which are float64."""
+
+    def solved(gram: Tensor, rhs: Tensor, impl: str) -> Tensor:
+        state = RidgeState(gram[None], rhs[None], torch.full((1, len(gram)), 4 * gram.shape[-1], device=gram.device))
+        return solve_ridge(state, 0.0, impl=impl).weight[0]
+
+    return _solve("solve_ridge", "solve-state", solved, width, columns, batch, False, torch.float64)
+
+
+@declared()
+def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
+    """Inverses of the same matrices, where their elements are wanted."""
+    scan = "regularised_inverse"
+
+    def oracle(i: tuple[Tensor]) -> Results:
+        """By the eigenvalues."""
+        values, vectors = torch.linalg.eigh(i[0].double())
+        return ((vectors / values.unsqueeze(-2)) @ vectors.mT,)
+
+    return Case(
+        scan=scan,
+        name=f"inverse-{dtype_name(dtype)}-D{width}-B{batch}",
+        sizes={"B": batch, "D": width},
+        inputs=lambda seed: (matrices(generator(seed), batch, width).to(dtype),),
+        implementations={
+            **{name: passes(partial(regularised_inverse, alpha=0.0, impl=name), 1, backward=False) for name in kernels(scan)},
+            CHOLESKY: lambda i: (cholesky_solve(i[0], identity(i[0]).expand_as(i[0])),),
+            INVERSE: lambda i: (inverse_of(i[0]),),
+        },
+        oracle=oracle,
+        baselines=(CHOLESKY, INVERSE),
+        work=inverse_work(batch, width, dtype_name(dtype)),
+        refusal=refusing(scan, *2 * [(1, width, width)], dtype=dtype),
+        smaller={"batch": 4},
+        dtype=dtype,
+    )
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------------------------
 
 WIDTHS = (16, 32, 64, 128)
 
-LAYERS = [
-    *(Layer(length, quick=length in (256, 16_384)) for length in (256, 1024, 4096, 16_384)),
-    Layer(100_000, quick=True),
-    Layer(1_000_000, quick=True),
-    *(Layer(length, backward=True) for length in (256, 1024, 4096, 100_000)),
-    Layer(1_000_000, backward=True, quick=True),
-    *(Layer(4096, width=width) for width in WIDTHS if width != 64),
-    *(Layer(4096, heads) for heads in (2, 8)),
-    *(Layer(4096, batch=batch) for batch in (2, 8)),
-    *(Layer(4096, dtype=dtype) for dtype in DTYPES),
-    Layer(4096, threads=2),
-]
 
-SIGMA_LAYERS = [
-    *(SigmaLayer(length, quick=length < 100_000) for length in (1000, 10_000, 100_000, 300_000)),
-    *(SigmaLayer(length, backward=True) for length in (1000, 10_000, 100_000)),
-    *(SigmaLayer(width=width) for width in (16, 128)),
-    *(SigmaLayer(heads=heads) for heads in (2, 8)),
-    *(SigmaLayer(queries=queries) for queries in (16, 1024)),
-    SigmaLayer(batch=8),
-    *(SigmaLayer(dtype=dtype) for dtype in DTYPES),
-    SigmaLayer(threads=2),
-]
+def cases() -> Iterator[Case]:
+    yield from (layer(length, quick=length in (256, 16_384)) for length in (256, 1024, 4096, 16_384))
+    yield layer(100_000, quick=True)
+    yield layer(1_000_000, quick=True)
+    yield from (layer(length, backward=True) for length in (256, 1024, 4096, 100_000))
+    yield layer(1_000_000, backward=True, quick=True)
+    yield from (layer(4096, width=width) for width in WIDTHS if width != 64)
+    yield from (layer(4096, heads) for heads in (2, 8))
+    yield from (layer(4096, batch=batch) for batch in (2, 8))
+    yield from (layer(4096, dtype=dtype) for dtype in DTYPES)
+    yield layer(4096, threads=2)
 
-STATES = [
-    *(Sums(keys, quick=keys == 100_000) for keys in (1000, 10_000, 100_000, 1_000_000)),
-    *(Sums(keys, backward=True) for keys in (10_000, 100_000)),
-    *(Sums(width=width) for width in (16, 128)),
-    *(Sums(heads=heads) for heads in (2, 8)),
-    *(Sums(dtype=dtype) for dtype in DTYPES),
-    Sums(threads=2),
-    Update(4, 16, quick=True),
-    *(Update(1, width) for width in (16, 64)),
-    *(Update(4, 16, tokens=tokens) for tokens in (16, 256)),
-    *(Removal(keys, quick=keys == 10_000) for keys in (100, 1000, 10_000, 100_000)),
-    Removal(10_000, threads=2),
-    *(Removal(10_000, width=width) for width in (16, 128)),
-    *(Merge(states, quick=states == 2) for states in (2, 4, 8)),
-    *(Merge(width=width) for width in (16, 32)),
-    *(Merge(heads=heads) for heads in (1, 64)),
-]
+    yield from (sigma_layer(length, quick=length < 100_000) for length in (1000, 10_000, 100_000, 300_000))
+    yield from (sigma_layer(length, backward=True) for length in (1000, 10_000, 100_000))
+    yield from (sigma_layer(width=width) for width in (16, 128))
+    yield from (sigma_layer(heads=heads) for heads in (2, 8))
+    yield from (sigma_layer(queries=queries) for queries in (16, 1024))
+    yield sigma_layer(batch=8)
+    yield from (sigma_layer(dtype=dtype) for dtype in DTYPES)
+    yield sigma_layer(threads=2)
 
-SYSTEMS = [
-    *(Solve(width, width, 1024, quick=True) for width in WIDTHS),
-    *(Solve(width, 1, 1024) for width in (16, 64)),
-    *(Solve(32, 32, batch) for batch in (1, 64)),
-    *(Solve(32, 32, 1024, dtype=dtype) for dtype in DTYPES),
-    *(Solve(width, width, 1024, backward=True) for width in (16, 32, 64)),
-    Solve(32, 32, 1024, threads=2),
-    *(SolveState(width, width, 64, quick=width == 64) for width in WIDTHS),
-    SolveState(64, 1, 64),
-    *(SolveState(64, 64, batch) for batch in (1, 8)),
-    SolveState(64, 64, 64, threads=2),
-    *(Inverse(width, 1024, quick=width == 32) for width in WIDTHS),
-    *(Inverse(32, batch) for batch in (1, 64)),
-    *(Inverse(32, 1024, dtype=dtype) for dtype in DTYPES[:1]),
-    Inverse(32, 1024, threads=2),
-]
-
-MODULES = [
-    *(IntentionModule(length, quick=length == 1024) for length in (256, 1024, 4096, 16_384)),
-    *(IntentionModule(length, backward=True) for length in (256, 1024, 4096)),
-    *(IntentionModule(heads=heads) for heads in (2, 16)),
-    *(IntentionModule(features=features) for features in (64, 512)),
-    *(IntentionModule(batch=batch) for batch in (4, 16)),
-    IntentionModule(threads=2),
-]
-
-CASES: list[Case] = [*LAYERS, *SIGMA_LAYERS, *STATES, *SYSTEMS, *MODULES]
+    yield from (solve(width, width, 1024, quick=True) for width in WIDTHS)
+    yield from (solve(width, 1, 1024) for width in (16, 64))
+    yield from (solve(32, 32, batch) for batch in (1, 64))
+    yield from (solve(32, 32, 1024, dtype=dtype) for dtype in DTYPES)
+    yield from (solve(width, width, 1024, backward=True) for width in (16, 32, 64))
+    yield solve(32, 32, 1024, threads=2)
+    yield from (solve_state(width, width, 64, quick=width == 64) for width in WIDTHS)
+    yield solve_state(64, 1, 64)
+    yield from (solve_state(64, 64, batch) for batch in (1, 8))
+    yield solve_state(64, 64, 64, threads=2)
+    yield from (inverse(width, 1024, quick=width == 32) for width in WIDTHS)
+    yield from (inverse(32, batch) for batch in (1, 64))
+    yield inverse(32, 1024, dtype=torch.float64)
+    yield inverse(32, 1024, threads=2)

@@ -1,4 +1,4 @@
-"""What family C is compared with: the same as fast as torch has it, with gradients by hand where that is faster than autograd."""
+"""What Intention is compared with: the same as fast as torch has it, with gradients by hand where that is faster than autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operators import identity, wide
+from .case import identity, wide
 
 ALPHA = 1.0
 CHUNK = 4096
@@ -46,7 +46,7 @@ def summed(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def sums(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def summed_heads(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K'K and K'V of (B, H, N, *)."""
     heads = zip(key.flatten(0, 1), value.flatten(0, 1), strict=True)
     grams, moments = zip(*((summed(k, k, dtype), summed(k, v, dtype)) for k, v in heads), strict=True)
@@ -54,7 +54,7 @@ def sums(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def sums_gradients(key: Tensor, value: Tensor, dgram: Tensor, dmoment: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of K'K and K'V: K (dG + dG') + V dM' and K dM, in `dtype`."""
+    """The gradients of keys and values: K (dG + dG') + V dM' and K dM, in `dtype`."""
     slope, dmoment = (part.flatten(0, 1).to(dtype) for part in (dgram + dgram.mT, dmoment))
     dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
     for head, rows in enumerate(zip(*(part.flatten(0, 1) for part in (key, value, dkey, dvalue)), strict=True)):

@@ -1,9 +1,8 @@
-"""Family C's states: sums over keys, that grow, shrink, merge and are solved anew."""
+"""The states of Intention: sums over keys that grow, shrink, merge and are solved anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,80 +13,24 @@ from cmab_kernels import RidgeState, merge_ridge, remove_ridge, ridge_state, sol
 from cmab_kernels.intention.reference import gram_reference
 from cmab_kernels.intention.schema import gram_op
 
-from ..floors import Work, ridge_work
-from ..harness import device, generator, normal
-from .intention_peers import ALPHA, cholesky_solve, inverse_of, regularised, sums, sums_gradients
-from .operators import EAGER, Implementation, OperatorCase, direction, kernels, moved, passes, refused, sample
+from ..devices import device, generator, normal
+from ..floors import ridge_work
+from .case import DTYPES, EAGER, Case, Implementation, Results, declared, direction, dtype_name, kernels, moved, passes, refusing
+from .intention_peers import ALPHA, cholesky_solve, inverse_of, regularised, summed_heads, sums_gradients
 
 TORCH, TORCH_SINGLE = "torch, float64", "torch, float32"
 RUNS = "native, float32 runs"
 
 
-@dataclass(frozen=True)
-class Sums(OperatorCase):
-    """The sums of so many keys, for a state: of products in float64. Those of float32 products, as `intention` forms them for a single
-    call, are shown for what they save."""
-
-    keys: int = 100_000
-    width: int = 64
-    heads: int = 1
-    batch: int = 1
-    backward: bool = False
-
-    scan = "ridge_state"
-    baselines = (TORCH,)
-    others = (TORCH_SINGLE, RUNS)
-
-    def __str__(self) -> str:
-        way = "+backward" if self.backward else ""
-        batch = f"-B{self.batch}" if self.batch > 1 else ""
-        name = self.scan.replace("_", "-")
-        return f"{name}{way}-{self._dtype}-{self.heads}x{self.width}-N{self.keys}{batch}{self._threads}"
-
-    @property
-    def sizes(self) -> Mapping[str, int | str]:
-        return {"pass": direction(self.backward), "B": self.batch, "H": self.heads, "N": self.keys, "D": self.width}
-
-    @property
-    def work(self) -> Work:
-        keys = self.batch * self.heads * self.keys
-        forward = ridge_work(keys, self.width, self.width, self._dtype, exact=True)
-        return forward + ridge_work(keys, self.width, self.width, self._dtype, backward=True, exact=True) if self.backward else forward
-
-    @property
-    def implementations(self) -> Mapping[str, Implementation]:
-        known = (name for name in kernels(self.scan) if name != "reference" or self.keys < 1_000_000)  # it copies what it reads
-        ours = {name: passes(partial(_sums_by, impl=name), 2, self.backward) for name in known}
-        runs = {RUNS: _in_runs} if "native" in ours and not self.backward and self.dtype == torch.float32 else {}
-        single = {TORCH_SINGLE: partial(_by_torch, dtype=torch.float32)} if self.dtype != torch.float64 else {}
-        return {**ours, **runs, TORCH: partial(_by_torch, dtype=torch.float64), **single}
-
-    def inputs(self, seed: int) -> tuple[Tensor, ...]:
-        """Keys and values; with a backward the gradients of both sums."""
-        random = generator(seed)
-        pair = [normal(random, self.batch, self.heads, self.keys, self.width).to(self.dtype) for _ in range(2)]
-        square = (self.batch, self.heads, self.width, self.width)
-        douts = [normal(random, *square).double() for _ in range(2)] if self.backward else []
-        return *(part.requires_grad_(self.backward) for part in pair), *douts
-
-    def oracle(self, inputs: Sequence[Tensor]) -> Mapping[str, Sequence[Tensor]]:
-        key, value = (part.detach().double() for part in inputs[:2])
-        results = _of_pieces(key, key), _of_pieces(key, value)
-        if self.backward:
-            dgram, dmoment = inputs[2:]
-            results += (key @ (dgram + dgram.mT) + value @ dmoment.mT, key @ dmoment)
-        return dict.fromkeys(self.implementations, results)
-
-    def small(self) -> Sums:
-        return replace(self, keys=1000)
-
-    def refusal(self, implementation: str) -> str | None:
-        return refused(self.scan, implementation, *3 * [sample(1, self.heads, 1, self.width, dtype=self.dtype)])
+def _keys(seed: int, batch: int, heads: int, keys: int, width: int, dtype: torch.dtype, grad: bool = False) -> list[Tensor]:
+    """Keys and values."""
+    random = generator(seed)
+    return [normal(random, batch, heads, keys, width, dtype=dtype, grad=grad) for _ in range(2)]
 
 
-def _of_pieces(first: Tensor, second: Tensor) -> Tensor:
-    """first' second in float64, of sums of few keys each: one product over all is good to 1e-13 only, and kernels to 1e-15."""
-    pieces = zip(first.split(256, dim=2), second.split(256, dim=2), strict=True)
+def _exact_sum(first: Tensor, second: Tensor) -> Tensor:
+    """first' second in float64, by sums over few keys each: one product over all is good to 1e-13 only, and kernels to 1e-15."""
+    pieces = zip(first.double().split(256, dim=2), second.double().split(256, dim=2), strict=True)
     return torch.stack([rows.mT @ others for rows, others in pieces]).sum(0)
 
 
@@ -96,14 +39,62 @@ def _sums_by(key: Tensor, value: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return state.gram, state.moment
 
 
-def _in_runs(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return gram_op(*inputs, None, None, (True, True), False, "native")
-
-
-def _by_torch(inputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def _by_torch(inputs: Sequence[Tensor], dtype: torch.dtype) -> Results:
     with torch.no_grad():
-        results = tuple(total.double() for total in sums(*inputs[:2], dtype))
+        results = tuple(total.double() for total in summed_heads(*inputs[:2], dtype))
         return results if len(inputs) == 2 else results + sums_gradients(*inputs, dtype)
+
+
+@declared()
+def sums(
+    keys: int = 100_000,
+    width: int = 64,
+    heads: int = 1,
+    batch: int = 1,
+    backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """The sums over so many keys, for a state: products in float64. Sums of float32 products, as `intention` forms them for a single
+    call, are shown for what they save."""
+    scan, named = "ridge_state", dtype_name(dtype)
+    ours = kernels(scan, definition=keys < 1_000_000)  # the definition copies what it reads
+    implementations = {name: passes(partial(_sums_by, impl=name), 2, backward) for name in ours}
+    if "native" in ours and not backward and dtype == torch.float32:
+        implementations[RUNS] = lambda i: gram_op(*i, None, None, (True, True), False, "native")
+    implementations[TORCH] = partial(_by_torch, dtype=torch.float64)
+    if dtype != torch.float64:
+        implementations[TORCH_SINGLE] = partial(_by_torch, dtype=torch.float32)
+
+    def inputs(seed: int) -> tuple[Tensor, ...]:
+        """Keys and values; with a backward the gradients of both sums."""
+        random, square = generator(seed + 1), (batch, heads, width, width)
+        douts = [normal(random, *square, dtype=torch.float64) for _ in range(2)] if backward else []
+        return *_keys(seed, batch, heads, keys, width, dtype, backward), *douts
+
+    def oracle(i: Sequence[Tensor]) -> Results:
+        key, value = (part.detach().double() for part in i[:2])
+        results = _exact_sum(key, key), _exact_sum(key, value)
+        if not backward:
+            return results
+        dgram, dmoment = i[2:]
+        return *results, key @ (dgram + dgram.mT) + value @ dmoment.mT, key @ dmoment
+
+    count = batch * heads * keys
+    forward = ridge_work(count, width, width, named, exact=True)
+    return Case(
+        scan=scan,
+        name=f"ridge-state{'+backward' if backward else ''}-{named}-{heads}x{width}-N{keys}{f'-B{batch}' if batch > 1 else ''}",
+        sizes={"pass": direction(backward), "B": batch, "H": heads, "N": keys, "D": width},
+        inputs=inputs,
+        implementations=implementations,
+        oracle=oracle,
+        baselines=(TORCH,),
+        others=(TORCH_SINGLE, RUNS),
+        work=forward + ridge_work(count, width, width, named, backward=True, exact=True) if backward else forward,
+        refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype),
+        smaller={"keys": 1000},
+        dtype=dtype,
+    )
 
 
 class Held(NamedTuple):
@@ -116,148 +107,121 @@ class Held(NamedTuple):
     count: Tensor
 
 
-@dataclass(frozen=True)
-class Removal(Sums):
-    """So many keys taken out of a state of twice as many."""
-
-    scan = "remove_ridge"
-    others = (TORCH_SINGLE,)
-
-    @property
-    def implementations(self) -> Mapping[str, Implementation]:
-        ours = {name: partial(_removed_by, impl=name) for name in kernels(self.scan)}
-        return {**ours, TORCH: partial(_subtracted, dtype=torch.float64), TORCH_SINGLE: partial(_subtracted, dtype=torch.float32)}
-
-    def inputs(self, seed: int) -> Held:
-        keys, others = (super(Removal, self).inputs(each) for each in (seed, seed + 1000))
-        gram, moment = (sum(parts) for parts in zip(*(sums(*pair, torch.float64) for pair in (keys, others)), strict=True))
-        return Held(*keys, gram, moment, torch.full(gram.shape[:2], 2 * self.keys, device=gram.device))
-
-    def oracle(self, inputs: Held) -> Mapping[str, Sequence[Tensor]]:
-        gone = next(iter(super().oracle(inputs[:2]).values()))
-        return dict.fromkeys(self.implementations, (inputs.gram - gone[0], inputs.moment - gone[1]))
-
-
-def _removed_by(inputs: Held, impl: str) -> Sequence[Tensor]:
-    left = remove_ridge(RidgeState(*inputs[2:]), inputs.key, inputs.value, impl=impl)
+def _removed_by(i: Held, impl: str) -> Results:
+    left = remove_ridge(RidgeState(*i[2:]), i.key, i.value, impl=impl)
     return left.gram, left.moment
 
 
-def _subtracted(inputs: Held, dtype: torch.dtype) -> Sequence[Tensor]:
-    gram, moment = sums(inputs.key, inputs.value, dtype)
-    return inputs.gram - gram, inputs.moment - moment
+def _subtracted(i: Held, dtype: torch.dtype) -> Results:
+    gram, moment = summed_heads(i.key, i.value, dtype)
+    return i.gram - gram, i.moment - moment
 
 
-@dataclass(frozen=True)
-class Update(OperatorCase):
-    """Some more keys after `keys` of which only the sums were kept, and the regression anew. All sums in float64."""
+@declared()
+def removal(keys: int, width: int = 64, heads: int = 1) -> Case:
+    """So many keys taken out of a state of twice as many."""
+    scan = "remove_ridge"
 
-    heads: int
-    width: int
-    keys: int = 100_000
-    tokens: int = 1
-    """More keys."""
+    def inputs(seed: int) -> Held:
+        gone, kept = (_keys(each, 1, heads, keys, width, torch.float32) for each in (seed, seed + 1000))
+        gram, moment = (sum(parts) for parts in zip(*(summed_heads(*pair, torch.float64) for pair in (gone, kept)), strict=True))
+        return Held(*gone, gram, moment, torch.full(gram.shape[:2], 2 * keys, device=gram.device))
 
-    scan = "ridge_state"
-    baselines = (EAGER,)
-    work = None
-    """The state stays in a cache, and the rest is calls."""
-
-    def __str__(self) -> str:
-        more = "one-key" if self.tokens == 1 else f"{self.tokens}-keys"
-        return f"intention-update-{self._dtype}-{self.heads}x{self.width}-{more}-after-{self.keys}{self._threads}"
-
-    @property
-    def sizes(self) -> Mapping[str, int | str]:
-        return {"pass": "update and solution", "H": self.heads, "t": self.tokens, "D": self.width}
-
-    @property
-    def implementations(self) -> Mapping[str, Implementation]:
-        ours = (name for name in kernels("ridge_state") if name in kernels("solve_ridge"))
-        return {**{name: partial(_updated_by, impl=name) for name in ours}, EAGER: eager_update}
-
-    def inputs(self, seed: int) -> Held:
-        random = generator(seed)
-        key, value = (normal(random, 1, self.heads, self.keys + self.tokens, self.width) for _ in range(2))
-        gram, moment = gram_reference(key[:, :, : self.keys], value[:, :, : self.keys], None, None, exact=True)
-        new = (part[:, :, self.keys :].to(self.dtype, copy=True) for part in (key, value))
-        return Held(*new, gram, moment, torch.full((1, self.heads), self.keys, device=gram.device))
-
-    def oracle(self, inputs: Held) -> Mapping[str, Sequence[Tensor]]:
-        outer, cross = (torch.einsum("bhni,bhnj->bhij", inputs.key.double(), part.double()) for part in (inputs.key, inputs.value))
-        system = regularised(inputs.gram + outer)
-        return dict.fromkeys(self.implementations, (inverse_of(system) @ (inputs.moment + cross),))
-
-    def small(self) -> Update:
-        return replace(self, keys=1000)
-
-    def refusal(self, implementation: str) -> str | None:
-        key = sample(1, self.heads, 1, self.width, dtype=self.dtype)
-        return refused("ridge_state", implementation, *3 * [key]) or refused("solve_ridge", implementation, *2 * [key.double()[0]])
+    return Case(
+        scan=scan,
+        name=f"remove-ridge-float32-{heads}x{width}-N{keys}",
+        sizes={"pass": direction(False), "B": 1, "H": heads, "N": keys, "D": width},
+        inputs=inputs,
+        implementations={
+            **{name: partial(_removed_by, impl=name) for name in kernels(scan)},
+            TORCH: partial(_subtracted, dtype=torch.float64),
+            TORCH_SINGLE: partial(_subtracted, dtype=torch.float32),
+        },
+        oracle=lambda i: (i.gram - _exact_sum(i.key, i.key), i.moment - _exact_sum(i.key, i.value)),
+        baselines=(TORCH,),
+        others=(TORCH_SINGLE,),
+        work=ridge_work(heads * keys, width, width, "float32", exact=True),
+        refusal=refusing(scan, *3 * [(1, heads, 1, width)]),
+        smaller={"keys": 1000},
+    )
 
 
-def _updated_by(inputs: Held, impl: str) -> Sequence[Tensor]:
-    state = ridge_state(inputs.key, inputs.value, state=RidgeState(*inputs[2:]), impl=impl)
+def _updated_by(i: Held, impl: str) -> Results:
+    state = ridge_state(i.key, i.value, state=RidgeState(*i[2:]), impl=impl)
     return (solve_ridge(state, ALPHA, impl=impl).weight,)
 
 
-def eager_update(inputs: Held) -> Sequence[Tensor]:
+def eager_update(i: Held) -> Results:
     """The update as one writes it in torch."""
-    key, value = inputs.key.double(), inputs.value.double()
-    gram, moment = inputs.gram + key.mT @ key, inputs.moment + key.mT @ value
+    key, value = i.key.double(), i.value.double()
+    gram, moment = i.gram + key.mT @ key, i.moment + key.mT @ value
     return (cholesky_solve(regularised(gram), moment),)
 
 
-@dataclass(frozen=True)
-class Merge(OperatorCase):
+@declared()
+def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case:
+    """Some more keys after `keys` of which only the sums were kept, and the regression anew. All sums in float64.
+
+    It has no floor: the state stays in a cache, and the rest is calls.
+    """
+
+    def inputs(seed: int) -> Held:
+        key, value = _keys(seed, 1, heads, keys + tokens, width, torch.float32)
+        gram, moment = gram_reference(key[:, :, :keys], value[:, :, :keys], None, None, exact=True)
+        return Held(key[:, :, keys:].clone(), value[:, :, keys:].clone(), gram, moment, torch.full((1, heads), keys, device=gram.device))
+
+    def oracle(i: Held) -> Results:
+        outer, cross = (torch.einsum("bhni,bhnj->bhij", i.key.double(), part.double()) for part in (i.key, i.value))
+        return (inverse_of(regularised(i.gram + outer)) @ (i.moment + cross),)
+
+    sums_refusal = refusing("ridge_state", *3 * [(1, heads, 1, width)])
+    solve_refusal = refusing("solve_ridge", *2 * [(heads, 1, width)], dtype=torch.float64)
+    more = "one-key" if tokens == 1 else f"{tokens}-keys"
+    return Case(
+        scan="ridge_state",
+        name=f"intention-update-float32-{heads}x{width}-{more}-after-{keys}",
+        sizes={"pass": "update and solution", "H": heads, "t": tokens, "D": width},
+        inputs=inputs,
+        implementations={
+            **{name: partial(_updated_by, impl=name) for name in kernels("ridge_state") if name in kernels("solve_ridge")},
+            EAGER: eager_update,
+        },
+        oracle=oracle,
+        baselines=(EAGER,),
+        refusal=lambda name: sums_refusal(name) or solve_refusal(name),
+        smaller={"keys": 1000},
+    )
+
+
+@declared()
+def merge(states: int = 2, heads: int = 512, width: int = 64) -> Case:
     """Several states in one."""
 
-    states: int = 2
-    heads: int = 512
-    width: int = 64
-    dtype: torch.dtype = field(default=torch.float64, kw_only=True)
-
-    scan = "merge_ridge"
-    baselines = (EAGER,)
-
-    def __str__(self) -> str:
-        return f"merge-ridge-{self.states}-states-{self.heads}x{self.width}{self._threads}"
-
-    @property
-    def sizes(self) -> Mapping[str, int | str]:
-        return {"states": self.states, "H": self.heads, "D": self.width}
-
-    @property
-    def work(self) -> Work | None:
-        """Each state is read, and one written."""
-        return moved((self.states + 1) * self.heads * (2 * self.width**2 + 1) * 8, "float64")
-
-    @property
-    def implementations(self) -> Mapping[str, Implementation]:
-        return {"cmab_kernels.merge_ridge": _over_states(merge_ridge), EAGER: _over_states(_added)}
-
-    def inputs(self, seed: int) -> tuple[Tensor, ...]:
+    def inputs(seed: int) -> tuple[Tensor, ...]:
         """Each state's gram, moment and count, one after the other."""
-        random = generator(seed)
-        square, count = (1, self.heads, self.width, self.width), torch.full((1, self.heads), 10, device=device())
-        states = [[*(normal(random, *square).double() for _ in range(2)), count] for _ in range(self.states)]
-        return tuple(part for state in states for part in state)
+        random, square, count = generator(seed), (1, heads, width, width), torch.full((1, heads), 10, device=device())
+        made = [[*(normal(random, *square, dtype=torch.float64) for _ in range(2)), count] for _ in range(states)]
+        return tuple(part for state in made for part in state)
 
-    def oracle(self, inputs: Sequence[Tensor]) -> Mapping[str, Sequence[Tensor]]:
-        return dict.fromkeys(self.implementations, tuple(torch.stack(inputs[part::3]).sum(0).double() for part in range(3)))
+    return Case(
+        scan="merge_ridge",
+        name=f"merge-ridge-{states}-states-{heads}x{width}",
+        sizes={"states": states, "H": heads, "D": width},
+        inputs=inputs,
+        implementations={"cmab_kernels.merge_ridge": _over_states(merge_ridge), EAGER: _over_states(_added)},
+        oracle=lambda i: tuple(torch.stack(i[part::3]).sum(0).double() for part in range(3)),
+        baselines=(EAGER,),
+        work=moved((states + 1) * heads * (2 * width**2 + 1) * 8, "float64"),  # each state is read, and one written
+        smaller={"heads": 1},
+        dtype=torch.float64,
+    )
 
-    def small(self) -> Merge:
-        return replace(self, heads=1)
 
-    def refusal(self, implementation: str) -> str | None:
-        return None
-
-
-def _over_states(merge: Callable[..., Sequence[Tensor]]) -> Implementation:
+def _over_states(merge: Callable[..., Results]) -> Implementation:
     return lambda inputs: merge(*(RidgeState(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)))
 
 
-def _added(first: RidgeState, *others: RidgeState) -> Sequence[Tensor]:
+def _added(first: RidgeState, *others: RidgeState) -> Results:
     """Into one sum each, without a check."""
     totals = [mine + theirs for mine, theirs in zip(first, others[0], strict=True)]
     for state in others[1:]:
@@ -275,5 +239,23 @@ def errors_of_additions(keys: int, width: int = 8) -> dict[str, float]:
         state = ridge_state(row.unsqueeze(2), row.unsqueeze(2), state=state)
         plain.addr_(row[0, 0], row[0, 0])
     assert state is not None
-    sums = {"ridge_state": state.gram, "float32 sums in torch": plain}
-    return {name: float((total.double() - exact_sum).norm() / exact_sum.norm()) for name, total in sums.items()}
+    found = {"ridge_state": state.gram, "float32 sums in torch": plain}
+    return {name: float((total.double() - exact_sum).norm() / exact_sum.norm()) for name, total in found.items()}
+
+
+def cases() -> Iterator[Case]:
+    yield from (sums(keys, quick=keys == 100_000) for keys in (1000, 10_000, 100_000, 1_000_000))
+    yield from (sums(keys, backward=True) for keys in (10_000, 100_000))
+    yield from (sums(width=width) for width in (16, 128))
+    yield from (sums(heads=heads) for heads in (2, 8))
+    yield from (sums(dtype=dtype) for dtype in DTYPES)
+    yield sums(threads=2)
+    yield update(4, 16, quick=True)
+    yield from (update(1, width) for width in (16, 64))
+    yield from (update(4, 16, tokens=tokens) for tokens in (16, 256))
+    yield from (removal(keys, quick=keys == 10_000) for keys in (100, 1000, 10_000, 100_000))
+    yield removal(10_000, threads=2)
+    yield from (removal(10_000, width=width) for width in (16, 128))
+    yield from (merge(states, quick=states == 2) for states in (2, 4, 8))
+    yield from (merge(width=width) for width in (16, 32))
+    yield from (merge(heads=heads) for heads in (1, 64))

@@ -1,0 +1,110 @@
+"""A run as curves, and in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..runs import Row, Run, Value
+
+LENGTHS = ("N", "n")
+"""Axes that matter most: keys, or tokens of a window."""
+
+POINTS = 3
+"""Fewer are no curve."""
+
+# ---- curves ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Series:
+    """Groups of a scan that differ in one parameter only."""
+
+    scan: str
+    axis: str
+    fixed: Mapping[str, Value]
+    lines: Mapping[str, tuple[Row, ...]]
+    """implementation -> its rows along the axis"""
+
+    @property
+    def values(self) -> list[Value]:
+        return _ordered({row.parameters[self.axis] for rows in self.lines.values() for row in rows})
+
+    @property
+    def numeric(self) -> bool:
+        return all(isinstance(value, int) for value in self.values)
+
+
+def axes(run: Run, scan: str) -> list[str]:
+    """Parameters of a scan along which it has curves; the longest first, and N or n before all."""
+    names = dict.fromkeys(name for row in run.scans[scan] for name in row.parameters)
+    points = {name: max((len(one.values) for one in series(run, scan, name)), default=0) for name in names}
+    return sorted((name for name in names if points[name]), key=lambda name: (name not in LENGTHS, -points[name]))
+
+
+def series(run: Run, scan: str, axis: str) -> list[Series]:
+    """The curves along `axis`: for each set of groups that differ in it alone, implementations with three points or more."""
+    sets: dict[tuple[tuple[str, Value], ...], list[Row]] = {}
+    for row in run.scans[scan]:
+        if axis in row.parameters:
+            sets.setdefault(tuple(sorted(_without(row.parameters, axis).items())), []).append(row)
+    found = [Series(scan, axis, _without(rows[0].parameters, axis), _lines(rows, axis)) for rows in sets.values()]
+    return [one for one in found if one.lines]
+
+
+def _without(parameters: Mapping[str, Value], axis: str) -> dict[str, Value]:
+    return {name: value for name, value in parameters.items() if name != axis}
+
+
+def _lines(rows: Sequence[Row], axis: str) -> dict[str, tuple[Row, ...]]:
+    lines = {}
+    for name in dict.fromkeys(row.implementation for row in rows):
+        along = {row.parameters[axis]: row for row in rows if row.implementation == name}
+        if len(along) >= POINTS:
+            lines[name] = tuple(along[value] for value in _ordered(along))
+    return lines
+
+
+def _ordered(values: Iterable[Value]) -> list[Value]:
+    """Numbers by size, before words by the alphabet."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------------------------
+
+BARE = ("pass", "dtype")
+"""Parameters whose values need no name beside them."""
+
+
+def words(parameters: Mapping[str, Value]) -> str:
+    """Parameters as a reader would say them.
+
+    >>> from bench.report.series import words
+    >>> words({"pass": "forward", "N": 100_000, "landmarks": "fixed"})
+    'forward, N = 100,000, fixed landmarks'
+    """
+    return ", ".join(_say(name, value) for name, value in parameters.items())
+
+
+def _say(name: str, value: Value) -> str:
+    if isinstance(value, int):
+        return f"{name} = {value:,}"
+    return value if name in BARE else f"{value} {name}"
+
+
+def labels(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
+    """What can be said once for a set of rows, and a label for each group: its pass, its length, and where it is not like most."""
+    counts: dict[str, Counter[Value]] = {}
+    for row in rows:
+        for name, value in row.parameters.items():
+            counts.setdefault(name, Counter())[value] += 1
+    usual = {name: found.most_common(1)[0][0] for name, found in counts.items()}
+    varied = {name for name, found in counts.items() if len(found) > 1}
+    told = varied & {"pass", *LENGTHS}
+    each = {}
+    for row in rows:
+        unlike = {name for name, value in row.parameters.items() if name in told or value != usual[name]}
+        each[row.group] = words({n: v for n, v in row.parameters.items() if n in (unlike or varied)}) or row.group
+    once = words({name: value for name, value in usual.items() if name not in told})
+    return f"{'where not said otherwise, ' if varied - told and once else ''}{once}", each

@@ -1,0 +1,326 @@
+"""Runs and their files: one JSON file each, with what holds for the whole run at its top, then a line for each group and each row."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 2
+"""The number under `cmab_kernels_bench` in the files that this code writes and reads."""
+
+KERNELS = {"cpu": ("native",), "cuda": ("triton", "cuda")}
+"""Device -> names of this package's kernels for it."""
+
+DEFINITION = "reference"
+"""The implementation that ours are tested against: it is slow, and no peer."""
+
+FAULTS = ("wrong", "failed")
+"""First words of the reasons that are a fault of the code, and not of a machine or an installation."""
+
+Value = int | str
+
+
+class BadRun(Exception):
+    """A file that is no run: which one, what was found, what to do."""
+
+
+def is_ours(implementation: str) -> bool:
+    """True for kernels and modules of this package; the definition is not among them."""
+    name = implementation.split(",")[0]
+    return any(name in names for names in KERNELS.values()) or implementation.startswith("cmab_kernels")
+
+
+class Spread(NamedTuple):
+    """A median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one implementation of a group. Memory in bytes."""
+
+    group: str
+    implementation: str
+    scan: str
+    """The public operator or the module that was measured."""
+    parameters: Mapping[str, Value]
+    """Sizes and choices, by the letters of the formulas."""
+    seconds: Spread
+    """Time of one call, or of one step where a call does several."""
+    rounds: int
+    """How many samples there were."""
+    repeats: int
+    """How many calls a sample is the mean of."""
+    extra_memory: int
+    """Peak beyond the inputs, results included."""
+    result_memory: int
+    flops: int
+    bytes: int
+    error: float
+    """Relative root mean square of the difference to the float64 oracle."""
+    baseline: str | None = None
+    """The implementation that ratios of this group are to."""
+    ratio: Spread | None = None
+    """Time over that of the baseline: of the medians, and the quartiles of the ratios within each round."""
+    speed_up: Spread | None = None
+    """For a peer: its time over that of our fastest kernel."""
+    floor: float | None = None
+    """Seconds that the machine needs at least."""
+    bound: str | None = None
+    """What the floor's time goes to: exponentials, matrix or memory."""
+
+    @property
+    def ours(self) -> bool:
+        return is_ours(self.implementation)
+
+    @property
+    def peer(self) -> bool:
+        """Nothing of this package: its time changes only with the machine and the software around it."""
+        return not self.ours and self.implementation != DEFINITION
+
+    @property
+    def threads(self) -> int:
+        return int(self.parameters["threads"])
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the time over its median."""
+        return (self.seconds.high - self.seconds.low) / self.seconds.median
+
+    @property
+    def scratch(self) -> int:
+        """Peak of memory beyond inputs and results, in bytes: the part that an implementation can do something about."""
+        return self.extra_memory - self.result_memory
+
+    @property
+    def gflops(self) -> float:
+        """Billions of floating-point operations a second."""
+        return self.flops / self.seconds.median / 1e9
+
+    @property
+    def share(self) -> float | None:
+        """The floor as a share of the median time."""
+        return self.floor / self.seconds.median if self.floor else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that was measured in one go, and where."""
+
+    date: str
+    commit: str
+    dirty: bool
+    """The tree had changes that the commit does not hold."""
+    quick: bool
+    threads: int
+    device: str
+    processor: str
+    """The name of the CPU or of the GPU that was measured."""
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    rates: Mapping[str, Any]
+    """What floors were computed with, by number of threads or by device."""
+    figures: Mapping[str, float]
+    notes: Sequence[str]
+    """What a reader must know about this run."""
+    not_measured: Mapping[str, str]
+    """GROUP-IMPLEMENTATION -> why there is no row."""
+    rows: tuple[Row, ...] = ()
+    path: Path = field(default=Path("run.json"), compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def when(self) -> str:
+        """Day and minute."""
+        return self.date[:16].replace("T", " ")
+
+    @property
+    def revision(self) -> str:
+        """Ten digits of the commit; `+` where the tree had changes that it does not hold."""
+        return (self.commit[:10] if len(self.commit) == 40 else self.commit) + ("+" if self.dirty else "")
+
+    @property
+    def wrong(self) -> Mapping[str, str]:
+        """The entries of `not_measured` that are faults of the code."""
+        return {name: why for name, why in self.not_measured.items() if why.startswith(FAULTS)}
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[Row, ...]]:
+        return _by("group", self.rows)
+
+    @cached_property
+    def scans(self) -> Mapping[str, tuple[Row, ...]]:
+        return _by("scan", self.rows)
+
+    @cached_property
+    def implementations(self) -> tuple[str, ...]:
+        """Ours first, the definition last, peers by how often they appear."""
+        count = Counter(row.implementation for row in self.rows)
+        return tuple(sorted(count, key=lambda name: (not is_ours(name), name == DEFINITION, -count[name], name)))
+
+
+def _by(name: str, rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(getattr(row, name), []).append(row)
+    return {key: tuple(members) for key, members in found.items()}
+
+
+def called(implementation: str) -> str:
+    """The name for readers who do not know that `native` is ours."""
+    return f"cmab_kernels, {implementation}" if is_ours(implementation) and "cmab_kernels" not in implementation else implementation
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """Our fastest kernel of a group; a variant (`native, exact`) counts only where there is nothing else of ours, as it may compute
+    something else."""
+    ours = [row for row in rows if row.ours]
+    named = [row for row in ours if any(row.implementation in names for names in KERNELS.values())]
+    return min(named or ours, key=lambda row: row.seconds.median, default=None)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------------------------
+
+OF_GROUP = ("group", "scan", "parameters", "baseline")
+"""Fields that the rows of a group share: they stand in the group's line."""
+
+
+def save(run: Run, path: Path) -> None:
+    head = {one.name: getattr(run, one.name) for one in fields(run) if one.name not in ("rows", "path")}
+    groups = [{name: getattr(rows[0], name) for name in OF_GROUP} for rows in run.groups.values()]
+    write_json(path, {"cmab_kernels_bench": FORMAT, **head, "groups": groups, "rows": list(map(told, run.rows))})
+
+
+def told(row: Row, whole: bool = False) -> dict[str, Any]:
+    """A row as JSON has it, without what is None and, unless it is told whole, without what its group says."""
+    shared = () if whole else OF_GROUP[1:]
+    return {name: _digits(value) for name, value in asdict(row).items() if name not in shared and value is not None}
+
+
+def _digits(value: Any) -> Any:
+    """Floats with six digits: a timing is good to three."""
+    if isinstance(value, (list, tuple)):
+        return [_digits(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """In one step, so that a process that is stopped leaves the old file or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(_lines(content) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _lines(content: Any) -> str:
+    """JSON with a line for each row, so that a difference between two files shows which row it is of."""
+    if isinstance(content, Mapping) and any(map(_has_rows, content.values())):
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(value)}" for name, value in content.items()) + "\n}"
+    if isinstance(content, list) and content and isinstance(content[0], Mapping):
+        return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in content) + "\n]"
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _has_rows(content: Any) -> bool:
+    if isinstance(content, Mapping):
+        return any(map(_has_rows, content.values()))
+    return isinstance(content, list) and bool(content) and isinstance(content[0], Mapping)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------------------------
+
+Kind = type | tuple[type, ...]
+
+NUMBER = (int, float)
+TOP: dict[str, Kind] = {
+    **{"date": str, "commit": str, "dirty": bool, "quick": bool, "threads": int, "device": str, "processor": str, "machine": dict},
+    **{"versions": dict, "rates": dict, "figures": dict, "notes": list, "not_measured": dict, "groups": list, "rows": list},
+}
+GROUP: dict[str, Kind] = {"group": str, "scan": str, "parameters": dict, "baseline": (str, type(None))}
+ROW: dict[str, Kind] = {
+    **{"group": str, "implementation": str, "seconds": list, "rounds": int, "repeats": int, "extra_memory": int, "result_memory": int},
+    **{"flops": int, "bytes": int, "error": NUMBER},
+}
+SPREADS = ("seconds", "ratio", "speed_up")
+
+
+def load(path: Path) -> Run:
+    """The run of a file, or BadRun."""
+    raw = _json(path)
+    version = raw.get("cmab_kernels_bench") if isinstance(raw, dict) else None
+    if version is None:
+        raise BadRun(f"{path}: no run of these benchmarks (there is no cmab_kernels_bench in it); give a file that they wrote")
+    if version != FORMAT:
+        raise BadRun(
+            f"{path}: a run in format {version!r}, and this code reads format {FORMAT}; use the version that wrote it, or measure anew"
+        )
+    try:
+        _check(raw, TOP)
+        groups = {_check(group, GROUP)["group"]: group for group in raw["groups"]}
+        rows = tuple(_row(number, row, groups) for number, row in enumerate(raw["rows"]))
+    except _Damage as damage:
+        raise BadRun(f"{path}: {damage}; the file is damaged: measure anew, or take another") from None
+    return Run(rows=rows, path=path, **{name: raw[name] for name in TOP if name not in ("groups", "rows")})
+
+
+class _Damage(Exception):
+    """What is wrong in a file."""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadRun(f"{path}: cannot be read ({error.strerror}); give the JSON of a run") from None
+    except UnicodeDecodeError:
+        raise BadRun(f"{path}: no text; give the JSON of a run") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested without end"
+        raise BadRun(f"{path}: no JSON, or cut short ({where}); give the whole JSON of a run") from None
+
+
+def _check(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """`found`, in which every field is there and of its kind."""
+    if not isinstance(found, dict):
+        raise _Damage(f"{found!r:.40} where a mapping is due")
+    for name, kind in kinds.items():
+        if name not in found:
+            raise _Damage(f"{name} is missing")
+        if not isinstance(found[name], kind) or (isinstance(found[name], bool) and kind is not bool):
+            raise _Damage(f"{name} is {found[name]!r:.40}")
+    return found
+
+
+def _row(number: int, raw: Any, groups: Mapping[str, Any]) -> Row:
+    try:
+        _check(raw, ROW)
+        if raw["group"] not in groups:
+            raise _Damage(f"{raw['group']} is no group of this file")
+        spreads = {name: _spread(name, raw[name]) for name in SPREADS if name in raw}
+        if "floor" in raw and not _positive(raw["floor"]):
+            raise _Damage(f"floor is {raw['floor']!r:.40}")
+        return Row(**{**raw, **groups[raw["group"]], **spreads})
+    except (_Damage, TypeError) as damage:
+        raise _Damage(f"row {number + 1} ({raw.get('group') if isinstance(raw, dict) else None}): {damage}") from None
+
+
+def _spread(name: str, found: Any) -> Spread:
+    if not (isinstance(found, list) and len(found) == 3 and all(map(_positive, found))):
+        raise _Damage(f"{name} is {found!r:.40}")
+    return Spread(*found)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -1,0 +1,205 @@
+"""What a scan is made of: a case is one operation at one shape, with everyone who can do it.
+
+A scan declares its cases by a function of their sizes, which the decorator `declared` makes into one that can be called in another process,
+and with other sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cmab_kernels
+from cmab_kernels.backends import FAMILIES, OPERATORS
+
+from ..devices import device, lacking_memory
+from ..floors import Work
+from ..runs import KERNELS, Value
+
+EAGER = "eager torch"
+PACKAGE = "nystrom-attention 0.0.14"
+CONTINUAL_INFERENCE = "continual-inference 1.2.4"
+FLASH = "flash-attention"
+MODULES = {PACKAGE: "nystrom_attention", CONTINUAL_INFERENCE: "continual", FLASH: "flash_attn"}
+"""Peer from a package -> the module that it is imported as."""
+
+COMPILED = ", compiled"
+"""Last part of the names of what `torch.compile` made."""
+
+COLD_BYTES = 2**28
+"""Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float16)
+"""What is measured beside float32."""
+
+Results = Sequence[Tensor]
+Implementation = Callable[[Any], Results]
+"""A function of a case's inputs that returns its results."""
+
+
+def everything_runs(implementation: str) -> str | None:
+    """The refusal of a case in which nothing is refused."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One operation at one shape: a group of rows, which take turns when they are timed."""
+
+    scan: str
+    """The public operator, or the module, that is measured."""
+    name: str
+    sizes: Mapping[str, Value]
+    """The sizes and choices that matter to the operator, by the letters of the formulas: a plot goes along one of them."""
+    inputs: Callable[[int], Any]
+    """Seed -> a tuple with the tensors that the implementations take."""
+    implementations: Mapping[str, Implementation]
+    oracle: Callable[[Any], Results | Mapping[str, Results]]
+    """Inputs -> the results in float64, by other means; by name where implementations compute different things."""
+    baselines: tuple[str, ...]
+    """Ratios are to the fastest of these implementations."""
+    others: tuple[str, ...] = ()
+    """Implementations that compute something else: shown for comparison, with no share of the floor."""
+    work: Work | None = None
+    """What the result cannot be had without, for one step where a call does several; None where no floor means anything."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Implementation -> steps that one call of it does, where that is not one."""
+    counted: Mapping[str, str] = field(default_factory=dict)
+    """What is compiled -> what does the same products, so that they can be counted."""
+    refusal: Callable[[str], str | None] = everything_runs
+    """Implementation -> why it cannot be measured here; None when it can."""
+    smaller: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the same on little data, which starts thread pools and loads libraries."""
+    dtype: torch.dtype = torch.float32
+    threads: int | None = None
+    """None: as many as the run has."""
+    quick: bool = False
+    """Belongs to a quick run too."""
+    made_by: Callable[..., Case] = field(default=lambda: NotImplemented, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[..., Case], tuple[()]]:
+        return self.made_by, ()
+
+    @property
+    def parameters(self) -> Mapping[str, Value]:
+        return {**self.sizes, "dtype": dtype_name(self.dtype), "threads": self.threads or torch.get_num_threads()}
+
+    def expected(self, inputs: Any) -> dict[str, Results]:
+        """Implementation -> its results in float64."""
+        found = self.oracle(inputs)
+        return {name: found[name] if isinstance(found, Mapping) else found for name in self.implementations}
+
+    def varied(self, **arguments: Any) -> Case:
+        """The same operation with other sizes or choices."""
+        return self.made_by(**arguments)
+
+    def small(self) -> Case:
+        return self.varied(**self.smaller)
+
+
+def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
+    """Makes a function that builds a case take `threads` and `quick` as well, and remember its arguments; here is the usual `threads`."""
+    usual = threads
+
+    def decorate(build: Callable[..., Case]) -> Callable[..., Case]:
+        signature = inspect.signature(build)
+
+        @functools.wraps(build)
+        def made(*args: Any, threads: int | None = usual, quick: bool = False, **kwargs: Any) -> Case:
+            arguments = signature.bind(*args, **kwargs).arguments
+            case = build(**arguments)
+            name = case.name if threads == usual else f"{case.name}-{threads}-thread{'' if threads == 1 else 's'}"
+            again = partial(made, threads=threads, quick=quick, **arguments)
+            return replace(case, name=name, threads=threads, quick=quick, made_by=again)
+
+        return made
+
+    return decorate
+
+
+# ---- what cases have in common ---------------------------------------------------------------------------------------------------------
+
+
+def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
+    """Implementations of a public operator for the device that is measured, and its definition."""
+    found = tuple(name for name in KERNELS[device()] if name in FAMILIES[OPERATORS[operator]])
+    return (*found, "reference") if definition else found
+
+
+def refusing(operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float32, memory: float = 0.0) -> Callable[[str], str | None]:
+    """The refusal of a case: an implementation of `operator` that cannot take such tensors, a package that is not installed, or too little
+    memory for `memory` bytes."""
+
+    def refusal(implementation: str) -> str | None:
+        tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in shapes]
+        reasons = {row.impl: row.reason for row in cmab_kernels.explain(operator, *tensors) if not row.usable}
+        return missing(implementation) or reasons.get(implementation.split(",")[0]) or lacking_memory(memory)
+
+    return refusal
+
+
+def missing(implementation: str) -> str | None:
+    """Says so where an implementation comes from a package that is not installed."""
+    if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
+        return f"not installed: pip install {implementation.split(' ')[0].replace(FLASH, 'flash-attn')}"
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a peer computes in where the operands are half precision, so that its result is right."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def identity(like: Tensor) -> Tensor:
+    """The identity matrix that can be added to `like`."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def doubled(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Copies in float64 that require gradients where the inputs do."""
+    return tuple(part.detach().double().requires_grad_(part.requires_grad) for part in inputs)
+
+
+def moved(size: int, dtype: str) -> Work | None:
+    """Work that is bytes alone; None where a cache may hold them from one call to the next."""
+    return Work(bytes=size, dtype=dtype) if size >= COLD_BYTES // 8 else None
+
+
+def direction(backward: bool) -> str:
+    """The value of the parameter `pass`."""
+    return "forward + backward" if backward else "forward"
+
+
+def way(backward: bool) -> str:
+    """The same as a part of a name."""
+    return direction(backward).replace(" ", "")
+
+
+def passes(function: Callable[..., Any], operands: int, backward: bool) -> Implementation:
+    """An implementation that gives `function` the first so many inputs; with a backward it returns the results and then their gradients,
+    for the gradients of the results that the other inputs hold."""
+
+    def run(inputs: Results) -> Results:
+        given, douts = inputs[:operands], inputs[operands:]
+        outs = function(*given)
+        outs = (outs,) if isinstance(outs, Tensor) else tuple(outs)
+        if not backward:
+            return outs
+        return *(out.detach() for out in outs), *torch.autograd.grad(outs, given, douts[: len(outs)])
+
+    return run

@@ -1,0 +1,522 @@
+"""Streams: tokens that come one by one, or in blocks, after a window, for operators and for modules. Figures are of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention
+
+from ..devices import device, generator, lacking_memory, normal
+from ..floors import Work, step_work
+from .attention import SDPA, exact, naive_attention
+from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, dtype_name, kernels, missing, refusing, wide
+from .eager import ITERATIONS, EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive
+
+BAND = "eager torch, by a band"
+EXPLICIT = "softmax(QK')V"
+EXACT = "cmab_kernels.continual_attention_step"
+
+Call = Callable[[], Results]
+
+
+class Tokens(NamedTuple):
+    """(1, H, n + t, D) each: the first window, and what comes after it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Streams(Tokens):
+    """Tokens with the streams that go on over them, each at its own pace, again and again over the tokens after the window."""
+
+    calls: dict[str, Call]
+
+
+class Ours:
+    """A state that nobody else holds, so that it is stepped in place."""
+
+    def __init__(self, step: Any, state: Any, **options: Any) -> None:
+        self.advance, self.state = partial(step, **options) if options else step, state
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, self.state = self.advance(self.state, query, key, value)
+        return out
+
+
+def all_steps(step: Callable[..., Tensor], tokens: Sequence[Sequence[Tensor]]) -> Call:
+    @torch.no_grad()
+    def call() -> Results:
+        return [step(*token) for token in tokens]
+
+    return call
+
+
+def streaming(made: Any, calls: Mapping[str, Callable[[], Call]], refusal: Callable[[str], str | None]) -> Any:
+    """Inputs with a stream for each implementation that can be measured here."""
+    made.calls = {name: start() for name, start in calls.items() if refusal(name) is None}
+    return made
+
+
+def _continued(name: str, inputs: Any) -> Results:
+    return inputs.calls[name]()
+
+
+class Shape(NamedTuple):
+    """So many calls of a step, with a token or a block of tokens each; outputs are of the new tokens, or of the whole window."""
+
+    window: int
+    width: int
+    heads: int
+    block: int
+    calls: int
+    retroactive: bool
+    dtype: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        return self.block * self.calls
+
+    @property
+    def output(self) -> str:
+        return "retroactive" if self.retroactive else "single"
+
+    @property
+    def sizes(self) -> dict[str, int | str]:
+        return {"output": self.output, "H": self.heads, "n": self.window, "D": self.width, "t": self.block}
+
+    @property
+    def suffix(self) -> str:
+        return f"-blocks-of-{self.block}" if self.block > 1 else ""
+
+    def made(self, seed: int) -> Streams:
+        random, shape = generator(seed), (1, self.heads, self.window + self.tokens, self.width)
+        return Streams(*(normal(random, *shape, dtype=self.dtype) for _ in range(3)))
+
+    def first(self, tokens: Tokens) -> list[Tensor]:
+        return [part[:, :, : self.window] for part in tokens]
+
+    def after(self, tokens: Tokens, block: int) -> list[tuple[Tensor, ...]]:
+        """What comes after the first window, in blocks, each in memory of its own, as a projection makes it."""
+        blocks = (part[:, :, self.window :].split(block, dim=2) for part in tokens)
+        return [tuple(part.contiguous() for part in block) for block in zip(*blocks, strict=True)]
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Options for one of ours: auto takes the kernel, which by name is checked once more."""
+        output = {"output": "retroactive"} if self.retroactive else {}
+        return output | ({"impl": name} if name == "reference" else {})
+
+    def widened(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A peer's step: sums in half precision would be wrong after a few tokens."""
+        if self.dtype == wide(self.dtype):
+            return step
+        return lambda *token: step(*(part.to(wide(self.dtype)) for part in token)).to(self.dtype)
+
+    def refusal(self, scan: str) -> Callable[[str], str | None]:
+        return refusing(scan, *3 * [(1, self.heads, 1, self.width)], dtype=self.dtype)
+
+
+def banded(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """(1, H, t, E) in float64: the attention of each of the last t tokens over the `window` newest that end with it."""
+    places = torch.arange(key.shape[2], device=key.device)
+    age = places[-query.shape[2] :, None] - places
+    outside = (age < 0) | (age >= window)
+    heads = zip(*(part[0].double() for part in (query, key, value)), strict=True)
+    return torch.stack([(q @ k.T * q.shape[-1] ** -0.5).masked_fill(outside, -torch.inf).softmax(-1) @ v for q, k, v in heads])[None]
+
+
+# ---- Nyström attention -----------------------------------------------------------------------------------------------------------------
+
+
+def _fewest(tokens: Tensor) -> Tensor:
+    """(H, t, D) of (1, H, t, D), or (t, D) of a single head: with the dimensions that eager torch is fastest with."""
+    return tokens[0, 0] if tokens.shape[1] == 1 else tokens[0]
+
+
+class NystromStreams:
+    """The streams of Nyström attention of one shape: ours, and eager torch's. Landmarks are fixed, or follow the window."""
+
+    scan = "continual_nystrom_step"
+
+    def __init__(self, shape: Shape, landmarks: int, fixed: bool) -> None:
+        self.shape, self.landmarks, self.fixed = shape, landmarks, fixed
+        self.kind = "fixed" if fixed else "continual"
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        output = "-retroactive" if s.retroactive else ""
+        return f"nystrom-step-{self.kind}{output}-{dtype_name(s.dtype)}-{s.heads}x{s.width}-n{s.window}-m{self.landmarks}{s.suffix}"
+
+    @property
+    def work(self) -> Work:
+        s = self.shape
+        return step_work(f"{self.kind} {s.output}", s.heads, s.window, self.landmarks, s.width, dtype_name(s.dtype))
+
+    @property
+    def sizes(self) -> dict[str, int | str]:
+        return {**self.shape.sizes, "m": self.landmarks, "landmarks": self.kind}
+
+    def given(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Fixed landmarks (H, m, D)."""
+        random, shape = generator(seed + 1000), (self.shape.heads, self.landmarks, self.shape.width)
+        made = (normal(random, *shape).to(self.shape.dtype).to(like.dtype) for _ in range(2))
+        return (next(made), next(made)) if self.fixed else None
+
+    def ours(self, name: str, tokens: Tokens, seed: int) -> Call:
+        given = self.given(seed, tokens.key)
+        state = continual_nystrom_init(*self.shape.first(tokens), None if given else self.landmarks, landmarks=given)
+        step = Ours(continual_nystrom_step, state, **self.shape.options(name)).step
+        return all_steps(step, self.shape.after(tokens, self.shape.block))
+
+    def eager(self, tokens: Tokens, seed: int) -> Call:
+        """A token at a time; outputs of a block are joined."""
+        call = all_steps(self.shape.widened(self._eager(tokens, seed).step), self._tokens(tokens, 1))
+        block = self.shape.block
+        return call if block == 1 else lambda: [torch.cat(list(outs), dim=-2) for outs in _batched(call(), block)]
+
+    def by_band(self, tokens: Tokens, seed: int) -> Call:
+        first, given = [part[0] for part in self.shape.first(tokens)], self.given(seed, tokens.key)
+        assert given is not None
+        stream = EagerBlocks(*first, self.shape.width**-0.5, given, ITERATIONS, self.shape.block)
+        return all_steps(self.shape.widened(stream.step), self._tokens(tokens, self.shape.block))
+
+    def _tokens(self, tokens: Tokens, block: int) -> list[tuple[Tensor, ...]]:
+        return [tuple(map(_fewest, token)) for token in self.shape.after(tokens, block)]
+
+    def _eager(self, tokens: Tokens, seed: int) -> EagerNystrom:
+        first = [part[0].to(wide(part.dtype)) for part in self.shape.first(tokens)]
+        stream = EagerRetroactive if self.shape.retroactive else EagerNystrom
+        return stream(*first, self.shape.width**-0.5, self.landmarks, self.given(seed, first[0]), ITERATIONS)
+
+    def exactly(self, tokens: Tokens) -> Results:
+        """The eager stream in float64, which is the definition to 1e-12, in blocks."""
+        s, stream = self.shape, self._eager(Tokens(*(part.double() for part in tokens)), seed=0)
+        outs = [stream.step(*(_fewest(part.double()) for part in token)) for token in s.after(tokens, 1)]
+        if s.retroactive:
+            return [out.reshape(1, s.heads, s.window, s.width) for out in outs]
+        rows = torch.stack([out.reshape(s.heads, s.width) for out in outs], dim=1)
+        return rows[None].split(s.block, dim=2)
+
+
+def _batched(items: Results, size: int) -> list[Results]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+@declared()
+def step(
+    window: int = 64,
+    width: int = 64,
+    heads: int = 1,
+    block: int = 1,
+    calls: int = 64,
+    retroactive: bool = False,
+    landmarks: int = 16,
+    fixed: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    shape = Shape(window, width, heads, block, calls, retroactive, dtype)
+    streams, ours = NystromStreams(shape, landmarks, fixed), kernels("continual_nystrom_step")
+    names = (*ours, EAGER, *((BAND,) if block > 1 and fixed else ()))
+    refusal = shape.refusal(streams.scan)
+
+    def inputs(seed: int) -> Streams:
+        made = shape.made(seed)
+        start = {name: partial(streams.ours, name, made, seed) for name in ours}
+        start |= {EAGER: partial(streams.eager, made, seed), BAND: partial(streams.by_band, made, seed)}
+        return streaming(made, {name: start[name] for name in names}, refusal)
+
+    def oracle(i: Streams) -> Mapping[str, Results]:
+        exactly = streams.exactly(i)
+        fewest = [_fewest(out) for out in exactly]
+        return dict.fromkeys(ours, exactly) | {EAGER: fewest, BAND: fewest}
+
+    return Case(
+        scan=streams.scan,
+        name=streams.name,
+        sizes=streams.sizes,
+        inputs=inputs,
+        implementations={name: partial(_continued, name) for name in names},
+        oracle=oracle,
+        baselines=(EAGER, BAND),
+        work=streams.work,
+        steps=dict.fromkeys(names, shape.tokens),
+        refusal=refusal,
+        smaller={"calls": 1},
+        dtype=dtype,
+    )
+
+
+@declared(threads=None)
+def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
+    """A step of 16 heads of 12 with 4 landmarks beside what it saves: attention of the whole window, computed again for every token.
+
+    Without the definition, which reads the window for every token and is no faster than what a step is beside.
+    """
+    shape = Shape(window, 12, 16, 1, calls, False, torch.float32)
+    streams = NystromStreams(shape, 4, fixed)
+    ours = kernels(streams.scan, definition=False)
+    names = (*ours, EXACT, SDPA, EXPLICIT)
+    usable = shape.refusal(streams.scan)
+
+    def refusal(name: str) -> str | None:
+        return usable(name) or lacking_memory(16 * shape.heads * window**2 if name == EXPLICIT else 2**30)
+
+    def inputs(seed: int) -> Streams:
+        made = shape.made(seed)
+        last = [part[:, :, -window:].contiguous() for part in made]
+        start: dict[str, Callable[[], Call]] = {name: partial(streams.ours, name, made, seed) for name in ours}
+        start[EXACT] = lambda: all_steps(
+            Ours(continual_attention_step, continual_attention_init(*shape.first(made))).step, shape.after(made, 1)
+        )
+        start[SDPA] = lambda: lambda: (F.scaled_dot_product_attention(*last),)
+        start[EXPLICIT] = lambda: lambda: (naive_attention(*last),)
+        return streaming(made, start, refusal)
+
+    def oracle(i: Streams) -> Mapping[str, Results]:
+        rows = banded(i.query[:, :, window:], i.key, i.value, window).split(1, dim=2)
+        (full,) = exact(*(part[:, :, -window:] for part in i))
+        return dict.fromkeys(ours, streams.exactly(i)) | {EXACT: rows, SDPA: (full,), EXPLICIT: (full,)}
+
+    return Case(
+        scan=streams.scan,
+        name=f"{streams.name}-beside-full",
+        sizes=streams.sizes,
+        inputs=inputs,
+        implementations={name: partial(_continued, name) for name in names},
+        oracle=oracle,
+        baselines=(SDPA, EXPLICIT),
+        others=(EXACT, SDPA, EXPLICIT),
+        work=streams.work,
+        steps=dict.fromkeys((*ours, EXACT), shape.tokens) | {SDPA: 1, EXPLICIT: 1},  # full attention is computed once a call
+        refusal=refusal,
+        smaller={"calls": 1},
+    )
+
+
+# ---- exact attention -------------------------------------------------------------------------------------------------------------------
+
+
+class ContinualInference:
+    """The step of the package's modules, without their projections."""
+
+    def __init__(self, first: Sequence[Tensor], retroactive: bool) -> None:
+        from continual.multihead_attention import retroactive_mha, single_output_mha
+
+        module = retroactive_mha if retroactive else single_output_mha
+        heads, window, width = first[0].shape[1:]
+        self.advance = module._scaled_dot_product_attention_step
+        like = {"dtype": first[0].dtype, "device": first[0].device}
+        self.state = module._scaled_dot_product_attention_default_state(1, window, heads * width, heads, **like)
+        for token in zip(*(part[0].unbind(1) for part in first), strict=True):
+            self.step(*token)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, self.state = self.advance(self.state, query, key, value)
+        return out
+
+
+@declared()
+def exact_step(
+    window: int = 120,
+    width: int = 12,
+    heads: int = 16,
+    block: int = 1,
+    calls: int = 64,
+    retroactive: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Exact attention continued: the newest output, or retroactive ones, those of the whole window anew."""
+    scan, shape = "continual_attention_step", Shape(window, width, heads, block, calls, retroactive, dtype)
+    ours, refusal = kernels(scan), shape.refusal(scan)
+    names = (*ours, *(() if retroactive else (EAGER,)), *((CONTINUAL_INFERENCE,) if block == 1 else ()))
+
+    def inputs(seed: int) -> Streams:
+        made = shape.made(seed)
+        first, after = shape.first(made), shape.after(made, block)
+
+        def by_ours(name: str) -> Call:
+            return all_steps(Ours(continual_attention_step, continual_attention_init(*first), **shape.options(name)).step, after)
+
+        def eager() -> Call:
+            return all_steps((EagerExact(*first[1:]) if block == 1 else EagerExactBlocks(*first[1:], block)).step, after)
+
+        def package() -> Call:
+            stream = ContinualInference([part.to(wide(part.dtype)) for part in first], retroactive)
+            return all_steps(shape.widened(stream.step), [[part[0, :, 0] for part in token] for token in after])
+
+        start = {name: partial(by_ours, name) for name in ours} | {EAGER: eager, CONTINUAL_INFERENCE: package}
+        return streaming(made, {name: start[name] for name in names}, refusal)
+
+    def oracle(i: Streams) -> Mapping[str, Results]:
+        """Attention over each token's window: of all its queries, or of the newest."""
+        if retroactive:
+            ends = range(window + 1, window + shape.tokens + 1)
+            found = [exact(*(part[:, :, end - window : end] for part in i))[0] for end in ends]
+        else:
+            found = list(banded(i.query[:, :, window:], i.key, i.value, window).split(block, dim=2))
+        return dict.fromkeys((*ours, EAGER), found) | {CONTINUAL_INFERENCE: [out[0] for out in found]}
+
+    return Case(
+        scan=scan,
+        name=f"exact-step-{shape.output}-{dtype_name(dtype)}-{heads}x{width}-n{window}{shape.suffix}",
+        sizes=shape.sizes,
+        inputs=inputs,
+        implementations={name: partial(_continued, name) for name in names},
+        oracle=oracle,
+        baselines=(EAGER, CONTINUAL_INFERENCE),
+        work=step_work(shape.output, heads, window, 1, width, dtype_name(dtype)),
+        steps=dict.fromkeys(names, shape.tokens),
+        refusal=refusal,
+        smaller={"calls": 1},
+        dtype=dtype,
+    )
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------------------------
+
+OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn.ContinualAttention"
+
+
+class Rows(NamedTuple):
+    """(B, n + t, C): the first window, and what comes after it."""
+
+    tokens: Tensor
+
+
+class RowStreams(Rows):
+    calls: dict[str, Call]
+
+
+def _module_step(names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int) -> Case:
+    """Modules over a stream, projections and all, float32: those of `names`, the first of which is measured, whose landmarks follow the
+    window. Where it is Nyström attention, modules of exact attention stand beside it, which compute something else."""
+    nystrom, features = names[0] == OURS, heads * width
+
+    @cache
+    def weights() -> nn.MultiheadAttention:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.MultiheadAttention(features, heads, batch_first=True, device=device())
+
+    def module(name: str) -> Any:
+        like: dict[str, Any] = {"batch_first": True, "device": device(), "sequence_len": window}
+        if name == OURS:
+            return ContinualNystromAttention(features, heads, num_landmarks=landmarks, **like)
+        if name == OURS_EXACT:
+            return ContinualAttention(features, heads, **like)
+        from continual import SingleOutputMultiheadAttention
+
+        return SingleOutputMultiheadAttention(features, heads, forward_returns_attn_mask=False, **like)
+
+    def split(packed: Tensor) -> list[Tensor]:
+        """(B H, t, D) of (B, t, 3 C)."""
+        return [part.flatten(0, 1) for part in packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)]
+
+    def eager(tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
+        """Each stream of each head a matrix of its own; one alone has no dimension for it, as torch is faster then."""
+        shape = (-1, 1, width) if batch * heads > 1 else (1, width)
+        stream = EagerNystrom(*split(F.linear(tokens[:, :window], enter)), width**-0.5, landmarks, None, ITERATIONS)
+
+        def step(token: Tensor) -> Tensor:
+            query, key, value = F.linear(token, enter).view(batch, 3, -1, 1, width).unbind(1)
+            out = stream.step(*(part.reshape(shape) for part in (query, key, value)))
+            return F.linear(out.view(batch, -1), leave)
+
+        return step
+
+    @torch.no_grad()
+    def started(name: str, tokens: Tensor) -> Call:
+        after = [(token.contiguous(),) for token in tokens[:, window:].unbind(1)]
+        if name == EAGER:
+            return all_steps(eager(tokens, weights().in_proj_weight, weights().out_proj.weight), after)
+        made = module(name)
+        made.load_state_dict(weights().state_dict(), strict=False)
+        made.forward_steps(tokens[:, :window])
+        return all_steps(made.forward_step, after)
+
+    def inputs(seed: int) -> RowStreams:
+        tokens = normal(generator(seed), batch, window + calls, features)
+        return streaming(RowStreams(tokens), {name: partial(started, name, tokens) for name in names}, missing)
+
+    @torch.no_grad()
+    def oracle(i: RowStreams) -> Mapping[str, Results]:
+        """With the projections in float64, the eager stream, which is the definition, and attention over each token's window."""
+        tokens, enter, leave = (part.double() for part in (i.tokens, weights().in_proj_weight, weights().out_proj.weight))
+        query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
+        rows = banded(query[:, :, window:], key, value, window)
+        rows = rows[0].unflatten(0, (batch, heads)).transpose(1, 2).flatten(-2)
+        results = dict.fromkeys((OURS_EXACT, CONTINUAL_INFERENCE), F.linear(rows, leave).unbind(1))
+        if nystrom:
+            step = eager(tokens, enter, leave)
+            results |= dict.fromkeys((OURS, EAGER), tuple(step(token) for token in tokens[:, window:].unbind(1)))
+        return results
+
+    scan = names[0].removeprefix("cmab_kernels.")
+    projections = Work(0.0, 2 * batch * 4 * features**2, 0.0)  # whose weights stay in a cache
+    return Case(
+        scan=scan,
+        name=f"{scan.removeprefix('nn.')}-step-float32-B{batch}-{heads}-heads-C{features}-n{window}{f'-m{landmarks}' if nystrom else ''}",
+        sizes={"B": batch, "H": heads, "n": window, "D": width, **({"m": landmarks} if nystrom else {})},
+        inputs=inputs,
+        implementations={name: partial(_continued, name) for name in names},
+        oracle=oracle,
+        baselines=(CONTINUAL_INFERENCE,),
+        others=(OURS_EXACT, CONTINUAL_INFERENCE) if nystrom else (),
+        work=step_work("continual single" if nystrom else "single", batch * heads, window, landmarks, width, "float32") + projections,
+        steps=dict.fromkeys(names, calls),
+        refusal=missing,
+        smaller={"calls": 1},
+    )
+
+
+@declared()
+def module_step(window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1, landmarks: int = 16) -> Case:
+    return _module_step((OURS, OURS_EXACT, EAGER, CONTINUAL_INFERENCE), window, width, calls, heads, batch, landmarks)
+
+
+@declared()
+def exact_module_step(window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1) -> Case:
+    return _module_step((OURS_EXACT, CONTINUAL_INFERENCE), window, width, calls, heads, batch, 16)
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+
+WINDOWS = (64, 256, 1024, 4096)
+
+
+def cases() -> Iterator[Case]:
+    yield from (step(window, quick=True) for window in WINDOWS)
+    yield from (step(window, fixed=False, calls=max(64, window // 16), quick=window == 64) for window in WINDOWS)
+    yield from (step(block=block, calls=8, quick=block == 64) for block in (8, 64))
+    yield from (step(fixed=False, block=block, calls=8) for block in (8, 64))
+    yield from (step(window, retroactive=True) for window in (64, 256, 1024))
+    yield from (step(landmarks=landmarks) for landmarks in (4, 8, 32))
+    yield from (step(width=width) for width in (16, 128))
+    yield from (step(heads=heads, calls=calls) for heads, calls in ((16, 64), (256, 32)))
+    yield step(heads=1024, calls=16)
+    yield from (step(heads=1024, calls=16, threads=2, fixed=fixed, quick=fixed) for fixed in (True, False))
+    yield from (step(dtype=dtype) for dtype in DTYPES)
+    yield from (beside_full(window, quick=window < 4096) for window in (120, 1024, 4096))
+    yield from (beside_full(window, fixed=False, calls=window // 4) for window in (120, 1024, 4096))
+
+    yield from (exact_step(window, quick=window == 120) for window in (120, 256, 1024, 4096))
+    yield from (exact_step(window, retroactive=True, calls=16) for window in (120, 256, 512))
+    yield from (exact_step(block=block, calls=8) for block in (8, 64))
+    yield from (exact_step(width=width) for width in (32, 64))
+    yield from (exact_step(heads=heads) for heads in (1, 128))
+    yield from (exact_step(dtype=dtype) for dtype in DTYPES)
+    yield exact_step(heads=128, threads=2)
+
+    yield from (module_step(window, calls=max(64, window // 16), quick=window == 64) for window in WINDOWS)
+    yield from (module_step(batch=batch) for batch in (4, 32))
+    yield from (module_step(heads=heads) for heads in (1, 16))
+    yield module_step(landmarks=4)
+    yield from (exact_module_step(window, quick=window == 64) for window in WINDOWS)

@@ -1,0 +1,26 @@
+"""What tests of the benchmarks are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.runs import Run
+from cmab_kernels import testing
+
+from . import synthetic
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Seed torch, and let uninitialised memory hold NaN, so that an element that nobody wrote is seen."""
+    torch.manual_seed(0)
+    with testing.poisoned_memory():
+        yield
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    return synthetic.run()

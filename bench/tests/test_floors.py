@@ -1,0 +1,114 @@
+"""Floors: the design's table for a GPU, a CPU's units that take turns, and work that is counted and not guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.floors import (
+    Rates,
+    Work,
+    attention_work,
+    floor,
+    inverse_work,
+    nystrom_work,
+    pinv_work,
+    ridge_work,
+    rows_work,
+    solve_work,
+    step_work,
+)
+from bench.harness import count_flops
+from bench.rates import rates_of
+from bench.scans.attention import attention
+
+H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float32": 395e12})
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "latents", "dtype", "exponentials", "matrix", "memory", "bound"),
+    [
+        (4, 16, 128, "bfloat16", 132, 41, 60, "exponentials"),
+        (8, 8, 128, "bfloat16", 265, 62, 60, "exponentials"),
+        (1, 64, 128, "bfloat16", 33, 41, 60, "memory"),
+        (8, 64, 512, "bfloat16", 1060, 1330, 480, "matrix"),
+        (4, 16, 128, "float32", 132, 83, 119, "exponentials"),
+    ],
+)
+def test_attention_on_a_gpu(heads, width, latents, dtype, exponentials, matrix, memory, bound):
+    """Microseconds at N = 1e6, to the three digits of the design; a GPU pads 8 to 16 where it multiplies."""
+    least = floor(attention_work(heads * latents * 10**6, heads * 10**6, width, width, dtype, device="cuda"), H200)
+    assert [1e6 * part for part in (least.exponentials, least.matrix, least.memory)] == pytest.approx(
+        [exponentials, matrix, memory], rel=0.02
+    )
+    assert least.bound == bound and least.seconds == max(least.exponentials, least.matrix, least.memory)
+
+
+def test_backward_takes_five_products_and_twice_the_traffic():
+    forward, backward = (attention_work(128 * 10**6, 10**6, 64, 64, "bfloat16", pass_, "cuda") for pass_ in (False, True))
+    assert backward.products == 2.5 * forward.products == 2 * 128e6 * 320
+    assert backward.bytes == 2 * forward.bytes and backward.exponentials == forward.exponentials
+
+
+def test_intention_on_a_gpu():
+    """The design's row: 256 x (N 1,024, d 64), 8 us of products, 31 of memory."""
+    least = floor(ridge_work(256 * 1024, 64, 64, "float32"), H200)
+    assert [1e6 * least.matrix, 1e6 * least.memory] == pytest.approx([8, 31], rel=0.03) and least.bound == "memory"
+    assert ridge_work(10, 4, 4, "float32", backward=True).products == 2 * ridge_work(10, 4, 4, "float32").products
+    assert ridge_work(10, 4, 4, "float32", exact=True).dtype == "float64"
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "bound"),
+    [
+        (Work(3, 2, 4), 5, "exponentials"),
+        (Work(2, 3, 4), 5, "matrix"),
+        (Work(2, 2, 5), 5, "memory"),
+    ],
+)
+def test_exponentials_and_products_take_turns_on_a_cpu(work, seconds, bound):
+    least = floor(work, Rates(1, 1, {"float32": 1}, together=True))
+    assert (least.seconds, least.bound) == (seconds, bound)
+    assert floor(work, Rates(1, 1, {"float32": 1})).seconds == max(work.exponentials, work.products, work.bytes)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_work_of_attention_is_what_torch_counts_of_the_definition(backward):
+    """The definition keeps its scores: its backward takes four products, and a fused one makes the scores again."""
+    case = attention(3, 8, keys=50, latents=5, backward=backward, batch=2)
+    scores = 2 * 3 * 5 * 50
+    _, counted = count_flops(lambda: case.implementations["naive"](case.inputs(0)))
+    again = 2 * scores * 8 if backward else 0
+    assert case.work.products == counted + again and case.work.exponentials == (2 if backward else 1) * scores
+    assert case.work.bytes == (6 if backward else 2) * case.inputs(0).key.nbytes
+
+
+def test_work_of_small_systems_is_what_torch_counts():
+    gram, rhs = torch.eye(6).expand(5, 6, 6), torch.ones(5, 6, 2)
+    _, counted = count_flops(lambda: (torch.cholesky_solve(rhs, torch.linalg.cholesky_ex(gram)[0]),))
+    assert solve_work(5, 6, 2, "float32").products == counted
+    assert inverse_work(5, 6, "float64").products == 5 * 6**3 and inverse_work(5, 6, "float64").bytes == 5 * 2 * 36 * 8
+    query, weight = torch.ones(7, 3), torch.ones(3, 4)
+    assert rows_work(7, 3, 4, "float32").products == count_flops(lambda: (query @ weight,))[1]
+
+
+def test_work_of_nystrom_attention():
+    assert pinv_work(3, 4, 6, "float32").products == 3 * 6 * 4 * 2 * 4**3
+    window = nystrom_work(2, 100, 4, 8, 8, 6, "float32")
+    assert window.exponentials == 2 * (2 * 100 * 4 + 16) and window.bytes == 2 * 100 * 32 * 4
+    assert step_work("fixed single", 2, 64, 16, 64, "float32").exponentials == 2 * 3 * 16
+    assert step_work("single", 2, 64, 16, 64, "float32").exponentials == 2 * 64
+    assert step_work("fixed retroactive", 1, 64, 16, 64, "float32").products > step_work("fixed single", 1, 64, 16, 64, "float32").products
+    with pytest.raises(AssertionError, match="full"):
+        step_work("full", 1, 64, 16, 64, "float32")
+
+
+def test_work_adds_up():
+    assert Work(1, 2, 3, "float64") + Work(10, 20, 30, "float64") == Work(11, 22, 33, "float64")
+
+
+def test_rates_of_this_machine_are_sensible():
+    rates = rates_of("cpu")
+    assert rates.together and rates.matrix.keys() == {"float64", "float32", "bfloat16", "float16"}
+    assert 1e9 < rates.memory < 1e13 and rates.matrix["float32"] > 1e9 and rates.matrix["bfloat16"] >= rates.matrix["float32"]
+    assert rates.exponentials < rates.matrix["float32"] / 2

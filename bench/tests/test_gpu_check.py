@@ -1,0 +1,196 @@
+"""The GPU check as far as a machine without a GPU shows it: floors of the design's table, what is covered, the table, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import devices, gpu_check, provenance
+from bench.floors import Rates, floor
+from bench.gpu import nystrom_parity, parity, ridge_parity, solve_parity, timings, window_parity
+from bench.gpu.printed import table
+from bench.gpu.problems import key_of
+from bench.gpu.results import Report
+from bench.gpu.sections import Outcome
+
+ROOT = Path(gpu_check.__file__).parents[1]
+H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float16": 790e12, "float32": 395e12})
+MACHINE = {"gpu": "NVIDIA H200", "commit": "unknown", "date": "2026-01-01T00:00:00+00:00"}
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[None]:
+    """Cases as they are on a GPU."""
+    devices.measure_on("cuda")
+    yield
+    devices.measure_on("cpu")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_floors() -> None:
+    """Microseconds of the design's table, which rounds to three digits at most; a backward adds its own."""
+    forward, backward = ([case for case in timings.attention_cases() if (case.sizes["pass"] == "forward") == way] for way in (True, False))
+    least = [floor(case.work, H200) for case in forward[:5]]
+    expected = [(132, "exponentials"), (265, "exponentials"), (60, "memory"), (1330, "matrix"), (132, "exponentials")]
+    assert [(one.seconds * 1e6, one.bound) for one in least] == [(pytest.approx(time, rel=0.02), bound) for time, bound in expected]
+    for one, both in zip(forward, backward, strict=True):
+        assert 1.9 < floor(both.work, H200).seconds / floor(one.work, H200).seconds < 4
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_peers_and_shapes_of_timings() -> None:
+    """Every peer of the design, at its shapes; each row has a key of its own, and ours come first."""
+    keys = [task.key for task in timings.tasks("cuda", {})]
+    for peer in ("flash_attention", "cudnn_attention", "efficient_attention", "math", "flash-attention", "naive", "triton, tf32"):
+        assert any(peer.removesuffix("_attention") in key for key in keys), peer
+    assert len(set(keys)) == len(keys) and not any("compiled" in key for key in keys)
+    peers = [task.peer for task in timings.tasks("cuda", {})[1:]]
+    assert peers == sorted(peers) and 0 < sum(peers) < len(peers)
+    assert all(task.key.endswith("compiled") for task in timings.compiled_tasks("cuda", {}))
+    assert timings.tuned_tasks("cuda", {}) == [] and timings.tuned_tasks("cuda", {"tune": [{"written": True}]})
+    steps = [task.key for task in timings.continual_tasks("cuda", {})]
+    assert sum(key.endswith("not captured") for key in steps) == len(steps) / 2
+
+
+# ---- what is covered
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def test_every_dtype_width_and_variant_is_checked() -> None:
+    seen = list(parity.problems())
+    assert {(p.dtype, p.width) for p in seen} >= {(d, w) for d in DTYPES for w in (8, 16, 64, 128, 256)}
+    assert {p.variant for p in seen} == {"plain", "mask", "packed", "state", "strided"} and len(set(seen)) == len(seen)
+
+
+def test_every_dtype_and_variant_of_intention_is_checked() -> None:
+    seen = list(ridge_parity.problems())
+    assert {(p.impl, p.dtype, p.width) for p in seen} >= {(i, d, w) for i in ("triton", "cuda") for d in DTYPES for w in (16, 33, 64, 128)}
+    assert {p.variant for p in seen} == {"plain", "masked", "strided", "huge"} and {p.exact for p in seen} == {False, True}
+    assert {p.variant for p in solve_parity.problems()} == {"plain", "strided", "bad"}
+
+
+def test_every_dtype_and_variant_of_windows_is_checked() -> None:
+    seen = list(window_parity.problems())
+    assert {(p.dtype, p.variant) for p in seen} == {(d, v) for d in DTYPES for v in ("means", "masked", "given", "exact")}
+
+
+@pytest.mark.parametrize("module", [parity, ridge_parity, solve_parity, window_parity, nystrom_parity])
+def test_keys_are_stable_and_differ(module: Any) -> None:
+    keys = [key_of(problem) for problem in module.problems()]
+    assert len(set(keys)) == len(keys) and keys == [key_of(problem) for problem in module.problems()]
+
+
+def test_every_sections_tasks_can_be_found() -> None:
+    import importlib
+
+    for section in gpu_check.SECTIONS.values():
+        module, function = section.tasks.split(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+# ---- the table
+
+
+def _table(**outcomes: Outcome) -> str:
+    return table(Report(Path("x.json"), MACHINE, outcomes), gpu_check.SECTIONS)
+
+
+def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
+    good, bad = {"key": "a", "ok": True}, {"key": "b", "ok": False, "share": 2.0}
+    over = {"key": "c", "ok": True, "passed over": "it was not built"}
+    text = _table(parity=Outcome([good, bad], True), ridge_parity=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s"))
+    assert "parity: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
+    assert "ridge_parity: 2 of 2 right, incomplete: stopped after 90 s" in text
+    assert "passed over, 2 rows: it was not built" in text
+    stopped = [{"key": f"row {i}", "ok": False, "problem": "out of memory"} for i in range(5)]
+    assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(repeats=Outcome(stopped, True))
+    assert "not run yet: nystrom_parity" in text and "timings" in text.splitlines()[-1]
+
+
+def test_the_table_has_times_beside_floors_and_peers() -> None:
+    row = {"key": "some case; triton", "group": "some case", "extra_memory": 2**21, "result_memory": 2**20, "error": 1e-3}
+    ours = row | {"seconds": [2e-4, 1.9e-4, 2.1e-4], "floor": 1e-4, "bound": "matrix"}
+    peer = row | {"key": "some case; flash", "seconds": [3e-4, 3e-4, 3e-4], "speed_up": [1.5, 1.4, 1.6]}
+    absent = {"key": "some case; flash-attn", "group": "some case", "problem": "not installed: pip install flash-attn"}
+    text = _table(timings=Outcome([peer, absent, ours], True))
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("timings"))
+    assert lines[at + 1] == "  some case"
+    assert "triton" in lines[at + 2] and "200 us" in lines[at + 2] and "50% of it" in lines[at + 2] and "+1.0 MiB" in lines[at + 2]
+    assert "flash " in lines[at + 3] and "1.50 times ours" in lines[at + 3], "the fastest first"
+    assert "flash-attn: not installed: pip install flash-attn" in lines[at + 4] and "WRONG" not in text
+
+
+def test_the_table_says_what_floors_were_computed_with_and_the_clocks() -> None:
+    text = _table(timings=Outcome([], True, "", {"clocks.sm": "1980 MHz", "throttling": "0x0"}))
+    assert "timings, clocks.sm 1980 MHz, throttling 0x0" in text.splitlines()
+    text = _table(
+        timings=Outcome([{"key": "rates", "rates": {"exponentials": 3.87e12, "memory": 4.3e12, "matrix": {"bfloat16": 790e12}}}], True)
+    )
+    assert "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in text
+
+
+def test_the_table_says_what_tuning_gained() -> None:
+    row = {"key": "attention.forward, bfloat16, 16 wide", "ok": True, "written": True, "gain": 0.2, "noise": 0.01}
+    row |= {"built-in": [128, 64, 4, 3], "tiles": [64, 64, 4, 3]}
+    text = _table(tune=Outcome([row, row | {"key": "other", "written": False}], True))
+    assert "tuning: 1 of 2 block sizes are better" in text and "[128, 64, 4, 3] -> [64, 64, 4, 3]: 20.0% faster, noise 1.0%" in text
+
+
+# ---- the machine, and refusals
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench" / "gpu_check.py"), "--output", str(tmp_path)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr == "gpu_check: there is no GPU that torch can use\n" and not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.commit() == "unknown"
+    monkeypatch.setenv("PATH", "")
+    assert provenance.commit() == "unknown" and provenance.ask("a", "b") == {"a": "unknown", "b": "unknown"}
+    assert provenance.gpu_state()["throttling"] == "unknown"
+
+
+def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails as a whole where it does not know a field: throttling has two names."""
+
+    def output(*command: str) -> str:
+        if "clocks_event_reasons.active" in command[3]:
+            return "unknown"
+        return {"--query-gpu=clocks_throttle_reasons.active": "0x0000000000000001"}.get(command[3], "1980 MHz, 3201 MHz, 40, 100 W")
+
+    monkeypatch.setattr(provenance, "output", output)
+    assert provenance.gpu_state() == {
+        "clocks.sm": "1980 MHz",
+        "clocks.mem": "3201 MHz",
+        "temperature.gpu": "40",
+        "power.draw": "100 W",
+        "throttling": "0x0000000000000001",
+    }
+
+
+def test_the_digest_follows_the_sources_and_not_the_tuned_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cmab_kernels").mkdir()
+    source, tiles = tmp_path / "cmab_kernels" / "a.py", tmp_path / "cmab_kernels" / "tiles.json"
+    source.write_text("1")
+    tiles.write_text("{}")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    first = provenance.digest()
+    tiles.write_text("[]")
+    assert provenance.digest() == first
+    source.write_text("2")
+    assert provenance.digest() != first

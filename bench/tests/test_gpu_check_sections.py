@@ -1,0 +1,265 @@
+"""How the GPU check runs: rows within limits, what hangs or dies costs its row alone, and what was cut off goes on. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import gpu_check
+from bench.gpu.results import Report, file_name, opened
+from bench.gpu.sections import Outcome, Section, run
+from bench.runs import write_json
+
+FAKE = "bench.tests.fake_sections"
+MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """How often a fake row was run."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    monkeypatch.setenv(FAKE.rsplit(".", 1)[1].upper() + "_MARKS", str(folder))
+    return lambda key: len(list(folder.glob(f"{key}.*")))
+
+
+def _section(name: str, limit: float = 20.0, **options: Any) -> Section:
+    return Section(f"{FAKE}:{name}", limit, **options)
+
+
+def _rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    return {row["key"]: row for row in outcome.rows}
+
+
+# ---- one section
+
+
+def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
+    outcome, kept = Outcome(), []
+    run(_section("mixed", row_limit=1.0), "cpu", outcome, {}, lambda: kept.append(len(outcome.rows)))
+    rows = _rows(outcome)
+    assert outcome.complete and not outcome.problem and not outcome.right
+    assert set(rows) == {"first", "raises", "peer raises", "dies", "between", "hangs", "last"}
+    assert (
+        rows["first"]["ok"]
+        and rows["last"]["ok"]
+        and rows["between"] | {"took": 0}
+        == {
+            "key": "between",
+            "ok": False,
+            "share": 2.0,
+            "took": 0,
+        }
+    )
+    assert not rows["raises"]["ok"] and rows["raises"]["problem"] == "RuntimeError: out of memory"
+    assert "ok" not in rows["peer raises"] and "out of memory" in rows["peer raises"]["problem"], (
+        "what a peer cannot do is no fault of ours"
+    )
+    assert not rows["dies"]["ok"] and "exit code 9" in rows["dies"]["problem"]
+    assert "ok" not in rows["hangs"] and rows["hangs"]["problem"] == "stopped after 1 s"
+    assert all(runs(key) == 1 for key in rows)
+    assert kept == sorted(kept) and len(kept) > 2, "what is there is kept while more is made"
+
+
+def test_several_workers_share_the_rows(runs: Callable[[str], int], tmp_path: Path) -> None:
+    outcome = Outcome()
+    run(_section("fine", workers=2), "cpu", outcome, {})
+    assert outcome.right and set(_rows(outcome)) == {f"row {i}" for i in range(4)}
+    assert all(runs(key) == 1 for key in _rows(outcome))
+
+
+def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = Outcome()
+    start = time.monotonic()
+    run(_section("slow", limit=3.0), "cpu", outcome, {})
+    assert time.monotonic() - start < 10
+    assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 3 s"
+    monkeypatch.setenv("FAKE_SECTIONS_FAST", "1")
+    run(_section("slow"), "cpu", outcome, {})
+    assert outcome.right and set(_rows(outcome)) == {"row 0", "row 1", "slow"}
+    assert [runs(key) for key in ("row 0", "row 1", "slow")] == [1, 1, 2]
+
+
+def test_wrong_rows_are_tried_again_and_last(runs: Callable[[str], int]) -> None:
+    """A row that was right stays as it was."""
+    outcome = Outcome([{"key": "row 0", "ok": False}, {"key": "row 2", "ok": True, "old": True}], complete=True)
+    run(_section("fine"), "cpu", outcome, {})
+    assert outcome.right and [runs(f"row {i}") for i in range(4)] == [1, 1, 0, 1] and _rows(outcome)["row 2"]["old"]
+    assert [row["key"] for row in outcome.rows][-1] == "row 0"
+
+
+def test_what_a_row_started_is_stopped_with_it(runs: Callable[[str], int], tmp_path: Path) -> None:
+    outcome = Outcome()
+    run(_section("starting", row_limit=1.0), "cpu", outcome, {})
+    assert outcome.rows[0]["problem"] == "stopped after 1 s"
+    process = Path("/proc") / (tmp_path / "marks" / "program").read_text()
+    for _ in range(50):
+        if not process.exists() or "\nState:\tZ" in (process / "status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("its program still runs")
+
+
+def test_earlier_sections_are_seen(runs: Callable[[str], int]) -> None:
+    outcome = Outcome()
+    run(_section("reading"), "cpu", outcome, {"fine": [{"key": "row 0"}]})
+    assert outcome.rows[0]["saw"] == ["row 0"]
+
+
+@pytest.mark.parametrize(
+    "name, problem", [("broken", "ImportError: no such module"), ("dead_on_arrival", "exit code 5 before the first row")]
+)
+def test_a_section_that_cannot_begin_says_why(name: str, problem: str, runs: Callable[[str], int]) -> None:
+    outcome = Outcome()
+    run(_section(name), "cpu", outcome, {})
+    assert not outcome.complete and not outcome.right and problem in outcome.problem and outcome.rows == []
+
+
+def test_nothing_to_do_is_right(runs: Callable[[str], int]) -> None:
+    outcome = Outcome()
+    run(_section("empty"), "cpu", outcome, {})
+    assert outcome.right and outcome.rows == []
+
+
+# ---- the file
+
+
+def test_a_report_is_continued(tmp_path: Path) -> None:
+    report = opened(tmp_path, MACHINE, False)
+    report.outcomes["parity"] = Outcome([{"key": "a", "ok": True}], True, "", {"clocks.sm": "1980 MHz"})
+    report.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_check_nvidia-h200_2026-01-02.json"]
+    assert asdict(opened(tmp_path, MACHINE, False).outcomes["parity"]) == asdict(report.outcomes["parity"])
+    assert opened(tmp_path, MACHINE, True).outcomes == {}, "--force begins anew"
+    assert opened(tmp_path, MACHINE | {"date": "2026-01-03T00:00:00"}, False).outcomes == {}, "another day has another file"
+
+
+@pytest.mark.parametrize("changed", ["gpu", "commit", "sources"])
+def test_a_report_of_something_else_is_not_continued(changed: str, tmp_path: Path) -> None:
+    report = opened(tmp_path, MACHINE, False)
+    report.save()
+    content = json.loads(report.path.read_text())
+    content["machine"][changed] = "other"
+    write_json(report.path, content)
+    before = report.path.read_bytes()
+    with pytest.raises(ValueError, match=rf"of another {changed}: .*--output.*--force"):
+        opened(tmp_path, MACHINE, False)
+    assert report.path.read_bytes() == before
+    opened(tmp_path, MACHINE, True)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 2, "machine": {}, "sections": {}}'])
+def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / file_name(MACHINE)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"not a result of this check.*--force"):
+        opened(tmp_path, MACHINE, False)
+    assert path.read_text() == content
+
+
+def test_rows_without_a_key_are_refused(tmp_path: Path) -> None:
+    report = Report(tmp_path / file_name(MACHINE), MACHINE, {"parity": Outcome([{"ok": True}])})
+    report.save()
+    with pytest.raises(ValueError, match="not a result of this check"):
+        opened(tmp_path, MACHINE, False)
+
+
+# ---- a call
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command with two fake sections, as if there were a GPU, on a clock of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
+    monkeypatch.setattr(
+        gpu_check, "SECTIONS", {"one": _section("fine", 100.0), "two": _section("mixed", 300.0), "three": _section("fine", 90.0)}
+    )
+    clock = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+
+    def made(section: Section, device: str, outcome: Outcome, before: Any, keep: Callable[[], None]) -> None:
+        assert device == "cuda"
+        clock[0] += section.limit
+        times = outcome.rows[0]["times"] + 1 if outcome.rows else 1
+        outcome.add({"key": "row", "ok": section.limit != 300.0 or times > 1, "times": times})
+        outcome.complete = True
+        keep()
+
+    monkeypatch.setattr(gpu_check, "run", made)
+
+    def call(*arguments: str) -> int:
+        clock[0] = 1000.0
+        return gpu_check.main(["--output", str(tmp_path), *arguments])
+
+    return call
+
+
+def test_a_call_stays_within_its_budget(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What does not fit is left and named; the next call takes it, and what was wrong; the one after finds nothing to do."""
+    assert calls() == 1
+    printed = capsys.readouterr().out
+    assert "not run, for want of time: three; go on with --sections three" in printed and "two: 0 of 1 right" in printed
+    assert calls() == 0
+    content = json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"]
+    assert [content[name]["rows"][0]["times"] for name in ("one", "two", "three")] == [1, 2, 1], "the right one was not run again"
+    assert content["one"]["state"] == {"clocks.sm": "1980 MHz"}
+    assert calls() == 0 and json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"] == content
+
+
+def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_path: Path) -> None:
+    assert calls("--sections", "one") == 0
+    assert calls("--sections", "one,three,one") == 0
+    content = json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"]
+    assert {name: section["rows"][0]["times"] for name, section in content.items()} == {"one": 1, "three": 1}, "anew, and once"
+
+
+def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert calls("--sections", "one,nonsense") == 2
+    assert capsys.readouterr().err == "gpu_check: unknown sections: nonsense; there are one, two, three\n"
+    path = tmp_path / file_name(MACHINE)
+    path.write_text("foreign")
+    assert calls() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "not a result of this check" in said and path.read_text() == "foreign"
+    assert calls("--sections", "one", "--force") == 0 and "foreign" not in path.read_text()
+
+
+def test_what_was_tuned_lies_beside_the_results(calls: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a machine whose checkout does not come back."""
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"tune": _section("fine", 100.0)})
+    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
+    gpu_check.tiles.FILE.write_text("{}")
+    copy = tmp_path / "gpu_check_nvidia-h200_2026-01-02_tiles.json"
+    assert calls() == 0 and not copy.exists(), "nothing was written to it"
+
+    def tuned(section: Section, device: str, outcome: Outcome, *_: Any) -> None:
+        outcome.add({"key": "a", "ok": True, "written": True, "gain": 0.2, "noise": 0.0, "built-in": [4], "tiles": [8]})
+        outcome.complete = True
+
+    monkeypatch.setattr(gpu_check, "run", tuned)
+    assert calls("--sections", "tune") == 0 and copy.read_text() == "{}"
+
+
+def test_every_section_fits_into_a_call() -> None:
+    for name, section in gpu_check.SECTIONS.items():
+        assert section.limit <= gpu_check.BUDGET - gpu_check.TO_FINISH - 30, name
+        assert section.row_limit <= section.limit and section.workers >= 1, name
+    assert gpu_check.BUDGET == 480
+
+
+def test_figures_are_taken_alone() -> None:
+    """Two processes on one GPU would each see the other's load."""
+    timed = [section for name, section in gpu_check.SECTIONS.items() if not section.judged or name == "tune"]
+    assert len(timed) == 7 and all(section.workers == 1 for section in timed)

@@ -1,0 +1,201 @@
+"""What measures measures: memory, turns, FLOPs, ratios, and no speed without a right result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import harness
+from bench.floors import Rates
+from bench.plugin import CLOCK
+from bench.runs import Spread
+from bench.scans import attention, continual, intention
+from bench.scans.attention import NAIVE, SDPA
+from bench.scans.case import EAGER, Case
+from bench.scans.intention import CHOLESKY
+from cmab_kernels.measure import Peak, available_memory, interleave, peak_memory, readable, seconds
+
+from .tasks import MIB, failing, planted
+
+TOLERANCE = MIB // 2
+FORWARD = attention.attention(2, 8, keys=50, latents=4, batch=3)
+BACKWARD = attention.attention(2, 8, keys=50, latents=4, backward=True, transposed=True)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------------------------
+
+
+HELD = [(0, 4, 0, 1), (3, 4, 0, 1), (100, 4, 0, 1), (8, 2 * MIB, 0, 1), (8, 4, 32, 1), (2, 4, 0, 64)]
+
+
+@pytest.mark.parametrize(("size", "result", "leftover", "warm_up"), HELD)
+def test_memory_probe_sees_what_was_held(size: int, result: int, leftover: int, warm_up: int):
+    """By the task alone: neither what was freed while it was prepared nor an earlier task counts; results are told from the rest."""
+    peak = peak_memory(planted, size * MIB, result, leftover * MIB, warm_up=(warm_up * MIB,))
+    assert peak.results == result and abs(peak.extra - size * MIB - result) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "error"), [("hangs", TimeoutError), ("dies", RuntimeError), ("raises", RuntimeError)])
+def test_memory_probe_says_what_went_wrong(kind: str, error: type[Exception]):
+    with pytest.raises(error, match={"hangs": "not done after", "dies": "exit code 3", "raises": "ValueError: what went wrong"}[kind]):
+        peak_memory(failing, kind, warm_up=("nothing",), limit=2.0 if kind == "hangs" else 60.0)
+
+
+def test_available_memory_is_positive():
+    assert available_memory() > 0
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_take_turns_and_take_turns_in_going_first():
+    order = []
+    samples = interleave({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3)
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
+    order.clear()
+    interleave({name: lambda name=name: order.append(name) for name in "ab"}, rounds=2, repeats={"b": 2})
+    assert "".join(order) == "abb" + "bba"
+
+
+def test_a_sample_is_the_mean_of_its_repeats(monkeypatch: pytest.MonkeyPatch):
+    ticks = iter((10.0, 10.5))
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    assert seconds(lambda: None, repeats=5) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.01234, "12.3 ms"), (3.456e-6, "3.46 us"), (1e-8, "0.01 us")])
+def test_readable(value: float, text: str):
+    assert readable(value) == text
+
+
+def test_a_ratio_is_of_medians_with_the_quartiles_within_rounds():
+    assert harness.ratio([1.0, 2.0, 3.0, 100.0, 4.0], [2.0, 4.0, 6.0, 200.0, 16.0]) == Spread(0.5, 0.5, 0.5)
+    assert harness.spread([4.0, 1.0, 2.0, 5.0, 3.0]) == Spread(3.0, 2.0, 4.0)
+
+
+def test_the_clock_replays_a_sample_exactly():
+    CLOCK.reset()
+    before = CLOCK()
+    CLOCK.advance(1.25e-6)
+    assert CLOCK() - before == 1.25e-6
+
+
+def test_calls_go_round_copies_of_the_inputs():
+    seen = []
+    call = harness.timed_call(seen.append, ["first", "second"])
+    for _ in range(3):
+        call()
+    assert seen == ["first", "second", "first"]
+
+
+# ---- what a row says -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("name", [SDPA, NAIVE, "reference"])
+def test_flops_of_peers_are_those_of_the_products(case: Case, name: str):
+    backward = case.sizes["pass"] != "forward"
+    products = (7 if name == SDPA else 6) if backward else 2  # torch's attention computes its scores again for the backward
+    scores = math.prod(case.sizes[letter] for letter in "BHLN")
+    inputs = case.inputs(0)
+    results, flops = harness.count_flops(lambda: case.implementations[name](inputs))
+    assert flops == products * 2 * scores * case.sizes["D"]
+    assert harness.relative_error(results, case.expected(inputs)[name]) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "columns", "batch"), [(6, 6, 5), (9, 1, 3)])
+def test_operations_of_a_solve_are_counted(width: int, columns: int, batch: int):
+    case = intention.solve(width, columns, batch)
+    inputs = case.inputs(0)
+    _, flops = harness.count_flops(lambda: case.implementations[CHOLESKY](inputs))
+    assert flops == batch * (width**3 // 3 + 2 * width**2 * columns)
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured in another process."""
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
+
+
+@pytest.fixture
+def clock(no_memory: None, monkeypatch: pytest.MonkeyPatch):
+    """Says how long each implementation takes."""
+
+    def take(took: dict[str, float]) -> None:
+        monkeypatch.setattr(harness, "interleave", lambda calls, rounds, *_, **__: {name: [took[name]] * rounds for name in calls})
+
+    return take
+
+
+def with_naive(case: Case, naive) -> Case:
+    return replace(case, implementations={**case.implementations, NAIVE: lambda i: (naive(*i[:3]),)})
+
+
+@pytest.mark.parametrize("fault", ["scaled", "nan", "shape"])
+def test_a_wrong_result_has_no_speed(fault: str, no_memory: None):
+    def wrong(query, key, value):
+        out = F.scaled_dot_product_attention(query, key, value)
+        return {"scaled": out * 1.001, "nan": out.masked_fill(out == out.max(), math.nan), "shape": out[:, :1]}[fault]
+
+    group = harness.measure(with_naive(FORWARD, wrong), [SDPA, NAIVE], budget=0.01)
+    assert group.at_fault(NAIVE) and group.problems.keys() == {NAIVE} and group.problems[NAIVE].startswith("wrong")
+    assert group.rows.keys() == group.samples.keys() == {SDPA} and group.rows[SDPA].ratio.median == 1.0
+
+
+def test_threads_are_those_of_the_case_while_it_is_measured(monkeypatch: pytest.MonkeyPatch):
+    before, seen = torch.get_num_threads(), []
+
+    def noticed(query, key, value):
+        seen.append(torch.get_num_threads())
+        return attention.naive_attention(query, key, value)
+
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: seen.append(torch.get_num_threads()) or Peak(0, 0))
+    group = harness.measure(replace(with_naive(FORWARD, noticed), threads=before + 1), [NAIVE], budget=0.01)
+    assert set(seen) == {before + 1} == {group.rows[NAIVE].threads} and torch.get_num_threads() == before
+
+
+def test_ratios_are_to_the_fastest_baseline_and_speed_ups_over_peers(clock):
+    clock({NAIVE: 3.0, SDPA: 1.0, "native": 0.5})
+    for baselines in ((NAIVE, SDPA), (SDPA, NAIVE)):
+        rows = harness.measure(replace(FORWARD, baselines=baselines), ["native", NAIVE, SDPA], budget=0.01).rows
+        found = {name: (row.baseline, row.ratio.median, row.speed_up and row.speed_up.median) for name, row in rows.items()}
+        assert found == {"native": (SDPA, 0.5, None), NAIVE: (SDPA, 3.0, 6.0), SDPA: (SDPA, 1.0, 2.0)}
+    alone = harness.measure(replace(FORWARD, baselines=("absent",)), [NAIVE], budget=0.01).rows[NAIVE]
+    assert (alone.baseline, alone.ratio, alone.speed_up) == (None, None, None)
+
+
+def test_a_number_that_is_none_is_an_error_wherever_it_is():
+    good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert harness.relative_error([good, good], [good, good]) == 0.0
+    assert harness.relative_error([good, bad], [good, good]) == harness.relative_error([bad, good], [good, good]) == math.inf
+
+
+def test_a_row_says_how_near_it_is_to_the_floor(clock, monkeypatch: pytest.MonkeyPatch):
+    clock({NAIVE: 1e9, SDPA: 1e9})
+    monkeypatch.setattr(harness, "rates_of", lambda device: Rates(1.0, 1.0, {"float32": 1.0}, together=True))
+    rows = harness.measure(replace(FORWARD, others=(NAIVE,)), [SDPA, NAIVE], budget=0.01).rows
+    scores = 3 * 2 * 4 * 50
+    assert rows[SDPA].floor == scores + 2 * scores * 16 and rows[SDPA].bound == "matrix" and rows[NAIVE].floor is None
+
+
+def test_figures_are_of_a_step(clock):
+    clock({EAGER: 12.0})
+    one, many = (harness.measure(continual.step(16, 8, landmarks=3, calls=calls), [EAGER], budget=0.01).rows[EAGER] for calls in (1, 6))
+    assert one.seconds.median == 12.0 and many.seconds.median == 2.0 and one.flops == many.flops > 0
+    assert many.gflops == pytest.approx(6 * one.gflops)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(NAIVE, False), ("native", True), ("reference", True)])
+def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(name: str, wrong: bool, monkeypatch: pytest.MonkeyPatch):
+    def hang(*_, **__):
+        raise TimeoutError("not done after 60 s")
+
+    monkeypatch.setattr(harness, "peak_memory", hang)
+    group = harness.measure(FORWARD, [name], budget=0.01)
+    assert group.problems == {name: f"{'failed: ' if wrong else ''}not done after 60 s"}
+    assert group.at_fault(name) == wrong and not group.rows and not group.samples

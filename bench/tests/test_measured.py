@@ -1,0 +1,91 @@
+"""docs/measured.md, the README's headline table and the plot are those of the newest committed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bench.report import measured, plots
+from bench.runs import Run
+
+from . import synthetic
+
+STALE = "stale: python -m bench.report.measured"
+TABLE = measured.Table("Some", "all float32", {"latent-forward-float32-D16-N1000": "attention", "absent": "nothing"}, "its attention")
+GROUP = "latent-forward-float32-D16-N1000"
+
+
+@pytest.fixture(scope="module")
+def newest() -> Run:
+    run = measured.newest_run()
+    assert run is not None
+    return run
+
+
+def test_the_page_is_of_the_newest_committed_run(newest: Run):
+    assert measured.PAGE.read_text() == measured.page(newest), STALE
+
+
+def test_the_readme_has_the_headline_of_the_newest_committed_run(newest: Run):
+    text = measured.README.read_text()
+    assert measured.insert(text, measured.table(newest, measured.TABLES[0])) == text, STALE
+
+
+def test_the_plot_is_of_the_newest_committed_run(newest: Run):
+    with Image.open(measured.PLOT) as plot:
+        assert (plot.text["Run"], plot.text["Digest"]) == (newest.name, plots.digest(newest)), STALE
+
+
+def test_every_row_of_a_table_is_in_the_newest_run(newest: Run):
+    for shown in measured.TABLES:
+        assert measured.table(newest, shown).count("\n| ") == len(shown.labels), shown.title
+
+
+def saved(folder: Path, name: str, **changes: object) -> Run:
+    return synthetic.written(folder, synthetic.run(**{"quick": False} | changes), name)
+
+
+def test_the_newest_full_run_is_taken(tmp_path: Path):
+    assert measured.newest_run(tmp_path) is None
+    saved(tmp_path, "old", date="2026-01-01T00:00:00")
+    saved(tmp_path, "new", date="2026-01-02T00:00:00")
+    saved(tmp_path, "latest", date="2027-01-01T00:00:00")
+    saved(tmp_path, "quick", date="2027-01-01T00:00:00", quick=True)
+    (tmp_path / "gpu.json").write_text('{"gpu_check": 2}')
+    found = measured.newest_run(tmp_path)
+    assert found is not None and found.name == "new"
+
+
+def test_a_table_says_what_it_shows(tmp_path: Path):
+    run = saved(tmp_path, "some")
+    ours, theirs = (next(row for row in run.groups[GROUP] if row.implementation == name) for name in ("native", synthetic.SDPA))
+    assert ours.ratio
+    lines = measured.table(run, TABLE).splitlines()
+    assert lines[0] == "| all float32 | torch | cmab_kernels | time, of torch's |" and len(lines) == 5
+    times = [f"{row.seconds.median * 1e6:.3g} us, {scratch} MiB" for row, scratch in ((theirs, "+0.1"), (ours, "+0.6"))]
+    assert (
+        lines[2] == f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
+    )
+    assert lines[4].startswith(
+        "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, commit 0123456, 2026-01-02"
+    )
+    assert measured.table(run, TABLE._replace(labels={"absent": "nothing"})) == ""
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(1.234, "1.23"), (0.0812, "0.081"), (1 / 4321, "1 / 4,300"), (0.0009, "1 / 1,100")])
+def test_ratios_have_two_digits(ratio: float, text: str):
+    assert measured._ratio(ratio) == text
+
+
+def test_drift_between_the_marks_is_seen():
+    text = f"before\n{measured.BEGIN}\nold\n{measured.END}\nafter\n"
+    once = measured.insert(text, "25 ms")
+    assert once == text.replace("old\n", "25 ms\n") and measured.insert(once, "25 ms") == once != measured.insert(once, "24 ms")
+
+
+@pytest.mark.parametrize("text", ["", "{begin}", "{end}{begin}", "{begin}{end}{begin}{end}"])
+def test_a_readme_without_its_marks_is_refused(text: str):
+    with pytest.raises(SystemExit, match=r"README\.md must hold"):
+        measured.insert(text.format(begin=measured.BEGIN, end=measured.END), "table")

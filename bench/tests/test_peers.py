@@ -1,0 +1,83 @@
+"""Peers that are written here are right: gradients by hand, and continual steps in eager torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import harness
+from bench.scans import intention
+from bench.scans.continual import banded
+from bench.scans.eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
+from bench.scans.intention_peers import ALPHA, CHUNK, regression
+from bench.scans.intention_state import errors_of_additions
+from bench.scans.nystrom import iterated
+from cmab_kernels import continual_nystrom_init, continual_nystrom_step
+from cmab_kernels.nystrom.reference import iterative_pinv_reference
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 3])
+def test_gradients_by_hand_are_those_of_autograd(length: int):
+    case = intention.layer(length, heads=2, width=4, backward=True)
+    query, key, value, dout = (part.detach().double() for part in case.inputs(0))
+    inputs = [part.requires_grad_() for part in (query, key, value)]
+    system = key.mT @ key + ALPHA * torch.eye(4, dtype=torch.float64)
+    out = query @ torch.linalg.solve_ex(system, key.mT @ value)[0]
+    expected = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    assert harness.relative_error(regression(query, key, value, dout), expected) < 1e-12
+    assert harness.relative_error(regression(query, key, value, dout[:0, 0, 0, 0]), expected[:1]) < 1e-12
+
+
+def test_float64_sums_stay_exact_where_float32_sums_do_not():
+    errors = errors_of_additions(3000)
+    assert errors["ridge_state"] < 1e-14 < 1e-7 < errors["float32 sums in torch"]
+
+
+def test_the_eager_stream_is_the_definition_however_long():
+    """In float64, over several windows and with segments of two lengths."""
+    n, m, width, heads = 11, 4, 6, 2
+    tokens = torch.randn(3, 1, heads, 5 * n, width, dtype=torch.float64)
+    first, after = [part[:, :, :n] for part in tokens], [part[:, :, n:] for part in tokens]
+    given = (torch.randn(heads, m, width, dtype=torch.float64), torch.randn(heads, m, width, dtype=torch.float64))
+    for landmarks in (None, given):
+        state = continual_nystrom_init(*first, None if landmarks else m, landmarks=landmarks, scale=0.3)
+        expected = continual_nystrom_step(state, *after, impl="reference").out[0]
+        eager = EagerNystrom(*(part[0] for part in first), 0.3, m, landmarks, iterations=6)
+        outs = [eager.step(*token) for token in zip(*(part[0].split(1, dim=1) for part in after), strict=True)]
+        assert torch.allclose(torch.cat(outs, dim=1), expected, rtol=1e-12, atol=1e-12)
+    eager = EagerRetroactive(*(part[0] for part in first), 0.3, m, given, 6)
+    whole = [eager.step(*token) for token in zip(*(part[0].split(1, dim=1) for part in after), strict=True)][-1]
+    state = continual_nystrom_init(*first, landmarks=given, scale=0.3)
+    retroactive = continual_nystrom_step(state, *after, output="retroactive", impl="reference").out[0]
+    assert torch.allclose(whole, retroactive, rtol=1e-12, atol=1e-12)
+    blocks = EagerBlocks(*(part[0] for part in first), 0.3, given, iterations=6, block=4)
+    outs = [blocks.step(*block) for block in zip(*(part[0].split(4, dim=1) for part in after), strict=True)]
+    assert torch.allclose(torch.cat(outs, dim=1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_ring_gives_a_token_with_the_one_that_it_evicts():
+    keys = torch.arange(20.0).view(1, 20, 1)
+    ring = Ring(keys[:, :3], 10 * keys[:, :3])
+    for place in range(3, 20):
+        pair, values = ring.push(keys[0, place : place + 1], 10 * keys[0, place : place + 1])
+        assert pair.tolist() == [[place, place - 3]] and values.tolist() == [[10 * place, 1], [10 * (place - 3), 1]]
+        rows, _, evicted = ring.window()
+        assert rows[evicted].item() == place - 3 and sorted(rows.flatten().tolist()) == list(range(place - 3, place + 1))
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5)])
+def test_the_eager_inverse_is_the_iteration(shape: tuple[int, ...]):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    assert torch.allclose(eager_pinv(matrix, 6), iterative_pinv_reference(matrix, 6), rtol=1e-12)
+    assert torch.allclose(iterated(matrix), iterative_pinv_reference(matrix, 6), rtol=1e-9)
+
+
+def test_the_eager_exact_stream_forgets():
+    tokens = torch.randn(3, 1, 2, 9, 4)
+    stream = EagerExact(*(part[:, :, :4] for part in tokens[1:]))
+    outs = [stream.step(*token) for token in zip(*(part[:, :, 4:].split(1, dim=2) for part in tokens), strict=True)]
+    expected = banded(tokens[0][:, :, 4:], tokens[1], tokens[2], window=4)
+    assert torch.allclose(torch.cat(outs, dim=2).double(), expected, atol=1e-6)
+    blocks = EagerExactBlocks(*(part[:, :, :4] for part in tokens[1:]), block=3)
+    outs = [blocks.step(*block) for block in zip(*(part[:, :, 4:].split(3, dim=2) for part in tokens[:, :, :, :7]), strict=True)]
+    assert torch.allclose(torch.cat(outs, dim=2).double(), expected[:, :, :3], atol=1e-6)
