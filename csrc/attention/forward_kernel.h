@@ -90,11 +90,12 @@ inline State<T> state_of(int rows, const void* memory) {
 // is rare.
 constexpr int kSlack = 8;
 
-// Moves the references of one column of lanes up to `top` where that is due, and all that is relative to them: the sum,
-// the accumulator and the weights of the tile so far.
+// Moves the references of one column of lanes up to `top` where that is due, and all that is relative to them: the sum
+// of the state, that of the tile so far (`tile_sum`), the accumulator and the tile's weights so far. Nothing is added up
+// here and a lane that stays is multiplied by 1: its bits do not depend on its neighbours.
 template <class B, class T>
-__attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* weights,
-                                               int weight_rows) {
+__attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* tile_sum,
+                                               T* weights, int weight_rows) {
   using V = typename B::V;
   const int at = column * lanes<V>();
   const V old = load<V>(state.reference + at), seen = load<V>(top);
@@ -103,6 +104,7 @@ __attribute__((noinline)) void raise_reference(State<T> state, int column, int v
   const V factor = moved ? exp2(old - next) : broadcast<V>(T(1));
   store(state.reference + at, next);
   store(state.sum + at, load<V>(state.sum + at) * factor);
+  store(tile_sum, load<V>(tile_sum) * factor);
   for (int e = 0; e < value_rows; ++e) {
     T* acc = state.acc + e * B::kRows + at;
     store(acc, load<V>(acc) * factor);
@@ -126,24 +128,16 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
                        T* weights) {
   using V = typename B::V;
   constexpr int kColumns = B::kColumns, kKeys = B::kKeys, kVectorRows = lanes<V>();
-  V base[kColumns], limit[kColumns], sum[kColumns];
-  const auto start_sum = [&] {
+  V base[kColumns], limit[kColumns], sum[kColumns] = {};
+  const auto read_references = [&] {
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       const V reference = load<V>(state.reference + (column + c) * kVectorRows);
       base[c] = anchor(reference);
       limit[c] = reference + T(kSlack);
-      sum[c] = V{};
     }
   };
-  const auto add_sum = [&] {
-#pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) {
-      T* to = state.sum + (column + c) * kVectorRows;
-      store<V>(to, load<V>(to) + sum[c]);
-    }
-  };
-  start_sum();
+  read_references();
   for (int k = 0; k < count; k += kKeys) {
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
@@ -162,13 +156,14 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
       ahead |= top[c] > limit[c];
     }
     if (__builtin_expect(any(ahead), 0)) {
-      add_sum();
       for (int c = 0; c < kColumns; ++c) {
-        alignas(64) T seen[kVectorRows];
+        alignas(64) T seen[kVectorRows], tile_sum[kVectorRows];
         store(seen, top[c]);
-        raise_reference<B>(state, column + c, value_rows, seen, weights, k);
+        store(tile_sum, sum[c]);
+        raise_reference<B>(state, column + c, value_rows, seen, tile_sum, weights, k);
+        sum[c] = load<V>(tile_sum);
       }
-      start_sum();
+      read_references();
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kKeys; ++r)
@@ -179,7 +174,11 @@ inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, Sta
         store(weights + (k + r) * B::kRows + (column + c) * kVectorRows, p);
       }
   }
-  add_sum();
+#pragma GCC unroll 8
+  for (int c = 0; c < kColumns; ++c) {
+    T* to = state.sum + (column + c) * kVectorRows;
+    store<V>(to, load<V>(to) + sum[c]);
+  }
 }
 
 template <class T>

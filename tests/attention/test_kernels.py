@@ -272,6 +272,19 @@ def test_infinities_stay_in_their_row() -> None:
         assert torch.equal(out[~spoilt], clean.out[~spoilt]) and torch.equal(lse[~spoilt], clean.lse[~spoilt])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_large_query_changes_no_other_row(dtype: torch.dtype) -> None:
+    """Its logits grow all along; the rows of its block keep their bits."""
+    q, k, v = _inputs(1, 2, 40, 300, 8, 8, dtype)
+    clean = Case(q, k, v)
+    large = q.clone()
+    large[:, :, 17] *= 100
+    changed = Case(large, k, v, cotangents=(clean.dout, clean.dlse))
+    others = torch.arange(40) != 17
+    for ours, wanted in zip((changed.out, changed.lse, changed.grads[0]), (clean.out, clean.lse, clean.grads[0]), strict=True):
+        assert torch.equal(ours[:, :, others], wanted[:, :, others])
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "columns first": lambda t: t.mT.contiguous().mT,
