@@ -16,7 +16,7 @@ from cmab_kernels.intention import variants
 from . import pages
 
 PAGES = {page.name: page for page in pages.docs()}
-SECONDS = 5.0
+SECONDS = {"use_it_in.md": 15.0}  # it imports five packages, which takes as long as all of the others
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def restored_tables() -> Iterator[None]:
 def test_programs(name: str, threads: Callable[[int], None]) -> None:
     started = time.process_time()
     pages.run(PAGES[name])
-    assert time.process_time() - started < SECONDS
+    assert time.process_time() - started < SECONDS.get(name, 5.0)
 
 
 @pytest.mark.parametrize("name", PAGES)

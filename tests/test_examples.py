@@ -47,6 +47,14 @@ def test_merge_two_processes() -> None:
     assert difference < 1e-6 < 1e-3 < without
 
 
+def test_train_on_two_processes() -> None:
+    text = printed("train_on_two_processes")
+    weights, states = numbers(r"largest difference (\S+)", text)
+    (moved,) = numbers(r"moved weights by (\S+)", text)
+    assert weights < 1e-6 < 1e-3 < moved
+    assert states < 1e-5
+
+
 def test_stream_regression() -> None:
     text = printed("stream_regression")
     sizes, counts = numbers(r"([\d,]+) bytes", text), numbers(r"(\d+) readings", text)
