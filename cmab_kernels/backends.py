@@ -171,7 +171,7 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         if reason is None:
             return impl
         reasons[impl] = reason
-    if family in REFERENCE_COSTS and not torch.compiler.is_compiling():
+    if family in REFERENCE_COSTS and not torch.compiler.is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
     return "reference"

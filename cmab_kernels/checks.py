@@ -28,7 +28,7 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
         if tensor.device != first.device:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {first.device}; move them together"))
-        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+        if tensor.dtype != first.dtype and not autocasts(first.device):
             raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {first.dtype}; cast them alike"))
 
 
@@ -112,14 +112,19 @@ def _all_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device; for meta tensors there is none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, if it is on and they are not float64."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    device = tensors[0].device
+    if not autocasts(device) or tensors[0].dtype == torch.float64:
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype(device.type)) for tensor in tensors)
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off, where it is on: what is inside computes in the types that it was given."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

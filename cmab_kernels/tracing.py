@@ -66,3 +66,8 @@ def has_values(tensor: Tensor) -> bool:
     if _is_compiling() or _is_tracing() or _under_transform():
         return False
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
+
+
+def extent(size: int | Tensor) -> int:
+    """An extent of a shape as an int: `torch.jit.trace` makes a tensor of it, and a trace holds for the shapes that it has seen."""
+    return int(size) if isinstance(size, Tensor) else size

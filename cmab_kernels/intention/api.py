@@ -20,11 +20,10 @@ from ..checks import (
     weights_of_heads,
     wrong,
 )
-from ..dtypes import state_dtype
-from .dual import dual_solve
-from .reference import rows_of
-from .schema import FUSED, apply_rows_op, check_weights, gram_op, ridge_solve_op
+from .dual import Dual
+from .schema import apply_rows_op, check_weights, gram_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
+from .solve.schema import FUSED, ridge_solve_op
 from .state import RidgeState, check_ridge, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
@@ -74,11 +73,12 @@ def intention(
         raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen, solver = choose("intention", impl, *inputs[:3]), passed_on(impl, "intention", "intention.solve")
+    solver = passed_on(impl, "intention", "intention.solve")
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
-            return _dual(inputs, penalty, solver)
+            return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
+        chosen = choose("intention", impl, *inputs[:3])
         return apply_rows_op(inputs.query, solve_rows(*inputs[1:], penalty, chosen, solver)[0], chosen)
 
 
@@ -105,14 +105,14 @@ def sigma_intention(
     """
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    chosen, solver = choose("intention", impl, *inputs[:3]), passed_on(impl, "intention", "intention.solve")
-    attend = passed_on(impl, "intention", "attention")
+    solver, attend = (passed_on(impl, "intention", other) for other in ("intention.solve", "attention"))
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if inputs.weights is None and 0 < length < width:
-            scores = _dual_scores(inputs, penalty, solver)
+            scores = _dual(inputs, penalty, impl, solver).sigma_scores(inputs.query).to(inputs.query.dtype)
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
             return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
+        chosen = choose("intention", impl, *inputs[:3])
         gram, _ = gram_op(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)
         solved = solve_heads(gram, inputs.query.mT.double(), penalty, solver).weight.mT.to(inputs.query.dtype)
         return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
@@ -210,12 +210,6 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
 
 
-def _check_values(inputs: _Inputs, penalty: Tensor) -> None:
-    """What operators check in their bodies, for the dual, which has none."""
-    check_weights(inputs.weights, inputs.key_padding_mask)
-    refuse_negative("alpha", penalty)
-
-
 def solve_rows(
     key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, penalty: Tensor, chosen: str, solver: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,32 +235,6 @@ def _count(inputs: _Inputs, before: Tensor | None) -> Tensor:
     return before + length
 
 
-def _dual_rows(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values in the type of sums, zero where masked; weights in float64, 0 where masked, or None if every key counts as 1."""
-    dtype = state_dtype(inputs.key.dtype)
-    mask = inputs.key_padding_mask
-    key, value = rows_of(inputs.key, mask, dtype), rows_of(inputs.value, mask, dtype)
-    if mask is None:
-        return key, value, None if inputs.weights is None else inputs.weights.double()
-    weights = key.new_ones(()).expand(key.shape[:3]) if inputs.weights is None else inputs.weights
-    return key, value, weights.double().masked_fill(mask[:, None], 0.0)
-
-
-def _dual(inputs: _Inputs, penalty: Tensor, solver: str) -> Tensor:
-    _check_values(inputs, penalty)
-    key, value, weights = _dual_rows(inputs)
-    solution = _dual_solution(key, value, weights, penalty, solver).to(key.dtype)
-    return (inputs.query.to(key.dtype) @ key.mT @ solution).to(inputs.query.dtype)
-
-
-def _dual_scores(inputs: _Inputs, penalty: Tensor, solver: str) -> Tensor:
-    """Q (K'K + alpha I)^-1 K' = Q K' (K K' + alpha I)^-1, (B, H, M, N)."""
-    _check_values(inputs, penalty)
-    key, _, weights = _dual_rows(inputs)
-    return _dual_solution(key, key @ inputs.query.to(key.dtype).mT, weights, penalty, solver).mT.to(inputs.query.dtype)
-
-
-def _dual_solution(key: Tensor, value: Tensor, weights: Tensor | None, penalty: Tensor, solver: str) -> Tensor:
-    flat = None if weights is None else weights.flatten(0, 1)
-    products = (key @ key.mT).double().flatten(0, 1)
-    return dual_solve(products, value.double().flatten(0, 1), flat, penalty.flatten(), solver).view(*key.shape[:3], value.shape[-1])
+def _dual(inputs: _Inputs, penalty: Tensor, impl: str, solver: str) -> Dual:
+    check_weights(inputs.weights, inputs.key_padding_mask)
+    return Dual(inputs.key, inputs.weights, inputs.key_padding_mask, penalty, impl, solver)

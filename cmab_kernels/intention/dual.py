@@ -1,4 +1,7 @@
-"""The dual of ridge regression: an N x N system, for fewer keys than they are wide."""
+"""The dual of ridge regression: an N x N system, for fewer keys than they are wide.
+
+Every product is a kernel's, in a fixed order: the bits of a result are its own, whatever the threads, the batch and the layout.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,66 @@ import torch
 from torch import Tensor
 
 from ..autograd import differentiable
+from ..backends import choose
+from ..dtypes import state_dtype
+from .reference import rows_of
+from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads
 
 
-def dual_solve(products: Tensor, value: Tensor, weights: Tensor | None, alpha: Tensor, impl: str) -> Tensor:
+class Dual:
+    """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B, H).
+
+    `impl` and `solver` are what products and solves are asked for. With more than 256 keys there is no kernel for the products on a GPU,
+    and "auto" takes the reference's.
+    """
+
+    def __init__(
+        self, key: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, penalty: Tensor, impl: str, solver: str
+    ) -> None:
+        self._mask, self._penalty, self._solver = key_padding_mask, penalty, solver
+        self._key = rows_of(key, key_padding_mask, torch.float64)
+        self._impl = choose("intention", impl, self._key, self._key, self._key.mT)
+        self._weights = None if weights is None else weights.double()
+        if key_padding_mask is not None:
+            weights = self._key.new_ones(()).expand(key.shape[:3]) if weights is None else weights
+            self._weights = weights.double().masked_fill(key_padding_mask[:, None], 0.0)
+
+    def intention(self, query: Tensor, value: Tensor) -> Tensor:
+        """Q K' Y with Y = (W K K' + alpha I)^-1 W V, (B, H, M, E) in the dtype of query.
+
+        As (Q K') Y for fewer keys than they are wide. For more, Y is so much larger than K'Y that the rounding of Q K' would show.
+        """
+        rows, solution = query.to(state_dtype(query.dtype)), self._solve(rows_of(value, self._mask, torch.float64))
+        if self._key.shape[2] < self._key.shape[3]:
+            return self._times(self._times(rows, self._key.mT), solution).to(query.dtype)
+        return self._times(rows, self._times(self._key.mT, solution)).to(query.dtype)
+
+    def sigma_scores(self, query: Tensor) -> Tensor:
+        """Q K' (K K' + alpha I)^-1, (B, H, M, N) in float64: the inverse would multiply the rounding of float32 scores by 1 / alpha."""
+        return self._solve(self._times(query.double(), self._key.mT).mT).mT
+
+    def _times(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """rows @ matrix, in the dtype of rows."""
+        return apply_rows_op(rows, matrix, self._impl)
+
+    def _solve(self, rhs: Tensor) -> Tensor:
+        """(W K K' + alpha I)^-1 W B of B (B, H, N, E), in float64."""
+        products = self._times(self._key, self._key.mT)
+        if products.shape[-1] == 0:
+            return rhs
+        if self._weights is None:
+            return solve_heads(products, rhs, self._penalty, self._solver).weight
+        flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
+        return _weighted(*flat, self._solver).view(rhs.shape)
+
+
+def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
     """Y = (W M + alpha I)^-1 W V of M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N) and alpha (S,), all float64.
 
     Symmetric and positive definite in the form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. A key of weight 0 drops out of it: a 1 on
     its diagonal keeps the factorisation alive at alpha = 0.
     """
-    if products.shape[-1] == 0:
-        return value
-    return solve_heads(products, value, alpha, impl).weight if weights is None else _weighted(products, value, weights, alpha, impl)
-
-
-def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
     return root * solve_heads(system, root * value, alpha, impl).weight
@@ -38,16 +86,17 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
-    The square root has no derivative at a weight of 0, Y has: there r and u are formed, elsewhere they are had from y / w and t / w.
+    The square root has no derivative at a weight of 0, but Y has one: for such a row r and u are computed by these formulas, for any
+    other they are y alpha / w and t alpha / w.
     """
     products, value, weights, alpha, solution = ctx.saved_tensors
     dvalue = _weighted(products, dout, weights, alpha, ctx.impl)
     absent = weights == 0
     overlap = (dvalue * solution).sum(-1) / weights.masked_fill(absent, 1.0)
     penalty = alpha.unsqueeze(-1)
-    residuals = ((value - products @ solution) * (dout - products @ dvalue)).sum(-1)
+    residuals = ((value - row_products(products, solution)) * (dout - row_products(products, dvalue))).sum(-1)
     dweights = torch.where(absent, residuals / penalty, penalty * overlap / weights.masked_fill(absent, 1.0))
-    dproducts = dvalue @ solution.mT
+    dproducts = row_products(dvalue, solution.mT)
     return (dproducts + dproducts.mT) / -2, dvalue, dweights, -overlap.sum(-1), None
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..autograd import Operator, folding_rule, gradient_of_formula
+from ..backends import choose
 from ..checks import refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference
-from .solve.schema import regularised_solve_op, solve_operations
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 LIB.define(
-    "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[2] parts, bool exact, str impl) "
+    "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int[2] parts, bool exact, str impl) "
     "-> (Tensor gram, Tensor moment)"
 )
 LIB.define(
@@ -24,10 +24,6 @@ LIB.define(
     "bool exact, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights)"
 )
 LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
-LIB.define(
-    "ridge_solve(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor alpha, str impl) "
-    "-> (Tensor weight, Tensor gram, Tensor info)"
-)
 
 
 # ---- definitions, and the values that operators refuse
@@ -43,11 +39,6 @@ def _check_rows(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor
     check_weights(weights, mask)
 
 
-def _check_system(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, alpha: Tensor) -> None:
-    check_weights(weights, mask)
-    refuse_negative("alpha", alpha)
-
-
 def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool) -> tuple[Tensor, Tensor]:
     """Both sums, whatever `parts` says."""
     return gram_reference(key, value, weights, mask, exact)
@@ -56,7 +47,8 @@ def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts:
 # ---- shapes
 
 
-def _sums(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
+def sums_like(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
+    """K'WK and K'WV as they are allocated: an empty vector for a part that is not wanted."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
     gram, moment = (key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True))
@@ -65,7 +57,7 @@ def _sums(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor
 
 @torch.library.register_fake("cmab::gram", lib=LIB)
 def _(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
-    return _sums(key, value, parts)
+    return sums_like(key, value, parts)
 
 
 @torch.library.register_fake("cmab::gram_backward", lib=LIB)
@@ -79,13 +71,7 @@ def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
     return query.new_empty(*query.shape[:-1], weight.shape[-1])
 
 
-@torch.library.register_fake("cmab::ridge_solve", lib=LIB)
-def _(key: Tensor, value: Tensor, weights: Any, mask: Any, alpha: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
-    gram, moment = _sums(key, value)
-    return moment, gram, key.new_empty(key.shape[:2], dtype=torch.int32)
-
-
-for _name, _tensors in {"gram": 4, "gram_backward": 6, "ridge_solve": 5}.items():
+for _name, _tensors in {"gram": 4, "gram_backward": 6}.items():
     torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
 
 
@@ -99,7 +85,7 @@ def _(info: Any, in_dims: Any, query: Tensor, weight: Tensor, impl: str) -> tupl
 # ---- operations, two for each multiplication with its addition
 
 
-def _gram_operations(key: Any, value: Any, parts: Any) -> int:
+def gram_operations(key: Any, value: Any, parts: Any) -> int:
     """Of the symmetric sum one half, with its diagonal."""
     batch, heads, length, width = key
     return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
@@ -107,7 +93,7 @@ def _gram_operations(key: Any, value: Any, parts: Any) -> int:
 
 @flop_formula(torch.ops.cmab.gram)
 def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest: Any, **_: Any) -> int:
-    return _gram_operations(key, value, parts)
+    return gram_operations(key, value, parts)
 
 
 @flop_formula(torch.ops.cmab.gram_backward)
@@ -125,12 +111,6 @@ def _apply_rows_flops(query: Any, weight: Any, *rest: Any, **_: Any) -> int:
     return 2 * batch * heads * rows * width * weight[-1]
 
 
-@flop_formula(torch.ops.cmab.ridge_solve)
-def _ridge_solve_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
-    batch, heads, _, width = key
-    return _gram_operations(key, value, (True, True)) + solve_operations(batch * heads, width, value[-1])
-
-
 # ---- gradients
 
 
@@ -139,7 +119,7 @@ def _save_gram(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
+def gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
     """To key, value and weights."""
     needs = tuple(ctx.needs_input_grad[:3])
     if not any(needs):
@@ -155,7 +135,7 @@ def _backward_of_gram(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor 
         dgram = key.new_zeros(batch, heads, width, width, dtype=torch.float64)
     if not ctx.parts[1]:
         dmoment = key.new_zeros(batch, heads, width, value.shape[-1], dtype=torch.float64)
-    return *_gradient_of_sums(ctx, dgram, dmoment, (key, value, weights, mask), ctx.exact), None, None, None, None
+    return *gradient_of_sums(ctx, dgram, dmoment, (key, value, weights, mask), ctx.exact), None, None, None, None
 
 
 def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -188,26 +168,12 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
     return dquery, dweight, None
 
 
-def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.impl = inputs
-    weight, gram, info = output
-    ctx.mark_non_differentiable(info)
-    ctx.save_for_backward(*tensors, weight, gram)
-
-
-def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """The solution's gradient to G and C, and theirs to the rows. `gram` is an output, so that its own graph leads back to the keys."""
-    key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
-    systems, rhs = (t.reshape(-1, *t.shape[2:]) for t in (gram, dweight))  # not flatten, which has no rule for batched gradients
-    z = regularised_solve_op(systems, rhs, alpha.reshape(-1), ctx.impl)[0].reshape(weight.shape)
-    rows = _gradient_of_sums(ctx, dgram - z @ weight.mT, z, (key, value, weights, mask), exact=False)
-    return *rows, None, -(z * weight).sum((-2, -1)), None
-
-
 gram_op = Operator(LIB, "intention", "gram", 4, _save_gram, _backward_of_gram, reference=_gram_definition, check=_check_rows)
 _gram_backward_op = Operator(LIB, "intention", "gram_backward", 6, _save_gram_backward, _backward_of_gram_backward)
 apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward_of_apply_rows, reference=apply_rows_reference)
-ridge_solve_op = Operator(LIB, "intention", "ridge_solve", 5, _save_ridge, _backward_of_ridge, check=_check_system)
 
-FUSED = ("cuda",)
-"""The implementations that have `ridge_solve`, sums and solve in one kernel."""
+
+def row_products(rows: Tensor, matrices: Tensor) -> Tensor:
+    """rows @ matrices of (S, M, D) and (S, D, E), in the dtype of rows: a kernel's, so that the bits of each product are its own."""
+    rows, matrices = rows.unsqueeze(0), matrices.double().unsqueeze(0)
+    return apply_rows_op(rows, matrices, choose("intention", "auto", rows, rows, matrices)).squeeze(0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionState, attention_state, latent_attention
-from ..checks import wrong
+from ..checks import autocasts, wrong
 
 CHUNK = 16_384
 """Rows of a context that are normed and projected at a time where no gradient needs them later."""
@@ -33,7 +33,7 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
     if features.device != weight.device:
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
-    if features.dtype != weight.dtype and not (features.is_floating_point() and torch.is_autocast_enabled(features.device.type)):
+    if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 

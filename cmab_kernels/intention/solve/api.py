@@ -94,4 +94,4 @@ def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeS
     systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
     gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
     weight, info = regularised_solve_op(gram, flat_rhs, penalty.reshape(-1), choose("intention.solve", impl, gram, flat_rhs))
-    return RidgeSolution(weight.view(*rhs.shape), info.view(*penalty.shape))  # by ints, which torch reads in half of the time
+    return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # by ints, which torch reads in half of the time

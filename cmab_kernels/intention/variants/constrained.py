@@ -11,7 +11,7 @@ from ...checks import check_operands, wrong
 from ..api import ridge_state
 from ..solve import regularised_solve
 from .active_set import INFEASIBLE, SOUND, active_set, solve_active
-from .inputs import check_query, check_rows, expand_to
+from .inputs import check_query, check_rows, expand_to, solver_of
 
 Constraints = tuple[Tensor, Tensor]
 
@@ -82,7 +82,7 @@ def constrained(
     state = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
     columns = value.shape[-1]
     normals, bounds, equalities = _stacked(equal, at_most, state.moment)
-    solution, info = regularised_solve(state.gram, torch.cat([state.moment, normals], -1), alpha, impl=impl)
+    solution, info = regularised_solve(state.gram, torch.cat([state.moment, normals], -1), alpha, impl=solver_of(impl))
     free, turned = solution.split([columns, normals.shape[-1]], -1)  # w0 = Z K'V and Z N
     size = normals.mT.abs() @ free.abs() + bounds.abs()
     active, problem = _search(normals.mT @ turned, normals.mT @ free - bounds, size, equalities, impl)

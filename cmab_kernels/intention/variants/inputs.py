@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...backends import passed_on
 from ...checks import check_key_value, check_mask, check_operands, refuse_negative, weights_of_heads, wrong
 
 
@@ -85,3 +86,8 @@ def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
 def divided(total: Tensor, by: Tensor) -> Tensor:
     """total / by, and total where there is nothing to divide by: then it is 0."""
     return total / by.masked_fill(by == 0, 1.0)
+
+
+def solver_of(impl: str) -> str:
+    """What an estimator that was asked for `impl` asks of its solves: the same where solves have it, else "auto"."""
+    return passed_on(impl, "intention", "intention.solve")

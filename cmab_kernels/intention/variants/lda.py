@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..solve import regularised_solve
-from .inputs import divided, fraction_of, priors_of
+from .inputs import divided, fraction_of, priors_of, solver_of
 from .models import LinearClassifier, log_of, scaled_solve
 from .moments import ClassMoments, check_moments, class_moments
 
@@ -118,7 +118,7 @@ def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.
     centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
     to_own = _from(centre, moments)
     to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)  # shares of own and rest weigh the two to the mean of all
-    weight, info = regularised_solve(moments.scatter.sum(2), (to_own - to_rest).mT, alpha, impl=impl)
+    weight, info = regularised_solve(moments.scatter.sum(2), (to_own - to_rest).mT, alpha, impl=solver_of(impl))
     offset = -(weight * (to_own + to_rest).mT).sum(-2) / 2
     return LinearClassifier(weight, centre, offset.masked_fill(moments.weight == 0, -torch.inf), info)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..solve import regularised_solve
-from .inputs import divided
+from .inputs import divided, solver_of
 from .models import LinearClassifier
 from .moments import ClassMoments, check_moments, class_moments
 
@@ -60,5 +60,5 @@ def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "au
     away = moments.mean - centre.unsqueeze(2)
     sums = (moments.weight.unsqueeze(-1) * away).mT
     total = moments.scatter.sum(2) + sums @ away
-    weight, info = regularised_solve(total, 2 * sums, alpha, impl=impl)
+    weight, info = regularised_solve(total, 2 * sums, alpha, impl=solver_of(impl))
     return LinearClassifier(weight, centre, 2 * share - 1, info)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..solve import RidgeSolution, regularised_solve
-from .inputs import check_query
+from .inputs import check_query, solver_of
 
 
 class LinearRegression(NamedTuple):
@@ -107,7 +107,7 @@ def scaled_solve(matrix: Tensor, rhs: Tensor, impl: str) -> RidgeSolution:
     """A^-1 B of symmetric A with its diagonal brought to 1 first: the units of the features are nobody's condition number."""
     diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-1)
-    weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=impl)
+    weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=solver_of(impl))
     return RidgeSolution(scale * weight, info)
 
 

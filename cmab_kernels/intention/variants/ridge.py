@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..api import ridge_state, solve_ridge
 from ..solve import regularised_solve
-from .inputs import check_rows
+from .inputs import check_rows, solver_of
 from .models import LinearRegression
 from .moments import class_moments
 
@@ -49,12 +49,12 @@ def ridge(
     check_rows(key, weights, key_padding_mask, value=value)
     if not intercept:
         state = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
-        weight, info = solve_ridge(state, alpha, impl=impl)
+        weight, info = solve_ridge(state, alpha, impl=solver_of(impl))
         return LinearRegression(weight, torch.zeros_like(weight[..., 0]), torch.zeros_like(weight[..., 0, :]), info)
     width = key.shape[-1]
     one_class = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
     rows = torch.cat([key, value], -1)
     moments = class_moments(rows, one_class, 1, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
     scatter, mean = moments.scatter.squeeze(2), moments.mean.squeeze(2)
-    weight, info = regularised_solve(scatter[..., :width, :width], scatter[..., :width, width:], alpha, impl=impl)
+    weight, info = regularised_solve(scatter[..., :width, :width], scatter[..., :width, width:], alpha, impl=solver_of(impl))
     return LinearRegression(weight, mean[..., :width], mean[..., width:], info)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...backends import check_name, choose, imported, use_impl
-from ...checks import as_autocast, as_they_are, check_key_value, check_operands, refuse_not_finite, wrong
+from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, refuse_not_finite, wrong
 from ...dtypes import state_dtype
-from ...tracing import is_watched
+from ...tracing import extent, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
@@ -159,7 +159,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
         if result is not None:
             return result
     _check_step(kind, state, query, key, value, output)
-    if torch.is_autocast_enabled(key.device.type):
+    if autocasts(key.device):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
         chosen = _choose(state, impl, query, key, value)
@@ -223,7 +223,7 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
             raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", allowed))
         if tensor.device != state.keys.device:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"the state is on {state.keys.device}; `move_state` moves it"))
-        if tensor.dtype != state.keys.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        if tensor.dtype != state.keys.dtype and not autocasts(tensor.device):
             raise TypeError(wrong(name, f"is {tensor.dtype}", f"the state's window is {state.keys.dtype}; cast them alike"))
 
 
@@ -241,5 +241,5 @@ def _rings(*tokens: Tensor) -> Any:
 
 
 def _counts(scale: Tensor, key: Tensor) -> Any:
-    batch, heads, length, _ = key.shape
+    batch, heads, length, _ = map(extent, key.shape)
     return scale, position_on(key.device, length, batch, heads), length

@@ -87,9 +87,11 @@ class StepResult(NamedTuple):
 
 
 def tokens_seen(state: ContinualState) -> int:
-    """The position as an int; from a GPU that is a wait."""
+    """The position as an int, which waits for a GPU. A state on the meta device has none, and counts as one whose window is just full."""
     position = state.position
     if isinstance(position, Tensor):
+        if position.is_meta:
+            return state.window
         return int(position.flatten()[0]) if position.numel() else state.window
     return position
 

@@ -1,0 +1,178 @@
+"""Whoever watches a call sees it: `torch.jit.trace`, fake and meta tensors, `torch.export` of every module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import cmab_kernels as ck
+from cmab_kernels import backends
+from cmab_kernels import nn as modules
+
+SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
+"""Of query, key and value."""
+
+
+def _remove(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    (out, lse), reliable = ck.remove_from_state(ck.attention_state(q, k, v), q, k[:, :, :2], v[:, :, :2])
+    return out, lse, reliable
+
+
+def _steps(init: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        first, last = ((k[:, :, s], k[:, :, s], v[:, :, s]) for s in (slice(0, 10), slice(10, 12)))
+        out, state = step(init(*first), *last)
+        return out, state.sums
+
+    return run
+
+
+def _system(k: Tensor) -> Tensor:
+    return k.mT @ k + torch.eye(8, dtype=k.dtype, device=k.device)
+
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "latent_attention": lambda q, k, v: ck.latent_attention(q, k, v),
+    "attention_state": lambda q, k, v: tuple(ck.attention_state(q, k, v, state=ck.attention_state(q, k[:, :, :4], v[:, :, :4]))),
+    "remove_from_state": _remove,
+    "nystrom_attention": lambda q, k, v: ck.nystrom_attention(q, k, v, 3),
+    "iterative_pinv": lambda q, k, v: ck.iterative_pinv((q @ q.mT).softmax(-1)),
+    "continual_nystrom_step": _steps(lambda *t: ck.continual_nystrom_init(*t, num_landmarks=3), ck.continual_nystrom_step),
+    "continual_attention_step": _steps(ck.continual_attention_init, ck.continual_attention_step),
+    "intention": lambda q, k, v: ck.intention(q, k, v, 0.5),
+    "intention, dual": lambda q, k, v: ck.intention(q, k[:, :, :3], v[:, :, :3], 0.5),
+    "sigma_intention": lambda q, k, v: ck.sigma_intention(q, k, v, 0.5),
+    "sigma_intention, dual": lambda q, k, v: ck.sigma_intention(q, k[:, :, :3], v[:, :, :3], 0.5),
+    "ridge_state": lambda q, k, v: tuple(ck.ridge_state(k, v)),
+    "remove_ridge": lambda q, k, v: tuple(ck.remove_ridge(ck.ridge_state(k, v), k[:, :, :2], v[:, :, :2])),
+    "solve_ridge": lambda q, k, v: tuple(ck.solve_ridge(ck.ridge_state(k, v), 0.5)),
+    "regularised_solve": lambda q, k, v: tuple(ck.regularised_solve(_system(k), k.mT @ v, 0.5)),
+    "regularised_inverse": lambda q, k, v: ck.regularised_inverse(_system(k), 0.5),
+}
+
+
+class SelfAttended(nn.Module):
+    """A module that attends, on one sequence: its output alone."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.attention(tokens, tokens, tokens, need_weights=False)[0]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "CMAB": (lambda: modules.CMAB(16, num_heads=2, num_latents=4), 2),
+    "InformerEncoderLayer": (lambda: modules.InformerEncoderLayer(16, 2, 32, batch_first=True), 1),
+    "MultiheadAttention": (lambda: SelfAttended(modules.MultiheadAttention(16, 2, batch_first=True)), 1),
+    "MultiheadIntention": (lambda: SelfAttended(modules.MultiheadIntention(16, 2, batch_first=True)), 1),
+    "MultiheadSigmaIntention": (lambda: SelfAttended(modules.MultiheadSigmaIntention(16, 2, batch_first=True)), 1),
+    "NystromAttention": (lambda: SelfAttended(modules.NystromAttention(16, 2, batch_first=True, num_landmarks=3)), 1),
+    "ContinualAttention": (lambda: SelfAttended(modules.ContinualAttention(16, 2, batch_first=True, sequence_len=12)), 1),
+    "ContinualNystromAttention": (
+        lambda: SelfAttended(modules.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=12, num_landmarks=3)),
+        1,
+    ),
+    "CircularPositionalEncoding": (lambda: modules.CircularPositionalEncoding(16, 12, batch_first=True), 1),
+}
+"""module -> (how it is made, how many inputs (B, N, 16) it takes)"""
+
+
+def _inputs(seed: int = 0) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    return tuple(torch.randn(shape) for shape in SHAPES)
+
+
+def _flat(result: Any) -> Iterator[Tensor]:
+    for part in result if isinstance(result, tuple) else (result,):
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _flat(part)
+
+
+def test_every_operator_is_traced_here() -> None:
+    assert {name.split(",")[0] for name in OPERATORS} == backends.OPERATORS.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_traced_function_computes_what_it_traced(name: str, impl: str) -> None:
+    """On inputs that the trace has not seen, and with memory that is poisoned before it is written."""
+    function = OPERATORS[name]
+    with ck.use_impl(impl):
+        traced = torch.jit.trace(function, _inputs(), check_trace=False)
+        fresh = _inputs(1)
+        for ours, wanted in zip(_flat(traced(*fresh)), _flat(function(*fresh)), strict=True):
+            torch.testing.assert_close(ours, wanted, equal_nan=False)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_fake_tensors_have_the_shapes_of_real_ones(name: str, impl: str) -> None:
+    function = OPERATORS[name]
+    with ck.use_impl(impl):
+        wanted = list(_flat(function(*_inputs())))
+        with FakeTensorMode() as mode:
+            fake = list(_flat(function(*(mode.from_tensor(t) for t in _inputs()))))
+    assert all(isinstance(t, FakeTensor) for t in fake)
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in wanted]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_meta_tensors_have_the_shapes_of_real_ones(name: str) -> None:
+    """Nothing is computed: so nothing warns of what computing it would cost."""
+    wanted = list(_flat(OPERATORS[name](*_inputs())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meta = list(_flat(OPERATORS[name](*(t.to("meta") for t in _inputs()))))
+    assert all(t.is_meta for t in meta)
+    assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in wanted]
+
+
+def _module(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    make, inputs = MODULES[name]
+    return make().eval(), tuple(torch.randn(2, 12, 16) for _ in range(inputs))
+
+
+def test_every_module_is_exported_here() -> None:
+    every = {name for name in modules.__all__ if isinstance(getattr(modules, name), type) and issubclass(getattr(modules, name), nn.Module)}
+    assert every - {"AttentionStream", "RidgeStream", "ContinualStream"} == MODULES.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_export_of_a_module(name: str) -> None:
+    """Parameters record gradients, so the program has the operators that dispatch in it, and computes what the module does."""
+    module, inputs = _module(name)
+    program = torch.export.export(module, inputs, strict=False)
+    fresh = tuple(torch.randn_like(t) for t in inputs)
+    torch.testing.assert_close(program.module()(*fresh), module(*fresh))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODULES)
+def test_a_traced_module_computes_what_it_traced(name: str) -> None:
+    module, inputs = _module(name)
+    fresh = tuple(torch.randn_like(t) for t in inputs)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, inputs, check_trace=False)
+        torch.testing.assert_close(traced(*fresh), module(*fresh))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_of_fake_or_meta_tensors(name: str) -> None:
+    module, inputs = _module(name)
+    wanted = module(*inputs).shape
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(*(mode.from_tensor(t) for t in inputs)).shape == wanted
+    out = module.to("meta")(*(t.to("meta") for t in inputs))
+    assert out.is_meta and out.shape == wanted
