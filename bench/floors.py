@@ -24,10 +24,10 @@ class Work:
     products: float = 0.0
     bytes: float = 0.0
     dtype: str = "float32"
-    """Of the products' operands."""
+    """The dtype of the products' operands."""
 
     def __add__(self, other: Work) -> Work:
-        """Of one dtype."""
+        """The work of both, which must be of one dtype."""
         return replace(
             self,
             exponentials=self.exponentials + other.exponentials,
@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds by what takes them."""
+    """The least time for some work, in seconds, by what takes it."""
 
     exponentials: float
     matrix: float
@@ -80,7 +80,7 @@ def floor(work: Work, rates: Rates) -> Floor:
 
 
 def attention_work(scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu") -> Work:
-    """Of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
+    """The work of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
 
     Forward: an exponential and two products a score, Q K' and P V. Backward by itself: the exponential again, five products (Q K', dO V',
     dS' Q, dS K, P' dO), and gradients as large as what is read.
@@ -111,12 +111,12 @@ def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: boo
 
 
 def solve_work(systems: int, width: int, columns: int, dtype: str) -> Work:
-    """Cholesky and two triangular solves."""
+    """The work of a Cholesky factorisation and two triangular solves."""
     return Work(0.0, systems * (width**3 / 3 + 2 * width**2 * columns), systems * width * (width + 2 * columns) * BYTES[dtype], dtype)
 
 
 def inverse_work(systems: int, width: int, dtype: str) -> Work:
-    """Cholesky, and the inverse from its factor."""
+    """The work of a Cholesky factorisation, and of the inverse from its factor."""
     return Work(0.0, systems * width**3, systems * 2 * width**2 * BYTES[dtype], dtype)
 
 

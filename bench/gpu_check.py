@@ -31,7 +31,7 @@ from cmab_kernels import tiles  # noqa: E402  after the path too
 BUDGET = 480.0
 """Seconds of a call."""
 TO_FINISH = 10.0
-"""Of them, to stop workers, to write and to print."""
+"""Seconds of the budget that are kept to stop workers, to write and to print."""
 
 SECTIONS = {
     "parity": Section("bench.gpu.parity:tasks", 120, workers=8),
@@ -50,7 +50,7 @@ SECTIONS = {
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", 60, row_limit=30, judged=False),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", 200, row_limit=75, judged=False),
 }
-"""In the order in which a rare hour is best spent: right first, then how fast; what may crash or takes long to prepare last."""
+"""The sections, in the order in which a rare hour is best spent: what is right, how fast it is, last what may crash or takes long."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -56,7 +56,7 @@ class Problem(Exception):
 def measure(
     case: Case, names: Iterable[str], budget: float, prepared: tuple[Any, Mapping[str, Results]] | None = None, capture: bool = True
 ) -> Group:
-    """Each of these implementations: memory, result and FLOPs one by one, then time with all of them in turn for about `budget` seconds.
+    """Measures implementations of a case: memory, result and FLOPs one by one, then time, all in turn, for about `budget` seconds.
 
     `prepared`: inputs and expected results, where they are at hand. `capture`: on a GPU, time replays of captured graphs.
     """
@@ -241,7 +241,7 @@ def _rows(
 
 
 def _beside_ours(rows: dict[str, Row], samples: Mapping[str, Sequence[float]]) -> dict[str, Row]:
-    """With the speed-up of our fastest kernel over each peer."""
+    """The rows with the speed-up of our fastest kernel over each peer."""
     ours = fastest(rows.values())
     if ours is None:
         return rows

@@ -73,7 +73,7 @@ class Row:
     ratio: Spread | None = None
     """Time over that of the baseline: of the medians, and the quartiles of the ratios within each round."""
     speed_up: Spread | None = None
-    """For a peer: its time over that of our fastest kernel."""
+    """The time of a peer over that of our fastest kernel; None for what is no peer."""
     floor: float | None = None
     """Seconds that the machine needs at least."""
     bound: str | None = None
@@ -218,7 +218,7 @@ def _digits(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """In one step, so that a process that is stopped leaves the old file or the new one."""
+    """Writes a file in one step, so that a process that is stopped leaves the old file or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(_lines(content) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

@@ -32,7 +32,7 @@ class Peak(NamedTuple):
     extra: int
     """Most that was held at once beyond the inputs: intermediates and results."""
     results: int
-    """Of the tensors that it returned, which no implementation can do without."""
+    """The bytes of the tensors that it returned, which no implementation can do without."""
 
 
 def interleave(

@@ -36,7 +36,7 @@ class Target:
 
     @property
     def latents(self) -> int:
-        """Of attention: one block of queries, or several."""
+        """The number of queries, for attention: one block of them, or several."""
         return 512 if self.kernel == "attention.backward_keys" else 128
 
     def products(self, device: torch.device) -> Any:
@@ -111,7 +111,7 @@ MOVES: tuple[dict[str, int], ...] = (
     {"num_stages": 1},
     {"num_stages": -1},
 )
-"""From the built-in tiles: how many steps up or down in the values allowed."""
+"""Changes of the built-in tiles: how many steps up or down in the values allowed."""
 OF_WARPS: tuple[dict[str, int], ...] = ({"num_warps": 1}, {"num_warps": -1}, {"num_warps": -2})
 """Where there is nothing else to choose."""
 
@@ -168,7 +168,7 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 
 def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
-    """As many keys in all."""
+    """A call over as many keys in all."""
     module = implementation("intention", "triton")
     sets = max(keys // SET, 1)
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))

@@ -25,7 +25,7 @@ CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
 class Problem:
     dtype: str
     kind: str = "continual"
-    """Of landmarks: "continual" or "fixed"; "exact": no landmarks."""
+    """The kind of landmarks, "continual" or "fixed"; "exact" for attention without landmarks."""
     retroactive: bool = False
     law: str = "normal"
     window: int = 64

@@ -51,14 +51,14 @@ def _second_order(function: Callable[..., Tensor], impl: str, tensors: Bits) -> 
 
 
 def second_order(function: Callable[..., Tensor], impl: str, tensors: Bits) -> Row:
-    """In float64, against the definition's."""
+    """The error of second-order gradients in float64, against the definition's."""
     ours, right = (_second_order(function, each, tensors) for each in (impl, "reference"))
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, right, strict=True))
     return {"error": error, "ok": error < 1e-9}
 
 
 def compiled(function: Callable[..., Tensor], impl: str, tensors: Bits) -> Row:
-    """Without a break in the graph, forward and backward, as without a compiler."""
+    """Whether `torch.compile` takes the operation without a break in the graph, with the results and gradients that it has eagerly."""
 
     def call(*leaves: Tensor) -> Tensor:
         return function(impl, *leaves)
@@ -73,7 +73,7 @@ def compiled(function: Callable[..., Tensor], impl: str, tensors: Bits) -> Row:
 
 
 def waits_for_nothing(function: Callable[..., Tensor], impl: str, tensors: Bits) -> Row:
-    """Forward and backward, once all is compiled."""
+    """Whether neither forward nor backward waits for the device, once everything is compiled."""
     dout = torch.ones_like(function(impl, *tensors))
 
     def call() -> None:

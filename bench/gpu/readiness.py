@@ -52,7 +52,7 @@ def key_of(row: Row) -> Key:
 
 
 def of_launch(launch: Launch, capability: int, folder: Path) -> Row:
-    """Compiled now, by Triton."""
+    """The row of a launch, compiled now by Triton."""
     made = machine_code(launch, capability, folder)
     passing = PASSES[launch.kernel.__name__](launch)
     code = Code(made.sass, made.warps)
@@ -71,7 +71,7 @@ def of_launch(launch: Launch, capability: int, folder: Path) -> Row:
 
 
 def of_nvcc(case: Case, one: cuda.Compiled, text: str) -> Row:
-    """As it was compiled into the package."""
+    """The row of a kernel that nvcc has compiled into the package."""
     kernel = cuda.KERNELS[one.kernel]
     counts, passing, code = cuda.counted(kernel, text)
     shared = kernel.shared(8 if one.dtype == "float64" else 4)
@@ -161,7 +161,7 @@ def _send(there: Connection, work: Callable[[Path], Row], folder: Path) -> None:
 
 
 def operators(found: Sequence[Row]) -> list[Row]:
-    """Each case on each chip: its kernels one after the other, beside the floor."""
+    """A row for each case on each chip: the time of its kernels one after the other, beside the floor."""
     works = {case.name: case.work for case in [*cases(), *cuda.cases()]}
     summed = []
     for name in dict.fromkeys(row["case"] for row in found):
@@ -193,11 +193,11 @@ def _implied(row: Row) -> float:
 
 MORE_REGISTERS = 8
 SLOWER = 0.03
-"""Of instructions, and of the time that they imply."""
+"""The share by which instructions, and the time that they imply, may grow."""
 
 
 def regressions(before: Row, after: Row) -> list[str]:
-    """Of one kernel: which figure, what it was, what it is."""
+    """Which figures of one kernel have become worse: what each was, and what it is."""
     if "problem" in after:
         return [] if "problem" in before else [f"it compiled, and now: {after['problem']}"]
     if "problem" in before:

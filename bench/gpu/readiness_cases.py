@@ -34,9 +34,9 @@ class Case:
     dtype: str
     width: int
     call: Callable[[], Any] | None
-    """None of what nvcc has compiled."""
+    """None for kernels that nvcc has compiled."""
     work: Work | None
-    """Its dtype is that whose rate the products run at. None where no floor means anything."""
+    """What the floor is computed from, with the dtype at whose rate the products run; None where no floor means anything."""
     tf32: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Case:
         return f"{self.operator} {self.passes}, {self.shape}, {self.precision}"
 
     def launches(self, capability: int) -> dict[str, Launch]:
-        """By the name of the kernel; a second launch of the same kernel has a number."""
+        """The launches by the name of the kernel; a second launch of the same kernel has a number."""
         with ExitStack() as as_there:
             as_there.enter_context(torch.device("meta"))
             as_there.enter_context(as_if_on(capability))
@@ -268,4 +268,4 @@ PASSES: dict[str, Callable[[Launch], Pass]] = {
     "_landmark_values": lambda launch: _squares(launch, 1),
     "_landmark_values_backward": lambda launch: _squares(launch, 2),
 }
-"""Of every kernel that is launched."""
+"""Name of a kernel -> what one pass through its main loop does."""

@@ -19,7 +19,7 @@ from .readiness_sass import Code, Counts, Loop
 DTYPES = {"f": "float32", "d": "float64", "NS_7Float16E": "float16", "NS_8BFloat16E": "bfloat16"}
 CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100": 100}
 WARPS = 8
-"""Of every block at these shapes."""
+"""Warps of every block at these shapes."""
 
 
 class Kernel(NamedTuple):
@@ -93,7 +93,7 @@ def cases() -> list[Case]:
 
 
 def compiler() -> str | None:
-    """nvcc's, or None where the package was built without it."""
+    """The version of nvcc; None where the package was built without it."""
     report = build_report()["cuda"]
     return report["compiler"] if report["built"] else None
 
@@ -121,7 +121,7 @@ def disassembled() -> dict[tuple[str, str], str]:
 
 
 def counted(kernel: Kernel, text: str) -> tuple[Counts, Pass, Code]:
-    """Its innermost loop with the most multiply-adds, which are what is counted by; of equals the shortest."""
+    """Counts the innermost loop with the most multiply-adds, by which the rest is counted; of equal loops the shortest."""
     code = Code(text, WARPS)
 
     def multiply_adds(loop: Loop) -> int:

@@ -18,7 +18,7 @@ from .readiness_sass import Counts
 
 WARP = 32
 SCHEDULERS = 4
-"""Of a multiprocessor; each issues an instruction a clock."""
+"""Schedulers of a multiprocessor; each issues an instruction a clock."""
 
 # ---- occupancy
 
@@ -29,9 +29,9 @@ REGISTER_UNIT = 256
 """A warp's registers are given out in multiples of it, and on each scheduler by themselves."""
 SHARED_UNIT = 128
 SHARED_RESERVED = 1024
-"""The system's, of each block."""
+"""Bytes of shared memory that the system takes for each block."""
 SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Of a multiprocessor. Registers, warps and blocks are the same for all three."""
+"""Bytes of a multiprocessor by compute capability. Registers, warps and blocks are the same for all three."""
 
 
 class Occupancy(NamedTuple):
@@ -77,11 +77,11 @@ class Chip:
 
     @property
     def clocks(self) -> float:
-        """A second, of all multiprocessors."""
+        """Clocks a second of all multiprocessors together."""
         return self.multiprocessors * self.clock
 
     def rates(self) -> Rates:
-        """For bench/floors.py. Exact float32: six products of bfloat16 parts, or the multiply-add units where they are faster."""
+        """The rates that floors are computed with. Exact float32: six products of bfloat16 parts, or multiply-adds where these are faster."""
         float32 = max(self.flops["half"] / 6, 2 * self.lanes["fp32"])
         flops = {"bfloat16": self.flops["half"], "float16": self.flops["half"], "tf32": self.flops["tf32"]}
         flops |= {"float32": float32, "float64": self.flops["double"]}
@@ -100,7 +100,7 @@ CHIPS = {
 
 
 def seconds(chip: Chip, counts: Counts, warps: int, passes: float, moved: float) -> dict[str, float]:
-    """Of each unit by itself, if it is never idle; `passes`: how often blocks go through what was counted, all together."""
+    """Seconds that each unit takes by itself, if it is never idle; `passes`: how often blocks go through what was counted, all together."""
     of_warp: dict[str, float] = {unit: counts.instructions.get(unit, 0.0) for unit in ("special", "alu", "fp64", "multiply")}
     of_warp |= {"fp32": counts.lanes, "shared": counts.wavefronts}
     clocks = {unit: count * warps * WARP / chip.lanes[unit] for unit, count in of_warp.items()}

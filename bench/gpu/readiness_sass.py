@@ -64,7 +64,7 @@ class Instruction(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """To the next instruction, at least at times."""
+        """True if the next instruction may follow this one."""
         if self.base in ("BRA", "EXIT", "RET"):
             return self.conditional or not re.fullmatch(r"(0x[0-9a-f]+)?\s*|R\d+ 0x[0-9a-f]+\s*", self.operands)
         return True
@@ -72,11 +72,11 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Counts:
-    """Of one warp: instructions by unit; of a block: flops of the matrix units by the type of their operands."""
+    """What a piece of code does: instructions of one warp by unit, and flops of a block's matrix units by the type of operands."""
 
     instructions: dict[str, float] = field(default_factory=dict)
     wavefronts: float = 0.0
-    """Of shared memory: 128 bytes each, or one shuffle."""
+    """Passes through shared memory: 128 bytes each, or one shuffle."""
     lanes: float = 0.0
     """Instructions on the float32 units, where a packed one counts twice."""
     flops: dict[str, float] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Code:
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """In the order of their heads."""
+        """The natural loops, in the order of their heads."""
         dominators = _dominators(self.successors)
         before: list[list[int]] = [[] for _ in self.blocks]
         for block, after in enumerate(self.successors):
@@ -169,7 +169,7 @@ class Code:
         return chosen
 
     def count(self, loop: Loop | None, trips: float = 1.0, rare: Mapping[str, float] | None = None) -> Counts:
-        """Of one pass through a loop, or of all the code. Each loop in it is taken `trips` times, and one in that as often again.
+        """Counts one pass through a loop, or all the code. Each loop in it is taken `trips` times, and a loop in that as often again.
 
         The matrix products that were peeled off a loop in it, to overlap with its loads, are passes less. `rare`: instruction -> how often
         a branch with it is taken.

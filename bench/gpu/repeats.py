@@ -18,7 +18,7 @@ from .sections import Row, Task
 
 Bits = tuple[Tensor, ...]
 Call = Callable[..., Bits]
-"""From inputs, each with the batch in front, to results, likewise."""
+"""A function from inputs, each with the batch in front, to results with the batch in front."""
 REPLAYS = 1000
 
 

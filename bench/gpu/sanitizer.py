@@ -31,7 +31,7 @@ def program() -> str | None:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Faults first."""
+    """The tasks: first the planted faults, which the tools must see."""
     sanitizer = program()
     if sanitizer is None:
         reason = "compute-sanitizer is neither on the PATH nor in CUDA_HOME/bin"
@@ -86,7 +86,7 @@ def verdict(text: str) -> str:
 
 
 def first_lines(text: str, most: int = 12) -> list[str]:
-    """Of what it found; where it found nothing, the last that the program said."""
+    """The first lines of what the tool found; where it found nothing, the last that the program said."""
     lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
     findings = [line for line in lines if line.startswith("=========") and "COMPUTE-SANITIZER" not in line]
     return findings[:most] if len(findings) > 1 else lines[-most:]

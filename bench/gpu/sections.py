@@ -59,14 +59,14 @@ class Outcome:
     complete: bool = False
     problem: str = ""
     state: dict[str, str] = field(default_factory=dict)
-    """Of the GPU, when it was last done with."""
+    """The state of the GPU when the section was last run: clocks, temperature, power."""
 
     @property
     def right(self) -> bool:
         return self.complete and all(row.get("ok", True) for row in self.rows)
 
     def add(self, row: Row) -> None:
-        """In place of an older row of its key."""
+        """Adds a row, in place of an older one of the same key."""
         self.rows = [*(old for old in self.rows if old["key"] != row["key"]), row]
 
 
@@ -179,7 +179,7 @@ class _Worker:
                 self.failed = line["failed"]
 
     def stop(self) -> None:
-        """With all that it has started."""
+        """Stops the process with all that it has started."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it has not got so far
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -47,7 +47,7 @@ def _name(target: Target, tiles: Sequence[int]) -> str:
 
 
 def check(target: Target, tiles: tuple[int, ...], device: str) -> Row:
-    """Its error is at most twice that of the built-in tiles, and its bits are the same each time."""
+    """Whether tiles are sound: their error is at most twice that of the built-in ones, and their bits are the same each time."""
     key = target.key(torch.device(device))
     with table.using({}):
         right = prepared(target, device, "small", wide=True)()

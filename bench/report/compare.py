@@ -147,7 +147,7 @@ def _different(old: Run, new: Run) -> Iterator[str]:
 
 
 def _moved(old: Row, new: Row, by: By) -> float | None:
-    """Logarithm of new over old, of what is compared; None where there is nothing to compare."""
+    """The logarithm of new over old for the figure that is compared; None where there is nothing to compare."""
     if by == "time":
         return math.log(new.seconds.median / old.seconds.median) if new.threads == old.threads else None
     if old.ratio is None or new.ratio is None or old.baseline != new.baseline or new.implementation == new.baseline:
@@ -156,18 +156,18 @@ def _moved(old: Row, new: Row, by: By) -> float | None:
 
 
 def _within(row: Row, by: By) -> float:
-    """Standard deviation within a run, of the logarithm."""
+    """The standard deviation of the logarithm within a run."""
     compared = row.seconds if by == "time" or row.ratio is None else row.ratio
     return math.log(compared.high / compared.low) / QUARTILES
 
 
 def _deviation(moves: Sequence[float]) -> float:
-    """By what half of them stay within: rows that a neighbour disturbed do not decide it."""
+    """The standard deviation that half of the moves imply, so that rows that a neighbour disturbed do not decide it."""
     return 2 * statistics.median(abs(move) for move in moves) / QUARTILES
 
 
 class Noise(NamedTuple):
-    """Between two runs, of the logarithm."""
+    """The noise between two runs, as logarithms of factors."""
 
     drift: float
     between: float
@@ -250,7 +250,7 @@ def ordered(comparison: Comparison) -> list[Change]:
 
 
 def shown(row: Row | None, by: By) -> str:
-    """What is compared of a row."""
+    """The figure of a row that is compared, as text."""
     if row is None:
         return "--"
     if by == "time":

@@ -87,7 +87,7 @@ class Style:
 
 
 def styles(run: Run) -> dict[str, Style]:
-    """For each implementation of a run: ours of one colour and broad, its variants dashed, the definition grey."""
+    """The style of each implementation of a run: ours in one colour and broad, our variants dashed, the definition grey."""
     ours = [name for name in run.implementations if is_ours(name)]
     peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
     chosen = {name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4) for i, name in enumerate(ours)}
@@ -100,7 +100,7 @@ class Panel:
     """One plot: what is written over it, what it says to those who do not see it, and who draws it."""
 
     name: str
-    """Of letters, digits, - and _: no other panel's."""
+    """A name of letters, digits, - and _ that no other panel has."""
     title: str
     about: str
     alt: str
@@ -116,7 +116,7 @@ class Panel:
 
     @property
     def legend_columns(self) -> int:
-        """Two, if the names are short enough."""
+        """The number of columns of the legend: two, if the names are short enough."""
         return 2 if max(map(len, self.legend), default=0) <= 22 else 1
 
     @property
@@ -126,7 +126,7 @@ class Panel:
         )
 
     def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
-        """With its upper left corner `x` and `y` inches from the figure's: nothing has to be measured and moved."""
+        """Draws the panel with its upper left corner `x` and `y` inches from the figure's."""
         wide, high = figure.get_size_inches()
 
         def at(right: float, down: float) -> tuple[float, float]:
@@ -145,7 +145,7 @@ class Panel:
 
 
 def svg(panel: Panel) -> str:
-    """For a page: text is text, in the colours of the page, and no identifier is another panel's."""
+    """The panel as an SVG for a page: text stays text, in the colours of the page, and every identifier is the panel's own."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((WIDTH, panel.inches))
         panel.onto(figure)
@@ -188,7 +188,7 @@ STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Between three and six round numbers, as far as there are."""
+    """Between three and six round numbers from `low` to `high`, as far as there are so many."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for steps in STEPS:
@@ -199,7 +199,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_scale(axis: Any, values: Iterable[float], say: Callable[[float], str], pad: float = 1.35) -> None:
-    """With room around `values`, and a few ticks that say what they are."""
+    """Makes an axis logarithmic, with room around `values` and a few ticks that `say` writes."""
     low, high = min(values := list(values)) / pad, max(values) * pad
     which = axis.axis_name
     getattr(axis.axes, f"set_{which}scale")("log")
@@ -232,7 +232,7 @@ def sizes_axis(axes: Axes, values: Sequence[int]) -> None:
 
 
 def size(value: float) -> str:
-    """1,024; 100k; 2M."""
+    """A size as text, such as 1,024, 100k or 2M."""
     for unit, letter in ((1_000_000, "M"), (1_000, "k")):
         if value >= unit and value % unit == 0:
             return f"{value / unit:,.0f}{letter}"
@@ -250,10 +250,10 @@ def counted(value: float) -> str:
 
 
 def name_y(axes: Axes, name: str) -> None:
-    """Over the axes, where it is read without turning one's head."""
+    """Writes the name of the y axis over the axes, where it is read without turning one's head."""
     axes.set_title(name, loc="left", fontsize=7, pad=4)
 
 
 def times(value: float) -> str:
-    """How many times."""
+    """A factor as text, such as 0.73x or 48x."""
     return f"{value:,.0f}x" if value >= 10 else f"{value:.2g}x"

@@ -95,7 +95,7 @@ def _pairs(pairs: Mapping[str, str], kind: str = "") -> str:
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    """In a box of its own that scrolls, so that the page does not; `rows` are HTML already."""
+    """A table in a box that scrolls by itself, so that the page need not; `rows` are HTML already."""
     cells = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "\n".join(rows)
     return (
@@ -182,7 +182,7 @@ def _clearly_slower(row: Row) -> bool:
 
 
 def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
-    """Plainly, the worst first."""
+    """The list of groups in which we are slower, the worst first."""
     lines = [
         f'<li>{_where(row)}: <span class="slower">{row.ratio.median:.3g} times the time</span> of {escape(str(row.baseline))} '
         f"({_quartiles(row)})</li>"
@@ -201,7 +201,7 @@ def _quartiles(row: Row) -> str:
 
 
 def _wrong(run: Run) -> str:
-    """Before all else."""
+    """The wrong rows, which come before all else."""
     if not run.wrong:
         return ""
     lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())

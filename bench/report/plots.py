@@ -163,7 +163,7 @@ def _draw_share(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
 
 
 def _shade(axes: Axes, one: Series, where: Sequence[float], low: Sequence[float], high: Sequence[float], style: Style) -> None:
-    """Between the quartiles."""
+    """Shades what lies between the quartiles."""
     if one.numeric:
         axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
     else:
@@ -171,7 +171,7 @@ def _shade(axes: Axes, one: Series, where: Sequence[float], low: Sequence[float]
 
 
 def _joined(one: Series, style: Style) -> dict[str, Any]:
-    """There is nothing between two words."""
+    """How points are joined: by a line between sizes, not at all between words."""
     return style.line() | ({} if one.numeric else {"linestyle": "", "markersize": 7})
 
 
@@ -249,7 +249,7 @@ def _draw_bars(bars: Sequence[tuple[str, Spread]], axes: Axes) -> None:
 
 
 def _lines_of_speed(axes: Axes, count: int) -> None:
-    """So many lines under each other, and where we are as fast as the peer."""
+    """Prepares the axes for `count` bars under each other, with a line where we are as fast as the peer."""
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_ylim(count - 0.5, -0.75)
     axes.set_yticks([])
@@ -353,7 +353,7 @@ COUNTS: dict[str, tuple[str, str, Count, Sequence[str]]] = {
 
 
 def cost_panels() -> list[Panel]:
-    """Each count against n, d and m; of no run, but of the formulas in cmab_kernels.nystrom.costs."""
+    """The panels of each count against n, d and m, by the formulas in cmab_kernels.nystrom.costs; they belong to no run."""
     return [_cost_panel(name, axis) for name in COUNTS for axis in SCANNED]
 
 
@@ -409,7 +409,7 @@ def _has_ours(one: Series) -> bool:
 
 
 def _shown(run: Run) -> Series:
-    """Our kernels beside their peers; the definition is for tests."""
+    """The series of the first plot: our kernels beside their peers, without the definition."""
     if not (one := headline(run)):
         raise BadRun(
             f"{run.path}: no curve of {' or '.join(dict.fromkeys(scan for scan, _, _ in FIRST))} for the first plot; measure one of them"

@@ -205,7 +205,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
 
 
 def eager_update(i: StateInputs, new: int, removes: bool = False) -> Results:
-    """As one writes it in torch: the new keys' scores are merged into the sum, or taken out of it."""
+    """The update as one writes it in torch: the new keys' scores are merged into the sum, or taken out of it."""
     scores, lse = (i.query @ i.key[:, :, -new:].mT).double() * i.query.shape[-1] ** -0.5, i.lse.unsqueeze(-1)
     part = scores if new == 1 else scores.logsumexp(-1, keepdim=True)
     merged = lse + torch.log1p(-(part - lse).exp()) if removes else torch.logaddexp(lse, part)
@@ -279,7 +279,7 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
         return normal(random, *shape, width), 10 * normal(random, *shape).double()
 
     def oracle(i: Sequence[Tensor]) -> Results:
-        """By weights of the parts that sum to 1."""
+        """The merged state by weights of the parts that sum to 1."""
         outs, lses = i
         return (lses.softmax(0).unsqueeze(-1) * outs.double()).sum(0), lses.logsumexp(0)
 
@@ -300,7 +300,7 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
 
 
 def _eager_merge(inputs: Sequence[Tensor]) -> Results:
-    """As one writes it, one state after the other."""
+    """The merge as one writes it, one state after the other."""
     (out, *outs), (lse, *lses) = inputs
     for other_out, other_lse in zip(outs, lses, strict=True):
         merged = torch.logaddexp(lse, other_lse)

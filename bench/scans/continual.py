@@ -177,7 +177,7 @@ class NystromStreams:
         return all_steps(step, self.shape.after(tokens, self.shape.block))
 
     def eager(self, tokens: Tokens, seed: int) -> Call:
-        """A token at a time; outputs of a block are joined."""
+        """The call of the eager stream, a token at a time; outputs of a block are joined."""
         call = all_steps(self.shape.widened(self._eager(tokens, seed).step), self._tokens(tokens, 1))
         block = self.shape.block
         return call if block == 1 else lambda: [torch.cat(list(outs), dim=-2) for outs in _batched(call(), block)]
@@ -421,7 +421,7 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         return [part.flatten(0, 1) for part in packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)]
 
     def eager(tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
-        """Each stream of each head a matrix of its own; one alone has no dimension for it, as torch is faster then."""
+        """The step in eager torch: each stream of each head is a matrix; a single one has no dimension for it, as torch is faster then."""
         shape = (-1, 1, width) if batch * heads > 1 else (1, width)
         stream = EagerNystrom(*split(F.linear(tokens[:, :window], enter)), width**-0.5, landmarks, None, ITERATIONS)
 
@@ -448,7 +448,7 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
 
     @torch.no_grad()
     def oracle(i: RowStreams) -> Mapping[str, Results]:
-        """With the projections in float64, the eager stream, which is the definition, and attention over each token's window."""
+        """The eager stream, which is the definition, and attention over each token's window, between projections in float64."""
         tokens, enter, leave = (part.double() for part in (i.tokens, weights().in_proj_weight, weights().out_proj.weight))
         query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
         rows = banded(query[:, :, window:], key, value, window)

@@ -17,7 +17,7 @@ from cmab_kernels.nystrom.reference import segment_ends, segment_means
 from .case import identity, wide
 
 ITERATIONS = 6
-"""Of the pseudo-inverse, wherever nothing else is said."""
+"""Iterations of the pseudo-inverse, wherever nothing else is said."""
 
 
 def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -67,7 +67,7 @@ class Ring:
     """The newest n + 1 tokens, each in row p % (n + 1), and the first again after the last: so a new token lies before the evicted one."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        """From a first window (M, n, D), (M, n, E); each value has a 1 after it, whose sum is phi."""
+        """Starts from a first window (M, n, D), (M, n, E); each value has a 1 after it, whose sum is phi."""
         self.rows = key.shape[1] + 1
         self.keys = _one(key.new_zeros(len(key), self.rows + 1, key.shape[2]))
         self.values = _one(value.new_ones(len(value), self.rows + 1, value.shape[2] + 1))
@@ -99,7 +99,7 @@ class EagerNystrom:
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, number: int, fixed: tuple[Tensor, Tensor] | None, iterations: int
     ) -> None:
-        """From a first window (M, n, D); fixed landmarks are (M, m, D)."""
+        """Starts from a first window (M, n, D); fixed landmarks are (M, m, D)."""
         self.ring = Ring(key, value)
         self.window, self.number, self.scale, self.iterations = key.shape[1], number, scale, iterations
         near, far = fixed or (segment_means(part[None], number)[0] for part in (query, key))
@@ -148,7 +148,7 @@ class EagerNystrom:
 
 
 class EagerRetroactive(EagerNystrom):
-    """With fixed landmarks, the outputs of the whole window: each query's weights of the landmarks are kept with its token."""
+    """A stream with fixed landmarks that gives the outputs of the whole window: each query's weights are kept with its token."""
 
     def __init__(self, query: Tensor, *rest: Any) -> None:
         super().__init__(query, *rest)
@@ -185,7 +185,7 @@ class EagerExact:
     """A stream of exact attention: a ring, whose order does not matter to a softmax, and torch's own attention over it."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        """From a first window (1, H, n, D)."""
+        """Starts from a first window (1, H, n, D)."""
         self.keys, self.values, self.position = key.clone(), value.clone(), 0
         self._places = list(zip(self.keys.split(1, dim=2), self.values.split(1, dim=2), strict=True))
 

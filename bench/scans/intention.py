@@ -71,7 +71,7 @@ def regression_work(heads: int, length: int, width: int, dtype: str, backward: b
 
 @declared()
 def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """As many queries as keys."""
+    """`intention` of as many queries as keys."""
     short, named = length <= BESIDE_ATTENTION, dtype_name(dtype)
     run = partial(passes, operands=3, backward=backward)
     ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
@@ -82,7 +82,7 @@ def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward
         return LayerInputs(*rows, normal(random, *(shape if backward else (0,)), dtype=dtype))
 
     def oracle(i: LayerInputs) -> Results | Mapping[str, Results]:
-        """By an inverse in float64, and autograd; for long ones, where that takes gigabytes, torch's form in float64."""
+        """Results by an inverse in float64, and autograd; for long ones, where that takes gigabytes, torch's form in float64."""
         if not short:
             return regression(*(part.detach().double() for part in i))
         solved = exactly(lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v)), i)
@@ -131,7 +131,7 @@ def sigma_layer(
         return LayerInputs(*rows, normal(random, *(rows[0].shape if backward else (0,)), dtype=dtype))
 
     def oracle(i: LayerInputs) -> Mapping[str, Results]:
-        """By an inverse in float64, and autograd."""
+        """Results by an inverse in float64, and autograd."""
         solved = exactly(lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v, i)
         return dict.fromkeys((*ours, EAGER), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
 
@@ -251,7 +251,7 @@ def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
     scan = "regularised_inverse"
 
     def oracle(i: tuple[Tensor]) -> Results:
-        """By the eigenvalues."""
+        """The inverse by the eigenvalues."""
         values, vectors = torch.linalg.eigh(i[0].double())
         return ((vectors / values.unsqueeze(-2)) @ vectors.mT,)
 

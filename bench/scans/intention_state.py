@@ -198,7 +198,7 @@ def merge(states: int = 2, heads: int = 512, width: int = 64) -> Case:
     """Several states in one."""
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """Each state's gram, moment and count, one after the other."""
+        """The gram, moment and count of each state, one state after the other."""
         random, square, count = generator(seed), (1, heads, width, width), torch.full((1, heads), 10, device=device())
         made = [[*(normal(random, *square, dtype=torch.float64) for _ in range(2)), count] for _ in range(states)]
         return tuple(part for state in made for part in state)
@@ -222,7 +222,7 @@ def _over_states(merge: Callable[..., Results]) -> Implementation:
 
 
 def _added(first: RidgeState, *others: RidgeState) -> Results:
-    """Into one sum each, without a check."""
+    """The states added up without a check."""
     totals = [mine + theirs for mine, theirs in zip(first, others[0], strict=True)]
     for state in others[1:]:
         for total, part in zip(totals, state, strict=True):

@@ -60,7 +60,7 @@ def layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """As many queries as keys, beside attention, which computes something else, and beside the package, whose heads share their norms."""
+    """As many queries as keys, beside attention, which computes something else, and the package, whose heads share their norms."""
     scan, named, rows = "nystrom_attention", dtype_name(dtype), batch * heads * length
 
     def by(attend: Callable[..., Tensor]) -> Implementation:
@@ -154,7 +154,7 @@ def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: tor
         return (matrix * sums).requires_grad_(), dinverse
 
     def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """Each matrix with its own norms; the package's all with the largest."""
+        """The iteration in float64: each matrix with its own norms, for the package all matrices with the largest."""
         own, shared = (run(partial(iterated, together=together))(doubled(i)) for together in (False, True))
         return dict.fromkeys((*kernels(scan), EAGER), own) | {PACKAGE: shared}
 

@@ -28,7 +28,7 @@ RATES = Rates(4e12, 4e12, {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "
 
 
 def made(tasks: list[Task]) -> dict[str, Row]:
-    """As a worker makes them."""
+    """The rows of tasks, as a worker makes them."""
     rows = {}
     for task in tasks:
         try:
@@ -60,7 +60,7 @@ def intention() -> Any:
 
 
 def bits() -> Any:
-    """Of Intention and of Nyström's pseudo-inverse: the same again and alone; and of something that changes."""
+    """Whether the bits of Intention and of the pseudo-inverse are the same again and alone; and those of something that changes."""
     found = []
     for call, given in (
         (repeats._ridge("triton", "cpu"), repeats._ridge_inputs(torch.float32, 4, 40, "cpu")),

@@ -81,7 +81,7 @@ def test_an_implementation_looks_alike_everywhere_and_ours_is_ours(run: runs.Run
 
 
 def luminance(colour: str) -> float:
-    """By the Web Content Accessibility Guidelines."""
+    """The relative luminance of a colour by the Web Content Accessibility Guidelines."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return sum(
         w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)

@@ -178,7 +178,7 @@ def test_every_case_is_there(record: dict[str, Any]) -> None:
 
 
 def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
-    """By its products: as many flops a score as the two of attention have, and one exponential with little beside."""
+    """The loop is known by its products: as many flops a score as the two of attention have, and one exponential with little beside."""
     for case, width in ((f"4 heads of 16, L 128, N 1e6, {kind}", 16) for kind in ("bfloat16", "float16", "tf32")):
         for capability in CHIPS:
             row = _row(record, f"latent_attention forward, {case}", "_forward", capability)
@@ -256,7 +256,7 @@ def test_no_kernel_of_nvcc_is_worse(record: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 def test_no_code_of_nvcc_is_worse(record: dict[str, Any]) -> None:
-    """Its instructions too, disassembled."""
+    """The instructions of nvcc's kernels too, disassembled."""
     if readiness_cuda.compiler() is None:
         pytest.skip("the package was built without nvcc")
     assert complaints(record["rows"], list(readiness.rows(list(readiness_cuda.KERNELS), print))) == []
@@ -331,7 +331,7 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_floors_of_chips() -> None:
-    """That of performance tables: 4 heads of 16, 128 latents, a million keys take 132 us of exponentials on an H200."""
+    """The floor of the design's table: 4 heads of 16, 128 latents, a million keys take 132 us of exponentials on an H200."""
     from bench.floors import floor
 
     assert floor(Work(exponentials=4 * 128 * 1e6), CHIPS[90].rates()).seconds == pytest.approx(132e-6, rel=0.01)

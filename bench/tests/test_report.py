@@ -31,7 +31,7 @@ def page_of(run: runs.Run, old: runs.Run | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the report of a run beside an older one, in which a row was slower."""
+    """A folder with the report of a run beside an older one; a row is slower than it was."""
     folder = tmp_path_factory.mktemp("report")
     wrong = {"latent-forward-float32-D16-N7-native": "wrong: relative RMS error 1e-01, allowed 2e-05"}
     run = synthetic.run(2, lambda *row: 1.3 if row == ("step-fixed-n64", "native") else 1.0)
@@ -47,7 +47,7 @@ def page(folder: Path) -> str:
 
 
 def text_of(page: str) -> str:
-    """Without tags, in one line."""
+    """The text of a page in one line, without tags."""
     body = re.sub(r"<[^>]*>", " ", page)
     return re.sub(r"\s+", " ", html.unescape(body))
 

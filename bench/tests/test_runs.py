@@ -76,7 +76,7 @@ def test_a_variant_is_ours_only_where_there_is_nothing_else(run: Run):
 
 
 def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
-    """With fields of the second group or row replaced; the value `missing` takes one out."""
+    """A file with fields of the second group or row replaced; the value `missing` takes one out."""
     entry = {**raw[part][1], **changes}
     return {**raw, part: [raw[part][0], {name: value for name, value in entry.items() if value != "missing"}, *raw[part][2:]]}
 
