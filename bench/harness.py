@@ -53,15 +53,13 @@ class Problem(Exception):
     """Why an implementation has no row."""
 
 
-def measure(
-    case: Case, names: Iterable[str], budget: float, prepared: tuple[Any, Mapping[str, Results]] | None = None, capture: bool = True
-) -> Group:
+def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True) -> Group:
     """Measures implementations of a case: memory, result and FLOPs one by one, then time, all in turn, for about `budget` seconds.
 
-    `prepared`: inputs and expected results, where they are at hand. `capture`: on a GPU, time replays of captured graphs.
+    `expected`: the results for the inputs of seed 0, where they are at hand. `capture`: on a GPU, time replays of captured graphs.
     """
-    inputs = prepared[0] if prepared else case.inputs(0)
-    expected = prepared[1] if prepared else case.expected(inputs)
+    inputs = case.inputs(0)
+    expected = expected or case.expected(inputs)
     group, examined = Group(), {}
     with threads(case.threads):
         for name in names:

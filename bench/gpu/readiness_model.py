@@ -81,7 +81,7 @@ class Chip:
         return self.multiprocessors * self.clock
 
     def rates(self) -> Rates:
-        """The rates that floors are computed with. Exact float32: six products of bfloat16 parts, or multiply-adds where these are faster."""
+        """The rates that floors are computed with. Exact float32: six products of bfloat16 parts, or multiply-adds where faster."""
         float32 = max(self.flops["half"] / 6, 2 * self.lanes["fp32"])
         flops = {"bfloat16": self.flops["half"], "float16": self.flops["half"], "tf32": self.flops["tf32"]}
         flops |= {"float32": float32, "float64": self.flops["double"]}

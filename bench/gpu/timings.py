@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ def timed(case: Case, name: str, capture: bool = True) -> Row:
     """The row of an implementation, timed beside our first kernel if it is a peer; a wrong result is a fault if it is ours."""
     ours = next(other for other in case.implementations if is_ours(other))
     names = dict.fromkeys((name,) if is_ours(name) else (ours, name))
-    group = measure(case, names, BUDGET, _prepared(case), capture)
+    group = measure(case, names, BUDGET, _expected(case), capture)
     if name in group.rows:
         return told(group.rows[name], whole=True)
     problem = {"group": case.name, "implementation": name, "problem": group.problems[name]}
@@ -119,10 +118,9 @@ def timed(case: Case, name: str, capture: bool = True) -> Row:
 
 
 @lru_cache(maxsize=1)
-def _prepared(case: Case) -> tuple[Any, Mapping[str, Results]]:
-    """Inputs and what is expected. The rows of a case follow each other."""
-    inputs = case.inputs(0)
-    return inputs, case.expected(inputs)
+def _expected(case: Case) -> Mapping[str, Results]:
+    """What is expected of a case, whose rows follow each other."""
+    return case.expected(case.inputs(0))
 
 
 # ---- flash-linear-attention's mesa_net -------------------------------------------------------------------------------------------------

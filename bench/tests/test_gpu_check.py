@@ -13,13 +13,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import devices, gpu_check, provenance
+from bench import devices, gpu_check, harness, provenance
 from bench.floors import Rates, floor
 from bench.gpu import nystrom_parity, parity, ridge_parity, solve_parity, timings, window_parity
 from bench.gpu.printed import table
 from bench.gpu.problems import key_of
 from bench.gpu.results import Report
 from bench.gpu.sections import Outcome
+from bench.scans import continual
+from bench.scans.case import EAGER
+from cmab_kernels.measure import Peak
 
 ROOT = Path(gpu_check.__file__).parents[1]
 H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float16": 790e12, "float32": 395e12})
@@ -194,3 +197,13 @@ def test_the_digest_follows_the_sources_and_not_the_tuned_table(monkeypatch: pyt
     assert provenance.digest() == first
     source.write_text("2")
     assert provenance.digest() != first
+
+
+def test_streams_begin_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is expected is kept for all rows of a case; a stream that has gone on would be compared with its first tokens."""
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
+    monkeypatch.setattr(harness, "rates_of", lambda device: H200)
+    case = continual.step(8, 8, landmarks=3, calls=4)
+    for name in ("native", EAGER, "native", EAGER):
+        row = timings.timed(case, name)
+        assert "seconds" in row and ("speed_up" in row) == (name == EAGER), row
