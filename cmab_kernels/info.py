@@ -84,7 +84,8 @@ def _processor() -> Iterator[str]:
     fields = dict(part.split(":", 1) for part in reversed(lines) if ":" in part)
     fields = {name.strip(): text.strip() for name, text in fields.items()}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
-    yield f"{fields.get('model name', platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    yield f"{fields.get('model name', platform.processor() or platform.machine())}, {threads} thread{'' if threads == 1 else 's'}"
     yield " ".join(flag for flag in _CPU_FEATURES if flag in flags) or "features unknown"
 
 

@@ -38,5 +38,6 @@ def checked_output(output: str) -> Path:
 
 def where(device: str, impl: str) -> str:
     """One line of text: the machine, the dtype, the version of torch, and the implementation."""
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{threads} CPU thread{'' if threads == 1 else 's'}"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"
