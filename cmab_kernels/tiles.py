@@ -63,12 +63,12 @@ def tuned(kernel: str, device: torch.device, kind: str, width: int) -> tuple[int
 
 
 def padded(width: int) -> int:
-    """To what the kernels pad a head: a power of two, 16 at least."""
+    """The width that the kernels pad a head to: a power of two, at least 16."""
     return max(1 << (width - 1).bit_length(), WIDTHS[0])
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Of a GPU. What Triton interprets on a CPU is as for Hopper."""
+    """The compute capability (major, minor) of a GPU. On a CPU, for Triton's interpreter, it is that of Hopper."""
     return _capability(device.index) if device.type == "cuda" else HOPPER
 
 

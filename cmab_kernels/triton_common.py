@@ -155,7 +155,11 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
 
 @triton.jit
 def _operand(tile, OPERAND: tl.constexpr):
-    """Triton 3.6 cannot multiply in float64 what comes from narrower numbers, a mask's among them: a sum of one term hides whence it is."""
+    """The tile in the type `OPERAND`, ready to be multiplied.
+
+    Triton 3.6 cannot multiply in float64 a tile that it knows to be converted from a narrower type. A sum over one term hides the
+    conversion.
+    """
     if tl.float64 == OPERAND:
         tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)
     return tile.to(OPERAND)

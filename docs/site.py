@@ -25,7 +25,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 
 class _Examples(Preprocessor):
-    """Fences around the examples of docstrings: a block that begins with `>>>` and ends at an empty line."""
+    """Puts fences around the examples of docstrings. An example begins with `>>>` and ends at an empty line."""
 
     def run(self, lines: list[str]) -> list[str]:
         fenced: list[str] = []
@@ -50,7 +50,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """A page for each file of the repository, outside docs/, that a page of docs/ links to."""
+    """Add a page for each file of the repository outside docs/ that a page of docs/ links to."""
     linked = {name for file in files.documentation_pages() if _in_docs(file) for name in _LINK.findall(file.content_string)}
     for name in sorted(linked):
         heading = f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
@@ -61,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def _in_docs(file: File) -> bool:
-    """Whether `../` leads from the page to the root of the repository: those of the API lie a folder deeper."""
+    """Whether the page lies in docs/ itself, so that `../` leads from it to the root of the repository."""
     return "/" not in file.src_uri
 
 
@@ -74,7 +74,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _mathml(formula: str, display: str) -> str:
-    """MathML with the spaces that browsers leave out: those of a named width, and those after the name of a function."""
+    """A formula as MathML, with spaces that browsers leave out: those of a named width, and one after the name of a function."""
     space = '<mspace width="0.17em" />'
     drawn = convert(formula, display=display).replace('<mspace width="thinmathspace" />', space)
     return drawn.replace("<mi>log</mi>", f"<mi>log</mi>{space}")

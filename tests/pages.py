@@ -1,4 +1,4 @@
-"""Pages of Markdown as their tests read them: programs, code, links."""
+"""How the tests read a page of Markdown: its programs, code, tables and links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def docs() -> list[Path]:
 
 
 def programs(page: Path) -> list[str]:
-    """The python blocks in order, each on the lines that it has in the page: so a traceback points there."""
+    """The python blocks of a page in order. Each begins on its line of the page, so that a traceback points there."""
     text = page.read_text()
     blocks = [found for found in _FENCED.finditer(text) if found[1] == "python"]
     return ["\n" * text.count("\n", 0, found.start(2)) + found[2] for found in blocks]
@@ -43,12 +43,12 @@ def run(page: Path) -> None:
 
 
 def prose(page: Path) -> str:
-    """All but the fenced blocks."""
+    """The text of a page without its fenced blocks."""
     return _FENCED.sub("", page.read_text())
 
 
 def code(page: Path) -> list[str]:
-    """What is set as code: fenced blocks, and spans in the prose."""
+    """All code of a page: fenced blocks, and spans in the prose."""
     return [found[2] for found in _FENCED.finditer(page.read_text())] + _SPAN.findall(prose(page))
 
 
@@ -66,7 +66,7 @@ def repeated_rows(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub names them."""
+    """The anchors of a page's headings, as GitHub names them."""
     names: list[str] = []
     for heading in re.findall(r"^#+ +(.+?) *$", prose(page), flags=re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -75,7 +75,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> Iterator[str]:
-    """Relative links to what is not there: a file, or a heading of one."""
+    """Relative links of a page to a file, or to a heading of a file, that does not exist."""
     for link in _LINK.findall(_SPAN.sub("", prose(page))):
         if re.match(r"\w+:", link):
             continue

@@ -86,7 +86,7 @@ def _(info: Any, in_dims: Any, query: Tensor, weight: Tensor, impl: str) -> tupl
 
 
 def gram_operations(key: Any, value: Any, parts: Any) -> int:
-    """Of the symmetric sum one half, with its diagonal."""
+    """Operations of the sums; of the symmetric one only half is computed, and its diagonal."""
     batch, heads, length, width = key
     return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
 

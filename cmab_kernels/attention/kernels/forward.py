@@ -141,7 +141,10 @@ def _merge(
     CHUNK: tl.constexpr,
     BISECT: tl.constexpr,
 ):
-    """The runs of one row and the incoming state in one state. The sums' order hangs on MOST and CHUNK, and these on L and E alone."""
+    """Merge the runs of one row and the incoming state into one state.
+
+    MOST and CHUNK fix the order in which the terms are added. They depend only on L and E.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     _, H, L, N = sizes

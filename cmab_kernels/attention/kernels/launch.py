@@ -73,10 +73,10 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
-    """Of one pass over the keys, with a block of queries at hand."""
+    """The tiles of the backward pass that goes over the keys while it holds a block of queries."""
     return _tiles("attention.backward", _BACKWARD, products, device, width).at_most(queries)
 
 
 def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
-    """Of one pass over the queries, with a tile of keys at hand."""
+    """The tiles of the backward pass that goes over the queries while it holds a tile of keys."""
     return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)

@@ -21,7 +21,7 @@ SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
 
 
 class _Systems(NamedTuple):
-    """Of S programmes with R constraints each, scaled to products (S, R, R) with 1 on the diagonal."""
+    """The systems of S programmes with R constraints each, scaled so that `products` (S, R, R) has 1 on its diagonal."""
 
     products: Tensor
     excess: Tensor

@@ -44,9 +44,9 @@ class ContinualNystromState(NamedTuple):
     position: int | Tensor
     """How many tokens the stream has had. On a GPU (B, H) int64 there, so that a captured step advances it."""
     window: int
-    """n"""
+    """The number n of tokens in the window."""
     pinv_iterations: int
-    """Of the pseudo-inverse; 0: exact."""
+    """Iterations of the pseudo-inverse; 0 means the exact one."""
     fixed: int
     """1 where landmarks were given and stay, 0 where they follow the window."""
 
@@ -70,7 +70,7 @@ class ContinualAttentionState(NamedTuple):
     position: int | Tensor
     """How many tokens the stream has had. On a GPU (B, H) int64 there, so that a captured step advances it."""
     window: int
-    """n"""
+    """The number n of tokens in the window."""
 
 
 ContinualState = ContinualNystromState | ContinualAttentionState

@@ -62,7 +62,7 @@ def options(like: Tensor, kernel: str) -> dict[str, Any]:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Of (M, rows, columns) as those of (M, 1, rows, columns)."""
+    """The strides of a tensor (M, rows, columns), as if it were (M, 1, rows, columns)."""
     first, row, column = tensor.stride()
     return first, 0, row, column
 
