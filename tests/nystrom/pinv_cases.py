@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
-from cmab_kernels.testing import bound
+from cmab_kernels.testing import bound, oracles
 
 GRADIENTS = 4.0
 """Times what a result may be off by."""
@@ -100,6 +100,32 @@ def check_pinv(module: object, matrix: Tensor, iterations: int, dinverse: Tensor
     (their_gradient,) = torch.autograd.grad(theirs, same, dinverse)
     ours = call.pinv_backward(dinverse, matrix, iterations)
     check("dmatrix", ours, gradient, _like_its_matrix(gradient), their_gradient, 0.0, GRADIENTS)
+
+
+ORDERS = 8
+"""The number of equivalent evaluations of which the largest error is taken."""
+
+
+def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, iterations: int, dtype: torch.dtype) -> None:
+    """Check the inverses of matrices (count, m, m) whose rows are almost equal, against float64.
+
+    The error of one evaluation is a matter of luck, for its roundings are multiplied by up to (13/4)^iterations: the largest over several
+    orders of the rows and columns counts, in which the same inverse is had with other sums.
+    """
+    matrices = (0.03 * torch.randn(count, m, m)).softmax(-1).to(dtype)
+    right = oracles.iterative_pinv(matrices.double(), iterations)
+
+    def error(inverse: Tensor) -> Tensor:
+        return (inverse.double() - right).flatten(1).norm(dim=1) / right.flatten(1).norm(dim=1)
+
+    def in_another_order(rows: Tensor, columns: Tensor) -> Tensor:
+        inverse = oracles.iterative_pinv(matrices.float()[:, rows][:, :, columns], iterations)
+        return inverse[:, columns.argsort()][:, :, rows.argsort()]
+
+    own = torch.stack([error(in_another_order(torch.randperm(m), torch.randperm(m))) for _ in range(ORDERS)]).amax(0)
+    allowed = bound(dtype, 0.0, torch.finfo(dtype).eps / torch.finfo(torch.float32).eps * own)
+    ours = error(pinv(matrices))
+    assert (ours <= allowed).all(), float((ours / allowed).max())
 
 
 class Landmarks(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.testing import between_margins, guarded_results
 
-from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks
+from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where a lane that is masked overflows
@@ -42,6 +42,12 @@ def _landmarks(*shape: int, **options: Any) -> Landmarks:
 @pytest.mark.parametrize("m, iterations", [(1, 2), (3, 6), (16, 0), (16, 1), (17, 2), (33, 1), (64, 1)])
 def test_inverses(dtype: torch.dtype, m: int, iterations: int) -> None:
     check_pinv(kernels, between_margins(MATRICES["normal"](2, m).to(dtype)), iterations)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("iterations", [6, 12])
+def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
+    check_nearly_singular(lambda matrices: kernels.iterative_pinv(between_margins(matrices), iterations), 4, 5, iterations, dtype)
 
 
 @pytest.mark.parametrize("kind", sorted(set(MATRICES) - {"normal"}))
