@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -19,8 +20,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp", "continual/next_state.cpp")
+"""The sources of both extensions: how tensors and states cross."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
-FLAGS = "-O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Werror"
+CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
+DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
+FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Werror"
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
 BF16 = f"{AVX512} -mavx512bf16"
 VECTORS = {
@@ -38,20 +44,21 @@ ENGINES = {
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
 """Machine code for each, and PTX of the last for later GPUs."""
-NVCC_FLAGS = "-O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
+NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 
 
 def cpu_sources() -> list[tuple[Path, str]]:
     """Each source with the instruction set that it is compiled for, "" where it is compiled once, for any CPU."""
     sources = []
-    for source in sorted((ROOT / "csrc").glob("*/*.cpp")):
-        sets = {"kernels": VECTORS, "bf16_kernels": ENGINES}.get(source.stem, {"": ""})
+    for source in [CSRC / "module.cpp", *sorted(CSRC.glob("*/*.cpp"))]:
+        sets = {"kernels": VECTORS, "bf16_kernels": ENGINES, "cuda_binding": {}}.get(source.stem, {"": ""})
         sources += [(source, name) for name in sets if ON_X86 or name in ("", "portable")]
-    return [(ROOT / "csrc" / "module.cpp", ""), *sources]
+    return sources
 
 
 def cuda_sources() -> list[tuple[Path, str]]:
-    return [(source, "") for source in (ROOT / "csrc" / "cuda_module.cpp", *sorted((ROOT / "csrc").glob("*/*.cu")))]
+    sources = [CSRC / "cuda_module.cpp", *(CSRC / name for name in BORDER), *CSRC.glob("*/cuda_binding.cpp"), *CSRC.glob("*/*.cu")]
+    return [(source, "") for source in sorted(sources)]
 
 
 def flags(instruction_set: str) -> str:
@@ -73,37 +80,40 @@ def find_nvcc() -> str | None:
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
     import pybind11
 
-    includes = f"-I{ROOT}/csrc -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
+    includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
     extra = os.environ.get("CXXFLAGS", "")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     newest = list(GPUS.values())[-1]
     codes += f" -gencode arch=compute_{newest},code=compute_{newest}"
 
-    compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} -I{ROOT}/csrc {codes}"
+    compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} -I{CSRC} {codes}"
 
     def object_file(source: Path, instruction_set: str) -> Path:
         name = source.with_stem(f"{source.stem}_{instruction_set}") if instruction_set else source
         return folder / f"{name.relative_to(ROOT)}.o"
 
-    def build(target: Path, link: str, sources: list[tuple[Path, str]]) -> list[str]:
-        compiled = [
-            f"build {object_file(*each)}: {'nvcc' if each[0].suffix == '.cu' else 'cpp'} {each[0]}\n  flags = {flags(each[1])}"
-            for each in sources
+    def compiled(sources: list[tuple[Path, str]]) -> list[str]:
+        return [
+            f"build {object_file(s, name)}: {'nvcc' if s.suffix == '.cu' else 'cpp'} {s}\n  flags = {flags(name)}" for s, name in sources
         ]
-        return [*compiled, f"build {target}: {link} {' '.join(str(object_file(*each)) for each in sources)}\n"]
+
+    def linked(target: Path, rule: str, sources: list[tuple[Path, str]]) -> str:
+        return f"build {target}: {rule} {' '.join(str(object_file(*each)) for each in sources)}\n"
 
     lines = [
         "rule cpp\n  deps = gcc\n  depfile = $out.d",
         f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
         f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
-        *build(cpu, "link", cpu_sources()),
+        *compiled(cpu_sources()),
+        linked(cpu, "link", cpu_sources()),
     ]
     if nvcc:
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
             f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
             f"rule nvlink\n  command = {nvcc} -ccbin {compiler} -shared -cudart static $in -o $out",
-            *build(cuda, "nvlink", cuda_sources()),
+            *compiled([each for each in cuda_sources() if each not in cpu_sources()]),
+            linked(cuda, "nvlink", cuda_sources()),
         ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What every call of a CUDA kernel needs: a GPU that can run it, a stream, addresses and strides."""
+"""What every call of a CUDA kernel needs: a GPU that can run it, and a stream."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ def gpu_problem(index: int | None) -> str | None:
     return None
 
 
-def stream_of(tensor: Tensor) -> tuple[int, int]:
-    """The tensor's device, and the stream that is current there, as numbers."""
-    stream = torch.cuda.current_stream(tensor.device)
-    return stream.device_index, stream.cuda_stream
-
-
-def operand(tensor: Tensor | None, dimensions: int) -> list[int]:
-    """Address and strides; zeros for none."""
-    return [0] * (1 + dimensions) if tensor is None else [tensor.data_ptr(), *tensor.stride()]
+def stream_of(tensor: Tensor) -> int:
+    """The stream that is current on the tensor's device, as a number."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream

@@ -10,7 +10,3 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums are held in float32, or in float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-NATIVE_DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""What csrc calls them: DType in common/dtype.h."""

@@ -1,5 +1,6 @@
 // The kernels on a CPU thread, for tests: blocks in a random order, and in each of them the threads of every phase in
-// ascending or descending order. Shared memory starts as NaNs. Tests compile this file by itself.
+// ascending or descending order. Shared memory starts as NaNs. Tests compile this file by itself, into a module with
+// the functions of cmab_kernels._cuda, of tensors on the CPU, and `set_seed`, which chooses the orders.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -7,10 +8,21 @@
 #include <random>
 #include <vector>
 
-#include "calls.cuh"
+// One file, so that one call of a compiler is enough.
+#include "common/arguments.cpp"
+#include "common/tensor_view.cpp"
+#include "continual/cuda_binding.cpp"
+#include "continual/fields.cpp"
+#include "continual/next_state.cpp"
+#include "gram/cuda_binding.cpp"
+#include "solve/cuda_binding.cpp"
+
+const cmab::Device cmab::kDevice = cmab::Device::kCpu;
 
 namespace cmab::cuda {
 namespace {
+
+int seed = 0;
 
 // Calls `work` for each block of a launch.
 template <class Work>
@@ -49,7 +61,7 @@ void play_solve(const SolveCall& call, std::mt19937& random) {
 }
 
 template <class Call>
-void play_step(const Call& call, int landmarks, int seed) {
+void play_step(const Call& call, int landmarks) {
   std::mt19937 random(seed);
   with_type(call.dtype, [&](auto token) {
     using T = decltype(token);
@@ -60,46 +72,28 @@ void play_step(const Call& call, int landmarks, int seed) {
 }
 
 }  // namespace
-}  // namespace cmab::cuda
 
-using namespace cmab::cuda;
-
-extern "C" {
-
-void ridge_needs(int64_t matrices, int64_t keys, int key_width, int value_width, int64_t most, int64_t* to) {
-  const Needs needed = needs(matrices, keys, key_width, value_width, most);
-  to[0] = needed.together;
-  to[1] = needed.workspace;
-  to[2] = needed.tickets;
-}
-
-void emulate_ridge_solve(const int64_t* numbers, int seed) {
-  Numbers in(numbers);
-  read_stream(in);
-  const RidgeCall call = read_ridge_call(in);
+void ridge_solve(const RidgeCall& call, Stream) {
   std::mt19937 random(seed);
   with_type(call.dtype, [&](auto element) { play_ridge<decltype(element)>(call, random); });
 }
 
-void emulate_regularised_solve(const int64_t* numbers, int seed) {
-  Numbers in(numbers);
-  read_stream(in);
-  const SolveCall call = read_solve_call(in);
+void regularised_solve(const SolveCall& call, Stream) {
   std::mt19937 random(seed);
   return call.wide ? play_solve<double>(call, random) : play_solve<float>(call, random);
 }
 
-void emulate_nystrom_step(const int64_t* numbers, int seed) {
-  Numbers in(numbers);
-  read_stream(in);
-  const NystromStepCall call = read_nystrom_step_call(in);
-  play_step(call, call.landmarks, seed);
-}
+void nystrom_step(const NystromStepCall& call, Stream) { play_step(call, call.landmarks); }
 
-void emulate_attention_step(const int64_t* numbers, int seed) {
-  Numbers in(numbers);
-  read_stream(in);
-  play_step(read_step_call(in), 0, seed);
-}
+void attention_step(const StepCall& call, Stream) { play_step(call, 0); }
 
-}  // extern "C"
+}  // namespace cmab::cuda
+
+using namespace cmab::cuda;
+
+PYBIND11_MODULE(emulated_cuda, module) {
+  module.def("set_seed", [](int number) { seed = number; });
+  bind_continual(module);
+  bind_ridge(module);
+  bind_solve(module);
+}

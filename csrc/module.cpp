@@ -1,7 +1,13 @@
 // The extension: what was compiled, and a file of bindings for each family. Python allocates, C++ fills.
 #include "common/bindings.h"
 
+#include <pybind11/stl.h>
+
+#include "common/arguments.h"
+
 #include "common/instruction_sets.h"
+
+const cmab::Device cmab::kDevice = cmab::Device::kCpu;
 
 PYBIND11_MODULE(_C, module) {
   module.def("instruction_sets", cmab::cpu::usable_instruction_sets);

@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
+import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cmab_kernels import constants
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-shared",
+)
+CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items() if name.isupper()]
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """The shared library; `flags` such as a sanitizer's."""
+    """The extension; `flags` such as a sanitizer's."""
+    import pybind11
+
     library = folder / "emulated_cuda.so"
     source = ROOT / "csrc" / "cuda_emulated.cpp"
-    subprocess.run([str(COMPILER), *FLAGS, *flags, f"-I{ROOT}/csrc", str(source), "-o", str(library)], check=True)
+    includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
+    subprocess.run([str(COMPILER), *FLAGS, *flags, *includes, *CONSTANTS, str(source), "-o", str(library)], check=True)
     return library
+
+
+@functools.cache
+def _loaded(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emulated_cuda", library)
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
 
 
 class EmulatedCuda:
     """The functions of `cmab_kernels._cuda` that a launcher calls. `seed` chooses the order of blocks and threads."""
 
-    MAX_LANDMARKS, MAX_VALUE_WIDTH = 64, 512
-
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self._extension = _loaded(library)
         self.seed = 0
 
-    def ridge_needs(self, matrices: int, keys: int, key_width: int, value_width: int, most: int) -> tuple[int, int, int]:
-        needs = (ctypes.c_int64 * 3)()
-        self._library.ridge_needs(*map(ctypes.c_int64, (matrices, keys)), key_width, value_width, ctypes.c_int64(most), needs)
-        return needs[0], needs[1], needs[2]
+    @property
+    def seed(self) -> int:
+        return self._seed
 
-    def ridge_solve(self, numbers: Sequence[int]) -> None:
-        self._library.emulate_ridge_solve((ctypes.c_int64 * 32)(*numbers), self.seed)
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self._extension.set_seed(seed)
 
-    def regularised_solve(self, numbers: Sequence[int]) -> None:
-        self._library.emulate_regularised_solve((ctypes.c_int64 * 17)(*numbers), self.seed)
-
-    def nystrom_step(self, numbers: Sequence[int]) -> None:
-        self._library.emulate_nystrom_step((ctypes.c_int64 * 49)(*numbers), self.seed)
-
-    def attention_step(self, numbers: Sequence[int]) -> None:
-        self._library.emulate_attention_step((ctypes.c_int64 * 40)(*numbers), self.seed)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(self._extension, name)

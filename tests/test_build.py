@@ -118,6 +118,7 @@ def _build(tree: Path, wanted: str, compiler: str, nvcc: str | None) -> tuple[in
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
+    shutil.copy(ROOT / "cmab_kernels" / "constants.py", tree / "cmab_kernels")
     (tree / "bin").mkdir()
     for name, script in (("c++", compiler), ("nvcc", nvcc)):
         if script is not None:

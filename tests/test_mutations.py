@@ -78,13 +78,10 @@ FAULTS = {
         "csrc/gram/rows_kernel.h", "first + k, 1, &sum, T(0.5));", "first + k, 1, &sum, T(1));", "intention"
     ),
     "a penalty without its gradient": Fault(
-        "cmab_kernels/intention/schema.py",
-        "return *rows, None, -(z * weight).sum((-2, -1)), None",
-        "return *rows, None, 0 * alpha, None",
-        "intention",
+        "cmab_kernels/intention/solve/schema.py", "z, -_trace(product), None", "z, 0 * alpha, None", "intention"
     ),
-    "a lost gradient through the Gram matrix": Fault(
-        "cmab_kernels/intention/schema.py", "dgram - z @ weight.mT, z,", "-z @ weight.mT, z,", "intention"
+    "a gradient of one triangle alone": Fault(
+        "cmab_kernels/intention/solve/schema.py", "(product + product.mT) / -2, z,", "-product, z,", "intention"
     ),
     "a dual whose weights have no gradient at 0": Fault(
         "cmab_kernels/intention/dual.py", "torch.where(absent, residuals / penalty,", "torch.where(absent, 0 * residuals,", "intention"
@@ -94,8 +91,8 @@ FAULTS = {
     ),
     "sums for a state in the precision of the keys": Fault(
         "cmab_kernels/intention/api.py",
-        "gram_op(*inputs[1:], (True, True), True, chosen)",
-        "gram_op(*inputs[1:], (True, True), False, chosen)",
+        "gram_op(*inputs[1:], (True, True), True, choose(",
+        "gram_op(*inputs[1:], (True, True), False, choose(",
         "intention",
     ),
     "a guard that never asks": Fault("csrc/continual/sums.h", "if (!is_sound(", "if (rows < 0 && !is_sound(", "nystrom"),
@@ -103,13 +100,15 @@ FAULTS = {
         "csrc/continual/kernel.h", "with(newest - shape_.window, scratch_", "with(newest - shape_.window + 1, scratch_", "nystrom"
     ),
     "a landmark replaced a token late": Fault(
-        "csrc/continual/continual.h", "phase = (position - 1) % window + 1;", "phase = (position - 2 + window) % window + 1;", "nystrom"
+        "csrc/continual/schedule.h", "Int((position - 1) % window) + 1;", "Int((position - 2 + window) % window) + 1;", "nystrom"
     ),
-    "a longer segment taken for a shorter one": Fault("csrc/continual/continual.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", "nystrom"),
+    "a longer segment taken for a shorter one": Fault("csrc/continual/schedule.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", "nystrom"),
     "rows that do not move up with their landmarks": Fault(
         "csrc/continual/kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", "nystrom"
     ),
-    "memory that somebody else holds": Fault("csrc/continual/binding.cpp", "state, i)) != 1) return", "state, i)) < 1) return", "nystrom"),
+    "memory that somebody else holds": Fault(
+        "csrc/continual/next_state.cpp", "field)) != 1) return false;", "field)) < 1) return false;", "nystrom"
+    ),
     "a pseudo-inverse that starts from one norm": Fault(
         "csrc/pinv/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", "nystrom"
     ),

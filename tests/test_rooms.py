@@ -19,12 +19,12 @@ MAY = {
     "api": {"api", "schema", "reference", "state", "dual", "backends", "public", *SHARED},
     "dual": {"api", "schema", "reference", "autograd", "backends", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
-    "reference": {"reference", "state", "dtypes"},
+    "reference": {"reference", "state", "constants", "dtypes"},
     "state": {"checks", "dtypes"},
     "native": {"extension", "state", *SHARED},
     "cuda": {"extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "triton_common", "tiles", "dtypes"},
-    "costs": {"reference"},
+    "costs": {"reference", "constants"},
 }
 """room -> what it may import of this package, in its own family; "public" is what another family exports to users"""
 

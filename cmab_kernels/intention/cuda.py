@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
-from ..dtypes import NATIVE_DTYPES
+from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
+from ..dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
 """Partial sums, in float64, that are kept at a time, unless one matrix has more: 256 MiB."""
@@ -16,7 +16,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this implementation cannot run these inputs, or None."""
     if key.device.type != "cuda":
         return f"it needs a GPU, and key is on {key.device}"
-    if key.dtype not in NATIVE_DTYPES:
+    if key.dtype not in FLOATING:
         return f"no CUDA kernel for {key.dtype}"
     if key.shape[-1] > MAX_WIDTH:
         return f"its keys are at most {MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
@@ -27,23 +27,23 @@ def ridge_solve(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weight, gram, info): weight = (K'WK + alpha I)^-1 K'WV."""
-    (batch, heads, keys, width), value_width = key.shape, value.shape[-1]
-    together, workspace_size, ticket_count = CUDA.ridge_needs(batch * heads, keys, width, value_width, MOST_WORKSPACE)
+    (batch, heads, _, width), value_width = key.shape, value.shape[-1]
+    together, workspace_size, ticket_count = CUDA.ridge_needs(key=key, value=value, most_workspace=MOST_WORKSPACE)
     weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)
     gram = key.new_empty((batch, heads, width, width), dtype=torch.float64)
     info = key.new_empty((batch, heads), dtype=torch.int32)
-    workspace = key.new_empty(workspace_size, dtype=torch.float64)
-    tickets = key.new_zeros(ticket_count, dtype=torch.int32)
-    alpha = alpha.contiguous()
     CUDA.ridge_solve(
-        [
-            *stream_of(key),
-            *(NATIVE_DTYPES[key.dtype], batch, heads, keys, together, width, value_width),
-            *operand(key, 4),
-            *operand(value, 4),
-            *operand(weights, 3),
-            *operand(key_padding_mask, 2),
-            *(tensor.data_ptr() for tensor in (alpha, weight, gram, info, workspace, tickets)),
-        ]
+        key=key,
+        value=value,
+        weights=weights,
+        key_padding_mask=key_padding_mask,
+        alpha=alpha.contiguous(),
+        weight=weight,
+        gram=gram,
+        info=info,
+        workspace=key.new_empty(workspace_size, dtype=torch.float64),
+        tickets=key.new_zeros(ticket_count, dtype=torch.int32),
+        together=together,
+        stream=stream_of(key),
     )
     return weight, gram, info

@@ -1,34 +1,23 @@
-"""What Intention sums over rows and applies to rows on the CPU: calls into csrc, which fills what is allocated here."""
+"""What Intention sums over rows and applies to rows on the CPU: calls into csrc/gram, which fills the tensors that are allocated here."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..dtypes import NATIVE_DTYPES, state_dtype
+from ..dtypes import FLOATING, state_dtype
 from ..extension import load
 
 _C = load()
-
-NO_STRIDES = ()
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why this implementation cannot run these inputs, or None."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
-    if key.dtype not in NATIVE_DTYPES:
+    if key.dtype not in FLOATING:
         return f"no native kernel for {key.dtype}"
     return None
-
-
-def _operand(tensor: Tensor | None) -> tuple[int, tuple[int, ...]]:
-    return (0, NO_STRIDES) if tensor is None else (tensor.data_ptr(), tensor.stride())
-
-
-def _inputs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool) -> tuple:
-    sizes = (NATIVE_DTYPES[key.dtype], *key.shape, value.shape[-1], exact, torch.get_num_threads())
-    return (sizes, *_operand(key), *_operand(value), *_operand(weights), *_operand(key_padding_mask))
 
 
 def gram(
@@ -38,8 +27,15 @@ def gram(
     batch, heads, _, width = key.shape
     first = key.new_empty((batch, heads, width, width) if parts[0] else 0, dtype=torch.float64)
     moment = key.new_empty((batch, heads, width, value.shape[-1]) if parts[1] else 0, dtype=torch.float64)
-    addresses = (t.data_ptr() if part else 0 for t, part in zip((first, moment), parts, strict=True))
-    _C.gram(*_inputs(key, value, weights, key_padding_mask, exact), *addresses)
+    _C.gram(
+        key=key,
+        value=value,
+        weights=weights,
+        key_padding_mask=key_padding_mask,
+        exact=exact,
+        gram=first if parts[0] else None,
+        moment=moment if parts[1] else None,
+    )
     return first, moment
 
 
@@ -57,15 +53,23 @@ def gram_backward(
     dkey = key.new_empty(key.shape if needs[0] else 0)
     dvalue = value.new_empty(value.shape if needs[1] else 0)
     dweights = key.new_empty(key.shape[:-1] if needs[2] else 0, dtype=state_dtype(key.dtype))
-    addresses = (t.data_ptr() if need else 0 for t, need in zip((dkey, dvalue, dweights), needs, strict=True))
-    inputs = _inputs(key, value, weights, key_padding_mask, exact)
-    _C.gram_backward(*inputs, *_operand(dgram), *_operand(dmoment), *addresses)
+    _C.gram_backward(
+        key=key,
+        value=value,
+        weights=weights,
+        key_padding_mask=key_padding_mask,
+        exact=exact,
+        dgram=dgram,
+        dmoment=dmoment,
+        dkey=dkey if needs[0] else None,
+        dvalue=dvalue if needs[1] else None,
+        dweights=dweights if needs[2] else None,
+    )
     return dkey, dvalue, dweights
 
 
 def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
     """query @ weight in query's dtype, with the products of the state's type."""
     out = query.new_empty((*query.shape[:-1], weight.shape[-1]))
-    sizes = (NATIVE_DTYPES[query.dtype], *query.shape, weight.shape[-1], torch.get_num_threads())
-    _C.apply_rows(sizes, *_operand(query), *_operand(weight), out.data_ptr())
+    _C.apply_rows(query=query, weight=weight, out=out)
     return out

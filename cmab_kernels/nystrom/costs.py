@@ -12,10 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..constants import SCHEDULE
 from .reference import segment_ends
-
-SCHEDULE = 1024
-"""Number of tokens after which a row of sums is recomputed from the window in any case."""
 
 Formula = Callable[[int, int, int], int]
 """A count as a function of n, m and d."""

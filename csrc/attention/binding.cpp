@@ -1,7 +1,7 @@
-// Family A as Python calls it.
+// Latent cross-attention as Python calls it.
 #include "attention/call.h"
+#include "common/arguments.h"
 #include "common/bindings.h"
-#include "common/instruction_sets.h"
 
 namespace py = pybind11;
 using namespace cmab::cpu;
@@ -9,58 +9,63 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// (dtype, B, H, L, N, D, E, scale, threads)
-using Sizes = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int, int, double, int>;
-
-Inputs inputs(const Sizes& sizes, uintptr_t query, const py::tuple& query_strides, uintptr_t key,
-              const py::tuple& key_strides, uintptr_t value, const py::tuple& value_strides, uintptr_t ignored,
-              const py::tuple& ignored_strides, uintptr_t cu_seqlens, bool cu_seqlens_wide) {
-  Inputs in{};
-  int dtype;
-  std::tie(dtype, in.batch, in.heads, in.queries, in.keys, in.shape.key_width, in.shape.value_width, in.shape.scale,
-           in.threads) = sizes;
-  in.shape.dtype = DType(dtype);
-  in.query = operand(query, query_strides);
-  in.key = operand(key, key_strides);
-  in.value = operand(value, value_strides);
-  in.ignored = pointer<const uint8_t>(ignored);
-  read_strides(ignored_strides, in.ignored_stride);
-  in.cu_seqlens = pointer<const void>(cu_seqlens);
-  in.cu_seqlens_wide = cu_seqlens_wide;
-  return in;
+Inputs read_inputs(Arguments& in) {
+  Inputs inputs{};
+  const TensorView query = in.tensor("query", "BHLD", kFloating);
+  const TensorView offsets = in.optional_contiguous("cu_seqlens", "S", Types(DType::kInt32) | DType::kInt64);
+  const bool packed = offsets.data != nullptr;
+  in.require(!packed || in.extent('S') == in.extent('B') + 1, "cu_seqlens",
+             "has not one more element than query has sets");
+  const TensorView key = in.tensor("key", packed ? "1HND" : "BHND", query.dtype);
+  const TensorView value = in.tensor("value", packed ? "1HNE" : "BHNE", query.dtype);
+  const TensorView ignored = in.optional("key_padding_mask", packed ? "1N" : "BN", DType::kBool);
+  in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that kernels do not have");
+  in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that kernels do not have");
+  inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale")};
+  inputs.batch = query.shape[0], inputs.heads = query.shape[1], inputs.queries = query.shape[2];
+  inputs.keys = key.shape[2];
+  inputs.query = operand(query), inputs.key = operand(key), inputs.value = operand(value);
+  inputs.ignored = static_cast<const uint8_t*>(ignored.data);
+  inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
+  inputs.cu_seqlens = offsets.data;
+  inputs.cu_seqlens_wide = offsets.dtype == DType::kInt64;
+  inputs.threads = torch_threads();
+  return inputs;
 }
 
-void forward(const Sizes& sizes, uintptr_t query, const py::tuple& query_strides, uintptr_t key,
-             const py::tuple& key_strides, uintptr_t value, const py::tuple& value_strides, uintptr_t ignored,
-             const py::tuple& ignored_strides, uintptr_t cu_seqlens, bool cu_seqlens_wide, uintptr_t state_out,
-             const py::tuple& state_out_strides, uintptr_t state_lse, const py::tuple& state_lse_strides, uintptr_t out,
-             uintptr_t lse) {
-  const Inputs in = inputs(sizes, query, query_strides, key, key_strides, value, value_strides, ignored,
-                           ignored_strides, cu_seqlens, cu_seqlens_wide);
-  const Operand old_out = operand(state_out, state_out_strides), old_lse = operand(state_lse, state_lse_strides);
-  py::gil_scoped_release release;
-  attention_forward(in, old_out, old_lse, pointer<void>(out), pointer<double>(lse));
+void forward(Arguments& in) {
+  const Inputs inputs = read_inputs(in);
+  const DType sums = state_type(inputs.shape.dtype);
+  const Operand state_out = operand(in.optional("state_out", "BHLE", sums));
+  const Operand state_lse = operand(in.optional("state_lse", "BHL", DType::kFloat64));
+  void* out = in.contiguous("out", "BHLE", sums).data;
+  auto* lse = static_cast<double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
+  const auto running = in.run();
+  attention_forward(inputs, state_out, state_lse, out, lse);
 }
 
-void backward(const Sizes& sizes, uintptr_t query, const py::tuple& query_strides, uintptr_t key,
-              const py::tuple& key_strides, uintptr_t value, const py::tuple& value_strides, uintptr_t ignored,
-              const py::tuple& ignored_strides, uintptr_t cu_seqlens, bool cu_seqlens_wide, uintptr_t dout,
-              const py::tuple& dout_strides, uintptr_t dlse, const py::tuple& dlse_strides, uintptr_t out,
-              uintptr_t lse, uintptr_t dquery, uintptr_t dkey, uintptr_t dvalue) {
-  const Inputs in = inputs(sizes, query, query_strides, key, key_strides, value, value_strides, ignored,
-                           ignored_strides, cu_seqlens, cu_seqlens_wide);
-  const Operand dout_in = operand(dout, dout_strides), dlse_in = operand(dlse, dlse_strides);
-  const Gradients gradients{pointer<void>(dquery), pointer<void>(dkey), pointer<void>(dvalue)};
-  py::gil_scoped_release release;
-  attention_backward(in, dout_in, dlse_in, pointer<const void>(out), pointer<const double>(lse), gradients);
+void backward(Arguments& in) {
+  const Inputs inputs = read_inputs(in);
+  const DType dtype = inputs.shape.dtype, sums = state_type(dtype);
+  const char* const keys = inputs.cu_seqlens ? "1HND" : "BHND";
+  const char* const values = inputs.cu_seqlens ? "1HNE" : "BHNE";
+  const Operand dout = operand(in.tensor("dout", "BHLE", sums)),
+                dlse = operand(in.tensor("dlse", "BHL", DType::kFloat64));
+  const void* out = in.contiguous("out", "BHLE", sums).data;
+  const auto* lse = static_cast<const double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
+  const Gradients gradients{in.optional_contiguous("dquery", "BHLD", dtype).data,
+                            in.optional_contiguous("dkey", keys, dtype).data,
+                            in.optional_contiguous("dvalue", values, dtype).data};
+  const auto running = in.run();
+  attention_backward(inputs, dout, dlse, out, lse, gradients);
 }
 
 }  // namespace
 
 void bind_attention(py::module_& module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
-  module.def("attention_forward", forward);
-  module.def("attention_backward", backward);
+  define<forward>(module, "attention_forward");
+  define<backward>(module, "attention_backward");
 }
 
 }  // namespace cmab

@@ -1,29 +1,25 @@
-// What the bindings of the operator families share: Python passes addresses and strides as numbers, nothing of torch.
+// What the bindings of the families on the CPU share.
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <cstdint>
+#include <algorithm>
 
 #include "common/operands.h"
+#include "common/tensor_view.h"
 
 namespace cmab {
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-inline void read_strides(const pybind11::tuple& strides, int64_t* to) {
-  for (size_t i = 0; i < strides.size(); ++i) to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));
-}
-
-inline cpu::Operand operand(uintptr_t address, const pybind11::tuple& strides) {
+// A view of up to four dimensions, of three, .. without its own last stride.
+inline cpu::Operand operand(const TensorView& view) {
   cpu::Operand made;
-  made.data = pointer<void>(address);
-  read_strides(strides, made.stride);
+  made.data = view.data;
+  std::copy_n(view.stride, kMaxDims, made.stride);
   return made;
+}
+
+inline cpu::Matrices matrices(const TensorView& view) {
+  return {view.data, {view.stride[0], view.stride[1], view.stride[2]}};
 }
 
 // One file a family, <family>/binding.cpp.

@@ -9,15 +9,13 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/host_device.h"
+
 #if defined(__CUDACC__)
-#define CMAB_DEVICE __device__ __forceinline__
-#define CMAB_HOST_DEVICE __host__ __device__ __forceinline__
 #define CMAB_UNROLL _Pragma("unroll")
 #define CMAB_UNROLL_BY_2 _Pragma("unroll 2")
 #define CMAB_NO_UNROLL _Pragma("unroll 1")
 #else
-#define CMAB_DEVICE inline
-#define CMAB_HOST_DEVICE inline
 #define CMAB_UNROLL _Pragma("GCC unroll 32")
 #define CMAB_UNROLL_BY_2
 #define CMAB_NO_UNROLL

@@ -8,10 +8,12 @@
 
 namespace cmab {
 
-enum class DType : int { kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
+// Elements of tensors; kernels compute with the first four.
+enum class DType : int { kFloat64, kFloat32, kBFloat16, kFloat16, kBool, kInt32, kInt64 };
 
 static inline int64_t element_bytes(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  constexpr int64_t kBytes[] = {8, 4, 2, 2, 1, 4, 8};
+  return kBytes[int(dtype)];
 }
 
 // The type of sums and of weights.

@@ -6,7 +6,7 @@
 
 namespace cmab::cuda {
 
-// Calls `work` with an element of this type.
+// Calls `work` with an element of this floating type.
 template <class Work>
 void with_type(DType dtype, Work work) {
   switch (dtype) {
@@ -16,7 +16,7 @@ void with_type(DType dtype, Work work) {
       return work(float());
     case DType::kBFloat16:
       return work(BFloat16());
-    case DType::kFloat16:
+    default:
       return work(Float16());
   }
 }

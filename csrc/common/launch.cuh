@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "calls.cuh"
+#include "common/stream.h"
 
 namespace cmab::cuda {
 

@@ -45,8 +45,8 @@ struct Table {
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
-constexpr int32_t kCpu = 1;
-constexpr uint8_t kFloat = 2, kBFloat = 4;
+constexpr int32_t kCpu = 1, kCuda = 2;
+constexpr uint8_t kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6;
 
 }  // namespace dlpack
 
@@ -55,8 +55,11 @@ struct Torch {
   PyObject* module = checked(PyImport_ImportModule("torch"));
   PyObject* tensor_type = attribute("Tensor");
   PyObject* empty = attribute("empty");
+  PyObject* strided = attribute("strided");
   PyObject* get_num_threads = attribute("get_num_threads");
-  PyObject* dtypes[4] = {attribute("float64"), attribute("float32"), attribute("bfloat16"), attribute("float16")};
+  // In the order of DType.
+  PyObject* dtypes[7] = {attribute("float64"), attribute("float32"), attribute("bfloat16"), attribute("float16"),
+                         attribute("bool"),    attribute("int32"),   attribute("int64")};
   PyObject* is_neg = checked(PyObject_GetAttrString(tensor_type, "is_neg"));
   PyObject* requires_grad = checked(PyUnicode_InternFromString("requires_grad"));
   const dlpack::Table* table = find_table();
@@ -87,19 +90,16 @@ const Torch& torch() {
 // ---- through the table
 
 bool dtype_of(const dlpack::Tensor& seen, DType& dtype) {
-  if (seen.lanes != 1) return false;
-  if (seen.code == dlpack::kBFloat && seen.bits == 16) return dtype = DType::kBFloat16, true;
-  if (seen.code != dlpack::kFloat) return false;
-  switch (seen.bits) {
-    case 64:
-      return dtype = DType::kFloat64, true;
-    case 32:
-      return dtype = DType::kFloat32, true;
-    case 16:
-      return dtype = DType::kFloat16, true;
-    default:
-      return false;
-  }
+  constexpr struct {
+    uint8_t code, bits;
+    DType dtype;
+  } kKnown[] = {{dlpack::kFloat, 32, DType::kFloat32},   {dlpack::kFloat, 64, DType::kFloat64},
+                {dlpack::kBFloat, 16, DType::kBFloat16}, {dlpack::kFloat, 16, DType::kFloat16},
+                {dlpack::kBool, 8, DType::kBool},        {dlpack::kInt, 32, DType::kInt32},
+                {dlpack::kInt, 64, DType::kInt64}};
+  for (const auto& known : kKnown)
+    if (seen.code == known.code && seen.bits == known.bits && seen.lanes == 1) return dtype = known.dtype, true;
+  return false;
 }
 
 bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
@@ -108,7 +108,11 @@ bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
     PyErr_Clear();
     return false;
   }
-  if (seen.device_type != dlpack::kCpu || seen.dims > kMaxDims || !dtype_of(seen, tensor.dtype)) return false;
+  if ((seen.device_type != dlpack::kCpu && seen.device_type != dlpack::kCuda) || seen.dims > kMaxDims ||
+      !dtype_of(seen, tensor.dtype))
+    return false;
+  tensor.device = seen.device_type == dlpack::kCpu ? Device::kCpu : Device::kCuda;
+  tensor.device_index = seen.device_id;
   tensor.data = static_cast<char*>(seen.data) + seen.byte_offset;
   tensor.dims = seen.dims;
   std::copy_n(seen.shape, seen.dims, tensor.shape);
@@ -164,7 +168,10 @@ NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[k
 bool look_slowly(PyObject* object, TensorView& tensor) {
   try {
     const py::handle seen(object);
-    if (!py::cast<bool>(seen.attr("is_cpu")) || py::cast<bool>(seen.attr("is_sparse"))) return false;
+    const bool on_cpu = py::cast<bool>(seen.attr("is_cpu"));
+    if (!(on_cpu || py::cast<bool>(seen.attr("is_cuda"))) || seen.attr("layout").ptr() != torch().strided) return false;
+    tensor.device = on_cpu ? Device::kCpu : Device::kCuda;
+    tensor.device_index = on_cpu ? 0 : py::cast<int>(seen.attr("get_device")());
     const auto shape = py::cast<py::tuple>(seen.attr("shape")), stride = py::cast<py::tuple>(seen.attr("stride")());
     tensor.dims = int(shape.size());
     if (tensor.dims > kMaxDims) return false;
@@ -199,10 +206,19 @@ bool TensorView::contiguous() const {
   return true;
 }
 
-bool borrow(PyObject* object, TensorView& tensor) {
+bool is_tensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(torch().tensor_type));
+}
+
+bool view(PyObject* tensor, TensorView& view) {
+  const dlpack::Table* table = torch().table;
+  return table ? look(*table, tensor, view) : look_slowly(tensor, view);
+}
+
+bool view_plain(PyObject* object, TensorView& view) {
   const Torch& known = torch();
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor_type) return false;
-  return known.table ? look(*known.table, object, tensor) : look_slowly(object, tensor);
+  return (known.table ? look(*known.table, object, view) : look_slowly(object, view)) && view.device == Device::kCpu;
 }
 
 bool is_negated(PyObject* tensor) {
@@ -222,6 +238,13 @@ NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, in
   const int64_t shape[kMaxDims] = {batch, heads, rows, columns};
   return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
 }
+
+py::object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  const py::handle type(torch().dtypes[int(dtype)]);
+  return py::handle(like).attr("new_empty")(py::make_tuple(batch, heads, rows, columns), py::arg("dtype") = type);
+}
+
+py::object empty_like(PyObject* tensor) { return py::handle(torch().module).attr("empty_like")(py::handle(tensor)); }
 
 int torch_threads() { return py::cast<int>(py::handle(torch().get_num_threads)()); }
 

@@ -12,14 +12,18 @@ namespace cmab {
 
 constexpr int kMaxDims = 4;
 
+enum class Device : int { kCpu, kCuda };
+
 // Valid as long as the Python object is.
 struct TensorView {
   void* data;
   DType dtype;
+  Device device;
+  int device_index;
   int dims;
   int64_t shape[kMaxDims], stride[kMaxDims];
 
-  // Of this type, and (batch, heads, rows, columns).
+  // Whether it is of this type, and (batch, heads, rows, columns).
   bool is(DType type, int64_t batch, int64_t heads, int64_t rows, int64_t columns) const {
     return dtype == type && dims == 4 && shape[0] == batch && shape[1] == heads && shape[2] == rows &&
            shape[3] == columns;
@@ -27,9 +31,14 @@ struct TensorView {
   bool contiguous() const;
 };
 
-// False unless the object is a torch.Tensor, no subclass, on the CPU, of a type that kernels take, with no more than
-// kMaxDims dimensions, whose memory is there. No Python error is left behind.
-bool borrow(PyObject* object, TensorView& tensor);
+bool is_tensor(PyObject* object);
+
+// The view of a tensor; false where it has a type, a device, a layout or more dimensions than a view can have. No
+// Python error is left behind.
+bool view(PyObject* tensor, TensorView& view);
+
+// The same of any object; false as well unless it is a torch.Tensor, of no subclass, on the CPU.
+bool view_plain(PyObject* object, TensorView& view);
 
 // Whether the tensor's numbers are the negatives of those in its memory.
 bool is_negated(PyObject* tensor);
@@ -40,8 +49,15 @@ struct NewTensor {
   void* data;
 };
 
-// Contiguous and uninitialised, (batch, heads, rows, columns).
+// Contiguous and uninitialised, (batch, heads, rows, columns), on the CPU.
 NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
+
+// The same by torch's own allocator, on the device of `like`.
+pybind11::object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows,
+                                 int64_t columns);
+
+// Uninitialised, like another in everything.
+pybind11::object empty_like(PyObject* tensor);
 
 int torch_threads();
 

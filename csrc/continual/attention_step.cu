@@ -1,4 +1,5 @@
 #include "common/launch.cuh"
+#include "continual/attention_step.cuh"
 
 namespace cmab::cuda {
 namespace {

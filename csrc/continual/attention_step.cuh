@@ -1,6 +1,7 @@
 // A step of exact continual attention of one head, by a block.
 #pragma once
 
+#include "common/stream.h"
 #include "continual/sliding_rows.cuh"
 
 namespace cmab::cuda {
@@ -26,7 +27,7 @@ CMAB_DEVICE void step_all(const Block& block, const StepCall& call, int64_t head
     const bool spoilt = window.admit(t), known = t > 0 || call.sums_known;
     rows.slide(
         known ? 1 : call.window, [&](int i) { return window.query(i); },
-        [&](int i) { return spoilt || (call.window - i) % kDuePeriod == 0; });
+        [&](int i) { return spoilt || (call.window - i) % kSchedule == 0; });
   }
   T* out = static_cast<T*>(call.out) + head * call.window * call.value_width;
   block.each_thread([&](int thread) {
@@ -46,5 +47,8 @@ CMAB_DEVICE void step_head(const Block& block, const StepCall& call, int64_t hea
     step_newest(block, call, head, window);
   window.put_position();
 }
+
+// Asynchronous, and without an allocation.
+void attention_step(const StepCall& call, Stream on);
 
 }  // namespace cmab::cuda

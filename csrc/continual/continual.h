@@ -8,17 +8,9 @@
 #pragma once
 
 #include "common/operands.h"
+#include "continual/schedule.h"
 
 namespace cmab::cpu {
-
-// The length of the segment that ends with the token that makes the stream `position` tokens long; 0 if none does. The
-// first n % m of the m segments of a window have one token more.
-static inline int64_t segment_ending(int64_t position, int64_t window, int64_t landmarks) {
-  const int64_t size = window / landmarks, longer = window % landmarks, phase = (position - 1) % window + 1;
-  const int64_t end_of_longer = longer * (size + 1);
-  if (phase <= end_of_longer) return phase % (size + 1) == 0 ? size + 1 : 0;
-  return (phase - end_of_longer) % size == 0 ? size : 0;
-}
 
 // What is the same for every head.
 struct StreamShape {

@@ -1,6 +1,7 @@
 // A step of continual Nyström attention of one head, by a block.
 #pragma once
 
+#include "common/stream.h"
 #include "continual/pinv_block.cuh"
 #include "continual/sliding_rows.cuh"
 
@@ -33,11 +34,11 @@ class NystromStepBlock {
     window_.move();
     for (int t = 0; t < call_.tokens; ++t) {
       const bool spoilt = window_.admit(t);
-      const int segment = call_.fixed ? 0 : finished_segment();
+      const int segment = call_.fixed ? 0 : segment_ending(window_.position(), call_.window, landmarks_);
       renew_landmarks(segment, t == 0);
       rows_.slide(
           segment > 0 ? 1 : 0, [&](int r) { return landmark_query(r); },
-          [&](int r) { return spoilt || (window_.position() - r) % kDuePeriod == 0; });
+          [&](int r) { return spoilt || (window_.position() - r) % kSchedule == 0; });
       if (segment > 0) invert();
       if (!call_.retroactive || t == call_.tokens - 1) put_out(t);
     }
@@ -47,15 +48,6 @@ class NystromStepBlock {
  private:
   CMAB_DEVICE const S* landmark_query(int r) const { return landmark_queries_ + r * call_.key_width; }
   CMAB_DEVICE const S* landmark_key(int r) const { return landmark_keys_ + r * call_.key_width; }
-
-  // The length of the segment that ends with the newest token; 0 if none does. Of the m segments of n tokens, the first
-  // n % m have one more.
-  CMAB_DEVICE int finished_segment() const {
-    const int size = call_.window / landmarks_, longer = call_.window % landmarks_;
-    const int phase = int((window_.position() - 1) % call_.window) + 1, in_longer = longer * (size + 1);
-    const int length = phase <= in_longer ? size + 1 : size;
-    return (phase <= in_longer ? phase : phase - in_longer) % length == 0 ? length : 0;
-  }
 
   CMAB_DEVICE Renewed<S> of_head(const Renewal& landmarks) const {
     return landmarks.of_head<S>(head_, int64_t(landmarks_) * call_.key_width);
@@ -174,5 +166,8 @@ CMAB_DEVICE void step_head(const Block& block, const NystromStepCall& call, int6
   SlidingRows<T> rows(block, call, window, head, call.landmarks);
   NystromStepBlock<T>(block, call, head, window, rows).run();
 }
+
+// Asynchronous, and without an allocation.
+void nystrom_step(const NystromStepCall& call, Stream on);
 
 }  // namespace cmab::cuda

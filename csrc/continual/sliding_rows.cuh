@@ -6,12 +6,12 @@
 // window again. So it is after 1,024 steps.
 #pragma once
 
+#include "continual/schedule.h"
 #include "continual/window.cuh"
 
 namespace cmab::cuda {
 
-constexpr int kDuePeriod = 1024;  // steps after which a row is made from the window again
-constexpr int kMostRemoved = 2;   // or when more than this multiple of what is left of its values goes
+constexpr int kMostRemoved = 2;  // or when more than this multiple of what is left of its values goes
 
 template <class T>
 class SlidingRows {

@@ -10,8 +10,7 @@ namespace cmab::cpu {
 namespace {
 
 constexpr int kExtra = 3;             // columns of a row beside the values'
-constexpr int64_t kSchedule = 1024;   // tokens after which a row is made afresh in any case
-constexpr double kLeastOfPeak = 0.5;  // and where its sum has fallen below this share of its peak,
+constexpr double kLeastOfPeak = 0.5;  // A row is made afresh where its sum has fallen below this share of its peak,
 constexpr double kMostRemoved = 2;    // or its values shrink by more than this multiple of what is left
 constexpr int64_t kSmallWindow = 4;   // up to which sums of a window are no dearer than an exchange, and exact
 

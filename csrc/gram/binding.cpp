@@ -1,4 +1,5 @@
-// The streams of family C as Python calls them.
+// Sums over rows, and rows times matrices, as Python calls them.
+#include "common/arguments.h"
 #include "common/bindings.h"
 #include "gram/call.h"
 
@@ -8,66 +9,61 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// (dtype, B, H, N, D, E, exact, threads)
-using Sizes = std::tuple<int, int64_t, int64_t, int64_t, int, int, bool, int>;
-
-GramInputs inputs(const Sizes& sizes, uintptr_t key, const py::tuple& key_strides, uintptr_t value,
-                  const py::tuple& value_strides, uintptr_t weight, const py::tuple& weight_strides, uintptr_t ignored,
-                  const py::tuple& ignored_strides) {
-  GramInputs in{};
-  int dtype;
-  std::tie(dtype, in.batch, in.heads, in.keys, in.shape.key_width, in.shape.value_width, in.exact, in.threads) = sizes;
-  in.shape.dtype = DType(dtype);
-  in.key = operand(key, key_strides);
-  in.value = operand(value, value_strides);
-  in.weight = operand(weight, weight_strides);
-  in.ignored = pointer<const uint8_t>(ignored);
-  read_strides(ignored_strides, in.ignored_stride);
-  return in;
+GramInputs read_inputs(Arguments& in) {
+  GramInputs inputs{};
+  const TensorView key = in.tensor("key", "BHND", kFloating), value = in.tensor("value", "BHNE", key.dtype);
+  const TensorView weights = in.optional("weights", "BHN", state_type(key.dtype));
+  const TensorView ignored = in.optional("key_padding_mask", "BN", DType::kBool);
+  in.require(key.shape[3] >= 1, "key", "has no column");
+  inputs.shape = {key.dtype, int(key.shape[3]), int(value.shape[3])};
+  inputs.exact = in.flag("exact");
+  inputs.batch = key.shape[0], inputs.heads = key.shape[1], inputs.keys = key.shape[2];
+  inputs.key = operand(key), inputs.value = operand(value), inputs.weight = operand(weights);
+  inputs.ignored = static_cast<const uint8_t*>(ignored.data);
+  inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
+  inputs.threads = torch_threads();
+  return inputs;
 }
 
-void sums(const Sizes& sizes, uintptr_t key, const py::tuple& key_strides, uintptr_t value,
-          const py::tuple& value_strides, uintptr_t weight, const py::tuple& weight_strides, uintptr_t ignored,
-          const py::tuple& ignored_strides, uintptr_t gram_out, uintptr_t moment_out) {
-  const GramInputs in =
-      inputs(sizes, key, key_strides, value, value_strides, weight, weight_strides, ignored, ignored_strides);
-  py::gil_scoped_release release;
-  gram(in, pointer<double>(gram_out), pointer<double>(moment_out));
+void sums(Arguments& in) {
+  const GramInputs inputs = read_inputs(in);
+  auto* of_keys = static_cast<double*>(in.optional_contiguous("gram", "BHDD", DType::kFloat64).data);
+  auto* moment = static_cast<double*>(in.optional_contiguous("moment", "BHDE", DType::kFloat64).data);
+  const auto running = in.run();
+  gram(inputs, of_keys, moment);
 }
 
-void backward(const Sizes& sizes, uintptr_t key, const py::tuple& key_strides, uintptr_t value,
-              const py::tuple& value_strides, uintptr_t weight, const py::tuple& weight_strides, uintptr_t ignored,
-              const py::tuple& ignored_strides, uintptr_t dgram, const py::tuple& dgram_strides, uintptr_t dmoment,
-              const py::tuple& dmoment_strides, uintptr_t dkey, uintptr_t dvalue, uintptr_t dweight) {
-  const GramInputs in =
-      inputs(sizes, key, key_strides, value, value_strides, weight, weight_strides, ignored, ignored_strides);
-  const Operand dgram_in = operand(dgram, dgram_strides), dmoment_in = operand(dmoment, dmoment_strides);
-  const GramGradient gradient{pointer<void>(dkey), pointer<void>(dvalue), pointer<void>(dweight)};
-  py::gil_scoped_release release;
-  gram_backward(in, dgram_in, dmoment_in, gradient);
+void backward(Arguments& in) {
+  const GramInputs inputs = read_inputs(in);
+  const DType dtype = inputs.shape.dtype;
+  const Operand dgram = operand(in.tensor("dgram", "BHDD", DType::kFloat64));
+  const Operand dmoment = operand(in.tensor("dmoment", "BHDE", DType::kFloat64));
+  const GramGradient gradient{in.optional_contiguous("dkey", "BHND", dtype).data,
+                              in.optional_contiguous("dvalue", "BHNE", dtype).data,
+                              in.optional_contiguous("dweights", "BHN", state_type(dtype)).data};
+  const auto running = in.run();
+  gram_backward(inputs, dgram, dmoment, gradient);
 }
 
-// (dtype, B, H, M, D, E, threads)
-using RowsSizes = std::tuple<int, int64_t, int64_t, int64_t, int, int, int>;
-
-void apply(const RowsSizes& sizes, uintptr_t query, const py::tuple& query_strides, uintptr_t matrix,
-           const py::tuple& matrix_strides, uintptr_t out) {
-  RowsInputs in{};
-  int dtype;
-  std::tie(dtype, in.batch, in.heads, in.rows, in.depth, in.width, in.threads) = sizes;
-  in.dtype = DType(dtype);
-  in.query = operand(query, query_strides);
-  in.matrix = operand(matrix, matrix_strides);
-  py::gil_scoped_release release;
-  apply_rows(in, pointer<void>(out));
+void apply(Arguments& in) {
+  RowsInputs inputs{};
+  const TensorView query = in.tensor("query", "BHMD", kFloating), weight = in.tensor("weight", "BHDE", DType::kFloat64);
+  inputs.dtype = query.dtype;
+  inputs.batch = query.shape[0], inputs.heads = query.shape[1], inputs.rows = query.shape[2];
+  inputs.depth = int(weight.shape[2]), inputs.width = int(weight.shape[3]);
+  inputs.query = operand(query), inputs.matrix = operand(weight);
+  inputs.threads = torch_threads();
+  void* out = in.contiguous("out", "BHME", query.dtype).data;
+  const auto running = in.run();
+  apply_rows(inputs, out);
 }
 
 }  // namespace
 
 void bind_gram(py::module_& module) {
-  module.def("gram", sums);
-  module.def("gram_backward", backward);
-  module.def("apply_rows", apply);
+  define<sums>(module, "gram");
+  define<backward>(module, "gram_backward");
+  define<apply>(module, "apply_rows");
 }
 
 }  // namespace cmab

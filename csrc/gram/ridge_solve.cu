@@ -1,4 +1,5 @@
 #include "common/launch.cuh"
+#include "gram/ridge_solve.cuh"
 
 namespace cmab::cuda {
 namespace {

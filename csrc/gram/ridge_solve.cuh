@@ -1,6 +1,7 @@
 // The fused kernel of (K'WK + alpha I)^-1 K'WV, as its launcher and its blocks know it.
 #pragma once
 
+#include "common/stream.h"
 #include "gram/gram_block.cuh"
 #include "solve/solve_block.cuh"
 
@@ -165,5 +166,8 @@ class RidgeBlock {
   int64_t first_matrix_;     // of the launch
   int panel_, leaf_, slot_;  // slot_: which matrix of the launch
 };
+
+// Asynchronous, and without an allocation, like all launches.
+void ridge_solve(const RidgeCall& call, Stream on);
 
 }  // namespace cmab::cuda

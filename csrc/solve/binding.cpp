@@ -1,4 +1,5 @@
 // The batched regularised solve as Python calls it.
+#include "common/arguments.h"
 #include "common/bindings.h"
 #include "solve/solve.h"
 
@@ -8,33 +9,22 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-Matrices matrices(uintptr_t address, const py::tuple& strides) {
-  Matrices made{pointer<const void>(address), {}};
-  read_strides(strides, made.stride);
-  return made;
-}
-
-// (dtype, M, D, E, threads)
-using Sizes = std::tuple<int, int64_t, int64_t, int64_t, int>;
-
-void solve(const Sizes& sizes, uintptr_t gram, const py::tuple& gram_strides, uintptr_t rhs,
-           const py::tuple& rhs_strides, uintptr_t alpha, int64_t alpha_stride, uintptr_t weight, uintptr_t info) {
-  const auto [dtype, count, order, columns, threads] = sizes;
-  const Systems systems{count,
-                        order,
-                        columns,
-                        matrices(gram, gram_strides),
-                        matrices(rhs, rhs_strides),
-                        pointer<const void>(alpha),
-                        alpha_stride,
-                        pointer<void>(weight),
-                        pointer<int32_t>(info)};
-  py::gil_scoped_release release;
-  regularised_solve(DType(dtype), systems, threads);
+void solve(Arguments& in) {
+  const TensorView gram = in.tensor("gram", "MDD", kWide), rhs = in.tensor("rhs", "MDE", gram.dtype);
+  const TensorView alpha = in.tensor("alpha", "M", gram.dtype);
+  Systems systems{};
+  systems.count = rhs.shape[0], systems.order = rhs.shape[1], systems.columns = rhs.shape[2];
+  systems.gram = matrices(gram), systems.rhs = matrices(rhs);
+  systems.alpha = alpha.data, systems.alpha_stride = alpha.stride[0];
+  systems.weight = in.contiguous("weight", "MDE", gram.dtype).data;
+  systems.info = static_cast<int32_t*>(in.contiguous("info", "M", DType::kInt32).data);
+  const int threads = torch_threads();
+  const auto running = in.run();
+  regularised_solve(gram.dtype, systems, threads);
 }
 
 }  // namespace
 
-void bind_solve(py::module_& module) { module.def("regularised_solve", solve); }
+void bind_solve(py::module_& module) { define<solve>(module, "regularised_solve"); }
 
 }  // namespace cmab

@@ -1,4 +1,5 @@
 #include "common/launch.cuh"
+#include "solve/regularised_solve.cuh"
 
 namespace cmab::cuda {
 namespace {

@@ -1,6 +1,7 @@
 // The kernel of (A + alpha I)^-1 B over a batch, a block a matrix.
 #pragma once
 
+#include "common/stream.h"
 #include "solve/solve_block.cuh"
 
 namespace cmab::cuda {
@@ -36,5 +37,8 @@ CMAB_HOST_DEVICE System<T> system(const SolveCall& call, int64_t matrix) {
 
 // Small matrices leave most of a large block waiting.
 CMAB_HOST_DEVICE int solve_threads(int order) { return order <= 32 ? 64 : kThreads; }
+
+// Asynchronous, and without an allocation.
+void regularised_solve(const SolveCall& call, Stream on);
 
 }  // namespace cmab::cuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, operand, stream_of
+from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
@@ -21,17 +21,7 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """(weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram."""
-    matrices, order, columns = rhs.shape
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
-    info = rhs.new_empty(matrices, dtype=torch.int32)
-    alpha = alpha.contiguous()
-    CUDA.regularised_solve(
-        [
-            *stream_of(gram),
-            *(gram.dtype == torch.float64, matrices, order, columns),
-            *operand(gram, 3),
-            *operand(rhs, 3),
-            *(tensor.data_ptr() for tensor in (alpha, weight, info)),
-        ]
-    )
+    info = rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
+    CUDA.regularised_solve(gram=gram, rhs=rhs, alpha=alpha.contiguous(), weight=weight, info=info, stream=stream_of(gram))
     return weight, info

@@ -1,11 +1,10 @@
-"""The batched regularised solve on the CPU: calls into csrc, which gets addresses and strides and fills what is allocated here."""
+"""The batched regularised solve on the CPU: calls into csrc/solve, which fills the tensors that are allocated here."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...dtypes import NATIVE_DTYPES
 from ...extension import load
 
 _C = load()
@@ -24,7 +23,5 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor,
     """(weight, info): (gram + alpha I)^-1 rhs for every matrix of a batch, and what it is worth."""
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = torch.empty_like(alpha, dtype=torch.int32, memory_format=torch.contiguous_format)
-    sizes = (NATIVE_DTYPES[gram.dtype], *rhs.shape, torch.get_num_threads())
-    operands = (gram.data_ptr(), gram.stride(), rhs.data_ptr(), rhs.stride(), alpha.data_ptr(), alpha.stride(0))
-    _C.regularised_solve(sizes, *operands, weight.data_ptr(), info.data_ptr())
+    _C.regularised_solve(gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)
     return weight, info

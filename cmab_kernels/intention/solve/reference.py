@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ILL_CONDITIONED = 1e-2
-"""A solution is flagged where the condition number times the dtype's eps exceeds this: two digits are left at most."""
+from ...constants import ILL_CONDITIONED
 
 
 class _Mirrored(torch.autograd.Function):

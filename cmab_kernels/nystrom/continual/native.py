@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...dtypes import NATIVE_DTYPES
+from ...dtypes import FLOATING
 from ...extension import load
 from .state import ContinualAttentionState, ContinualNystromState, StepResult
 
@@ -24,6 +24,6 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | N
     """Why this implementation cannot run these inputs, or None. Of landmarks it takes any number."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
-    if key.dtype not in NATIVE_DTYPES:
+    if key.dtype not in FLOATING:
         return f"no native kernel for {key.dtype}"
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from tests import emulated_cuda
 
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
+pytest.importorskip("pybind11", reason="pybind11 is not here, which the emulated kernels are built with")
 cuda_step = pytest.importorskip("cmab_kernels.nystrom.continual.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
@@ -52,7 +54,7 @@ def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     """What launchers allocate starts as NaNs."""
     player = Player(library)
     monkeypatch.setattr(cuda_step, "CUDA", player.kernels)
-    monkeypatch.setattr(cuda_step, "stream_of", lambda tensor: (0, 0))
+    monkeypatch.setattr(cuda_step, "stream_of", lambda tensor: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: player.captures)
     yield player
 
@@ -290,17 +292,15 @@ def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
 class Recorder:
     """In the place of kernels while a graph captures: a call is kept, and does nothing until it is replayed."""
 
-    MAX_LANDMARKS, MAX_VALUE_WIDTH = Emulated.MAX_LANDMARKS, Emulated.MAX_VALUE_WIDTH
-
     def __init__(self, kernels: Emulated) -> None:
         self.kernels = kernels
         self.replays: list[Callable[[], None]] = []
 
-    def nystrom_step(self, numbers: list[int]) -> None:
-        self.replays.append(lambda: self.kernels.nystrom_step(numbers))
+    def nystrom_step(self, **arguments: Any) -> None:
+        self.replays.append(lambda: self.kernels.nystrom_step(**arguments))
 
-    def attention_step(self, numbers: list[int]) -> None:
-        self.replays.append(lambda: self.kernels.attention_step(numbers))
+    def attention_step(self, **arguments: Any) -> None:
+        self.replays.append(lambda: self.kernels.attention_step(**arguments))
 
 
 @kinds
@@ -480,15 +480,50 @@ def test_reasons() -> None:
     assert "at most 512 wide, and value is 513" in str(cuda_step.unsupported(few, few, wide, few))
 
 
-def test_the_extension_takes_these_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No head, no launch: the arguments are read, and nothing runs."""
-    if not hasattr(BUILT, "nystrom_step"):
-        pytest.skip("the CUDA kernels that were built are older than these sources")
+@kinds
+def test_the_extension_takes_tensors_on_a_gpu_alone(landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built has the emulated functions, and looks at devices before it launches anything."""
     monkeypatch.setattr(cuda_step, "CUDA", BUILT)
-    assert (BUILT.MAX_LANDMARKS, BUILT.MAX_VALUE_WIDTH) == (Emulated.MAX_LANDMARKS, Emulated.MAX_VALUE_WIDTH)
-    none = _tokens(0, 1, 5, 2, 2)
-    for landmarks, retroactive in KINDS:
-        assert _step(_start(none, landmarks and 2), none, retroactive)[0].shape == (0, 1, 5, 2)
+    tokens = _tokens(1, 1, 5, 2, 2)
+    with pytest.raises(ValueError, match=r"`state\.keys` is on another device"):
+        _step(_start(tokens, landmarks and 2), tokens, retroactive)
+
+
+def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
+    """An exception that names the argument, before a kernel reads or writes anything."""
+    tokens = query, key, value = _tokens(1, 2, 5, 4, 3)
+    state = _start(tokens, 2)
+    after = played.kernels.next_state(state=state, tokens=5, retroactive=False)
+    right = {
+        "state": state,
+        "after": after,
+        "query": query,
+        "key": key,
+        "value": value,
+        "retroactive": False,
+        "out": value.clone(),
+        "stream": 0,
+    }
+    played.kernels.nystrom_step(**right)
+    for name, wrong, error in (
+        ("query", query.double(), "`key` is float32, not float64"),
+        ("value", value[:, :1], "`value` has 1 in dimension 1"),
+        ("key", key[0], "`key` is not a dense tensor of 4 dimensions"),
+        ("out", value[:, :, 1:], "`out` is not contiguous"),
+        ("out", value[:, :, 1:].contiguous(), "`out` has a wrong number of rows"),
+        ("out", None, "`out` is a NoneType, not a torch.Tensor"),
+        ("state", tuple(state), "`state` is not of this kind of step"),
+        ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "`after.sums` has 6 in dimension 3"),
+        ("after", after._replace(inverse=after.inverse.double()), "`state.inverse` is float64, not float32"),
+        ("state", state._replace(scale=torch.tensor(1.0)), "`state.scale` is not a float64 number"),
+        ("after", after._replace(position=torch.zeros(1, 2)), "`state.position` is float32, not int64"),
+        ("retroactive", 1, "`retroactive` is not a bool"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(error)):
+            played.kernels.nystrom_step(**right | {name: wrong})
+    for unknown in (right | {"more": 1}, {name: right[name] for name in right if name != "value"}):
+        with pytest.raises(TypeError):
+            played.kernels.nystrom_step(**unknown)
 
 
 @pytest.mark.nightly

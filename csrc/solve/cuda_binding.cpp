@@ -1,0 +1,33 @@
+// The batched regularised solve on a GPU as Python calls it.
+#include "common/cuda_bindings.h"
+#include "gram/cut.cuh"
+#include "solve/regularised_solve.cuh"
+
+namespace py = pybind11;
+
+namespace cmab::cuda {
+namespace {
+
+void solve(Arguments& in) {
+  SolveCall call{};
+  const TensorView gram = in.tensor("gram", "MDD", kWide), rhs = in.tensor("rhs", "MDE", gram.dtype);
+  in.require(gram.shape[1] <= kMaxWidth, "gram", "has an order that the kernel does not have");
+  call.wide = gram.dtype == DType::kFloat64;
+  call.matrices = rhs.shape[0];
+  call.order = int(rhs.shape[1]), call.columns = int(rhs.shape[2]);
+  call.gram = gram.data, call.rhs = rhs.data;
+  std::copy_n(gram.stride, 3, call.gram_stride);
+  std::copy_n(rhs.stride, 3, call.rhs_stride);
+  call.alpha = in.contiguous("alpha", "M", gram.dtype).data;
+  call.weight = in.contiguous("weight", "MDE", gram.dtype).data;
+  call.info = static_cast<int32_t*>(in.contiguous("info", "M", DType::kInt32).data);
+  const Stream on = read_stream(in);
+  const auto running = in.run();
+  regularised_solve(call, on);
+}
+
+}  // namespace
+
+void bind_solve(py::module_& module) { define<solve>(module, "regularised_solve"); }
+
+}  // namespace cmab::cuda

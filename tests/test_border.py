@@ -1,0 +1,168 @@
+"""What crosses into the extension is checked there again: a wrong call ends in an exception that names an argument, never in a crash."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+native = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
+
+B, H, L, N, D, E, M, m = 2, 3, 4, 5, 6, 7, 2, 3
+
+
+def _rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def _wide(*shape: int) -> Tensor:
+    return _rows(*shape, dtype=torch.float64)
+
+
+def _attention() -> dict[str, Any]:
+    tensors = {"query": _rows(B, H, L, D), "cu_seqlens": None, "key": _rows(B, H, N, D), "value": _rows(B, H, N, E)}
+    return {**tensors, "key_padding_mask": torch.zeros(B, N, dtype=torch.bool), "scale": 0.4}
+
+
+def _packed() -> dict[str, Any]:
+    offsets = torch.tensor([0, 2, 5])
+    return {**_attention(), "cu_seqlens": offsets, "key": _rows(1, H, N, D), "value": _rows(1, H, N, E), "key_padding_mask": None}
+
+
+def _state() -> dict[str, Any]:
+    return {"state_out": _rows(B, H, L, E), "state_lse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+
+
+def _slopes() -> dict[str, Any]:
+    given = {"dout": _rows(B, H, L, E), "dlse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+    return {**given, "dquery": _rows(B, H, L, D), "dkey": _rows(B, H, N, D), "dvalue": _rows(B, H, N, E)}
+
+
+def _sums() -> dict[str, Any]:
+    weights, mask = torch.rand(B, H, N), torch.zeros(B, N, dtype=torch.bool)
+    return {"key": _rows(B, H, N, D), "value": _rows(B, H, N, E), "weights": weights, "key_padding_mask": mask, "exact": True}
+
+
+def _of_sums() -> dict[str, Any]:
+    gradients = {"dkey": _rows(B, H, N, D), "dvalue": _rows(B, H, N, E), "dweights": _rows(B, H, N)}
+    return {"dgram": _wide(B, H, D, D), "dmoment": _wide(B, H, D, E), **gradients}
+
+
+def _landmarks() -> dict[str, Any]:
+    tensors = {"landmark_query": _rows(M, m, D), "landmark_key": _rows(M, m, D), "values": _rows(M, m, E)}
+    return {**tensors, "absent": torch.zeros(M, m, dtype=torch.bool), "scale": 0.4, "iterations": 2}
+
+
+CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "attention": ("attention_forward", lambda: _attention() | _state()),
+    "attention of packed sets": ("attention_forward", lambda: _packed() | _state()),
+    "gradient of attention": ("attention_backward", lambda: _attention() | _slopes()),
+    "sums": ("gram", lambda: _sums() | {"gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)}),
+    "gradient of sums": ("gram_backward", lambda: _sums() | _of_sums()),
+    "rows": ("apply_rows", lambda: {"query": _rows(B, H, L, D), "weight": _wide(B, H, D, E), "out": _rows(B, H, L, E)}),
+    "solve": (
+        "regularised_solve",
+        lambda: {
+            "gram": torch.eye(D).repeat(M, 1, 1),
+            "rhs": _rows(M, D, E),
+            "alpha": torch.rand(M),
+            "weight": _rows(M, D, E),
+            "info": torch.zeros(M, dtype=torch.int32),
+        },
+    ),
+    "pseudo-inverse": ("iterative_pinv", lambda: {"matrix": torch.rand(M, m, m), "iterations": 2, "inverse": _rows(M, m, m)}),
+    "gradient of the pseudo-inverse": (
+        "iterative_pinv_backward",
+        lambda: {"matrix": torch.rand(M, m, m), "iterations": 2, "dinverse": _rows(M, m, m), "dmatrix": _rows(M, m, m)},
+    ),
+    "landmarks": ("landmark_values", lambda: _landmarks() | {"out": _rows(M, m, E)}),
+    "gradient of landmarks": (
+        "landmark_values_backward",
+        lambda: _landmarks() | {"dout": _rows(M, m, E), "dquery": _rows(M, m, D), "dkey": _rows(M, m, D), "dvalues": _rows(M, m, E)},
+    ),
+}
+OPTIONAL = {
+    *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
+    *("gram", "moment", "dquery", "dkey", "dvalue", "dweights"),
+}
+"""None stands for: there is none, or it is not wanted."""
+
+
+def _wrong(tensor: Tensor) -> dict[str, Any]:
+    """What takes a tensor's place and is not right for any argument."""
+    more = [tensor.new_zeros([n + (i == d) for i, n in enumerate(tensor.shape)]) for d in range(tensor.dim())]
+    return {
+        "no tensor": [1.0],
+        "another type": tensor.to(torch.complex64 if tensor.dtype != torch.bool else torch.float64),
+        "a type of elsewhere": tensor.to(torch.int64 if tensor.is_floating_point() or tensor.dtype == torch.int32 else torch.float16),
+        "a dimension too few": tensor[0],
+        "a dimension too many": tensor[None],
+        "on another device": tensor.to("meta"),
+        "sparse": tensor.to_sparse(),
+        **{f"one more in dimension {d}": one for d, one in enumerate(more)},
+    }
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_tensor_is_refused(call: str) -> None:
+    name, arguments = CALLS[call]
+    function = getattr(native, name)
+    for argument, given in arguments().items():
+        if not isinstance(given, Tensor):
+            continue
+        for what, wrong in _wrong(given).items():
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}: `\w+` "):
+                function(**arguments() | {argument: wrong})
+                pytest.fail(f"`{argument}`, {what}, was taken")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
+    """One missing, one too many, one None that must not be; and by position none at all."""
+    name, arguments = CALLS[call]
+    function, right = getattr(native, name), arguments()
+    function(**right)
+    for argument in right:
+        with pytest.raises(TypeError, match=f"{name}: `{argument}` is missing"):
+            function(**{other: given for other, given in right.items() if other != argument})
+        if argument not in OPTIONAL and isinstance(right[argument], Tensor):
+            with pytest.raises(TypeError, match=f"{name}: `{argument}` is a NoneType"):
+                function(**right | {argument: None})
+    with pytest.raises(TypeError, match="an argument that it does not have"):
+        function(**right, more=1)
+    with pytest.raises(TypeError, match="by keyword"):
+        function(*right.values())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_filled_is_contiguous(call: str) -> None:
+    name, arguments = CALLS[call]
+    filled = {"out", "lse", "gram", "moment", "dquery", "dkey", "dvalue", "dvalues", "dweights", "weight", "info", "inverse", "dmatrix"}
+    inputs = {"solve": {"gram"}, "rows": {"weight"}}.get(call, set())
+    for argument in (filled & set(arguments())) - inputs:
+        apart = arguments()[argument].repeat_interleave(2, -1)[..., ::2]
+        with pytest.raises(ValueError, match=re.escape(f"{name}: `{argument}` is not contiguous")):
+            getattr(native, name)(**arguments() | {argument: apart})
+
+
+def test_widths_beyond_the_kernels_are_refused() -> None:
+    arguments = _attention() | _state()
+    wide = native.MAX_WIDTH + 1
+    arguments |= {"query": _rows(B, H, L, wide), "key": _rows(B, H, N, wide)}
+    with pytest.raises(ValueError, match="`key` has a width"):
+        native.attention_forward(**arguments)
+
+
+def test_parameters_and_views_cross_as_they_are() -> None:
+    """A tensor that requires a gradient, a subclass, and one with strides of any kind."""
+    arguments = _attention() | _state()
+    native.attention_forward(**arguments)
+    wanted = arguments["out"].clone()
+    arguments["query"] = torch.nn.Parameter(arguments["query"])
+    arguments["key"] = arguments["key"].mT.contiguous().mT.requires_grad_()
+    native.attention_forward(**arguments)
+    assert torch.equal(arguments["out"], wanted)
