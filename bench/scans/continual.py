@@ -1,22 +1,21 @@
-"""Streams: tokens that come one by one, or in blocks, after a window, for operators and for modules. Figures are of one token."""
+"""Streams: tokens that come one by one, or in blocks, after a window. Figures are of one token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
-from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention
 
-from ..devices import device, generator, lacking_memory, normal
+from ..devices import generator, lacking_memory, normal
 from ..floors import Work, step_work
 from .attention import SDPA, exact, naive_attention
-from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, dtype_name, kernels, missing, refusing, wide
+from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, dtype_name, kernels, refusing, wide
 from .eager import ITERATIONS, EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive
 
 BAND = "eager torch, by a band"
@@ -65,7 +64,7 @@ def streaming(made: Any, calls: Mapping[str, Callable[[], Call]], refusal: Calla
     return made
 
 
-def _continued(name: str, inputs: Any) -> Results:
+def continued(name: str, inputs: Any) -> Results:
     return inputs.calls[name]()
 
 
@@ -243,7 +242,7 @@ def step(
         name=streams.name,
         sizes=streams.sizes,
         inputs=inputs,
-        implementations={name: partial(_continued, name) for name in names},
+        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(EAGER, BAND),
         work=streams.work,
@@ -290,7 +289,7 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
         name=f"{streams.name}-beside-full",
         sizes=streams.sizes,
         inputs=inputs,
-        implementations={name: partial(_continued, name) for name in names},
+        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(SDPA, EXPLICIT),
         others=(EXACT, SDPA, EXPLICIT),
@@ -369,7 +368,7 @@ def exact_step(
         name=f"exact-step-{shape.output}-{dtype_name(dtype)}-{heads}x{width}-n{window}{shape.suffix}",
         sizes=shape.sizes,
         inputs=inputs,
-        implementations={name: partial(_continued, name) for name in names},
+        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(EAGER, CONTINUAL_INFERENCE),
         work=step_work(shape.output, heads, window, 1, width, dtype_name(dtype)),
@@ -378,113 +377,6 @@ def exact_step(
         smaller={"calls": 1},
         dtype=dtype,
     )
-
-
-# ---- modules ---------------------------------------------------------------------------------------------------------------------------
-
-OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn.ContinualAttention"
-
-
-class Rows(NamedTuple):
-    """(B, n + t, C): the first window, and what comes after it."""
-
-    tokens: Tensor
-
-
-class RowStreams(Rows):
-    calls: dict[str, Call]
-
-
-def _module_step(names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int) -> Case:
-    """Modules over a stream, projections and all, float32: those of `names`, the first of which is measured, whose landmarks follow the
-    window. Where it is Nyström attention, modules of exact attention stand beside it, which compute something else."""
-    nystrom, features = names[0] == OURS, heads * width
-
-    @cache
-    def weights() -> nn.MultiheadAttention:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return nn.MultiheadAttention(features, heads, batch_first=True, device=device())
-
-    def module(name: str) -> Any:
-        like: dict[str, Any] = {"batch_first": True, "device": device(), "sequence_len": window}
-        if name == OURS:
-            return ContinualNystromAttention(features, heads, num_landmarks=landmarks, **like)
-        if name == OURS_EXACT:
-            return ContinualAttention(features, heads, **like)
-        from continual import SingleOutputMultiheadAttention
-
-        return SingleOutputMultiheadAttention(features, heads, forward_returns_attn_mask=False, **like)
-
-    def split(packed: Tensor) -> list[Tensor]:
-        """(B H, t, D) of (B, t, 3 C)."""
-        return [part.flatten(0, 1) for part in packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)]
-
-    def eager(tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
-        """The step in eager torch: each stream of each head is a matrix; a single one has no dimension for it, as torch is faster then."""
-        shape = (-1, 1, width) if batch * heads > 1 else (1, width)
-        stream = EagerNystrom(*split(F.linear(tokens[:, :window], enter)), width**-0.5, landmarks, None, ITERATIONS)
-
-        def step(token: Tensor) -> Tensor:
-            query, key, value = F.linear(token, enter).view(batch, 3, -1, 1, width).unbind(1)
-            out = stream.step(*(part.reshape(shape) for part in (query, key, value)))
-            return F.linear(out.view(batch, -1), leave)
-
-        return step
-
-    @torch.no_grad()
-    def started(name: str, tokens: Tensor) -> Call:
-        after = [(token.contiguous(),) for token in tokens[:, window:].unbind(1)]
-        if name == EAGER:
-            return all_steps(eager(tokens, weights().in_proj_weight, weights().out_proj.weight), after)
-        made = module(name)
-        made.load_state_dict(weights().state_dict(), strict=False)
-        made.forward_steps(tokens[:, :window])
-        return all_steps(made.forward_step, after)
-
-    def inputs(seed: int) -> RowStreams:
-        tokens = normal(generator(seed), batch, window + calls, features)
-        return streaming(RowStreams(tokens), {name: partial(started, name, tokens) for name in names}, missing)
-
-    @torch.no_grad()
-    def oracle(i: RowStreams) -> Mapping[str, Results]:
-        """The eager stream, which is the definition, and attention over each token's window, between projections in float64."""
-        tokens, enter, leave = (part.double() for part in (i.tokens, weights().in_proj_weight, weights().out_proj.weight))
-        query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
-        rows = banded(query[:, :, window:], key, value, window)
-        rows = rows[0].unflatten(0, (batch, heads)).transpose(1, 2).flatten(-2)
-        results = dict.fromkeys((OURS_EXACT, CONTINUAL_INFERENCE), F.linear(rows, leave).unbind(1))
-        if nystrom:
-            step = eager(tokens, enter, leave)
-            results |= dict.fromkeys((OURS, EAGER), tuple(step(token) for token in tokens[:, window:].unbind(1)))
-        return results
-
-    scan = names[0].removeprefix("cmab_kernels.")
-    projections = Work(0.0, 2 * batch * 4 * features**2, 0.0)  # whose weights stay in a cache
-    return Case(
-        scan=scan,
-        name=f"{scan.removeprefix('nn.')}-step-float32-B{batch}-{heads}-heads-C{features}-n{window}{f'-m{landmarks}' if nystrom else ''}",
-        sizes={"B": batch, "H": heads, "n": window, "D": width, **({"m": landmarks} if nystrom else {})},
-        inputs=inputs,
-        implementations={name: partial(_continued, name) for name in names},
-        oracle=oracle,
-        baselines=(CONTINUAL_INFERENCE,),
-        others=(OURS_EXACT, CONTINUAL_INFERENCE) if nystrom else (),
-        work=step_work("continual single" if nystrom else "single", batch * heads, window, landmarks, width, "float32") + projections,
-        steps=dict.fromkeys(names, calls),
-        refusal=missing,
-        smaller={"calls": 1},
-    )
-
-
-@declared()
-def module_step(window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1, landmarks: int = 16) -> Case:
-    return _module_step((OURS, OURS_EXACT, EAGER, CONTINUAL_INFERENCE), window, width, calls, heads, batch, landmarks)
-
-
-@declared()
-def exact_module_step(window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1) -> Case:
-    return _module_step((OURS_EXACT, CONTINUAL_INFERENCE), window, width, calls, heads, batch, 16)
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------------------------
@@ -514,9 +406,3 @@ def cases() -> Iterator[Case]:
     yield from (exact_step(heads=heads) for heads in (1, 128))
     yield from (exact_step(dtype=dtype) for dtype in DTYPES)
     yield exact_step(heads=128, threads=2)
-
-    yield from (module_step(window, calls=max(64, window // 16), quick=window == 64) for window in WINDOWS)
-    yield from (module_step(batch=batch) for batch in (4, 32))
-    yield from (module_step(heads=heads) for heads in (1, 16))
-    yield module_step(landmarks=4)
-    yield from (exact_module_step(window, quick=window == 64) for window in WINDOWS)

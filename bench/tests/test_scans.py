@@ -13,7 +13,7 @@ import cmab_kernels
 from bench import devices, harness
 from bench.report import measured
 from bench.runs import is_ours
-from bench.scans import all_cases, attention, continual, intention, intention_state, modules, nystrom, scans
+from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, scans
 from bench.scans.attention import SDPA
 from bench.scans.case import CONTINUAL_INFERENCE, DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
 from bench.scans.intention import CHOLESKY, CHUNKED, INVERSE
@@ -84,10 +84,10 @@ SMALL = [
     *of_dtypes(continual.exact_step(10, calls=25)),
     continual.exact_step(10, calls=25, retroactive=True),
     continual.exact_step(10, block=4, calls=5),
-    continual.module_step(16, 8, landmarks=3, calls=20),
-    continual.module_step(16, 8, landmarks=3, calls=20, heads=1),
-    continual.module_step(16, 8, landmarks=3, calls=20, batch=3),
-    continual.exact_module_step(16, 8, calls=20, batch=3),
+    continual_modules.module_step(16, 8, landmarks=3, calls=20),
+    continual_modules.module_step(16, 8, landmarks=3, calls=20, heads=1),
+    continual_modules.module_step(16, 8, landmarks=3, calls=20, batch=3),
+    continual_modules.exact_module_step(16, 8, calls=20, batch=3),
 ]
 
 
@@ -255,7 +255,7 @@ def test_labels_say_what_is_saved():
         (continual.exact_step(10, calls=25), EAGER, 0),
         (nystrom.start(20, 8, 2, landmarks=3), EAGER, 2 * 2 * 3 * 3 * 8),  # the landmarks' own scores
         (modules.nystrom_module(64, 2, 16, landmarks=8), EAGER, 0),
-        (continual.exact_module_step(16, 8, calls=20, batch=3), continual.OURS_EXACT, 0),
+        (continual_modules.exact_module_step(16, 8, calls=20, batch=3), continual_modules.OURS_EXACT, 0),
     ],
     ids=str,
 )
