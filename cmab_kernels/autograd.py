@@ -48,7 +48,7 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
 
 
 def _no_check(*inputs: Any) -> None:
-    """For an operator that takes any values."""
+    """The check of an operator that takes any values."""
 
 
 class Operator:

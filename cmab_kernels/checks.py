@@ -1,4 +1,4 @@
-"""What every family checks before any work, and how every error of the package reads."""
+"""Checks that every family makes before any work, and the wording of every error of the package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .tracing import has_values
 
 
 def wrong(argument: str, given: str, allowed: str) -> str:
-    """Which argument, what was given, what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
+    """An error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
     return f"`{argument}` {given}: {allowed}"
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Raise unless all are tensors of one device and of one floating dtype, or of any where autocast will make it one."""
+    """Raise unless all are tensors on one device and of one floating dtype; under autocast, which casts them alike, dtypes may differ."""
     first_name, first = next(iter(operands.items()))
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
@@ -108,7 +108,7 @@ def refuse_not_finite(**tensors: Tensor) -> None:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """By the extremes, which a NaN becomes: a fifteenth of the time of `isfinite`."""
+    """Whether every element is finite, by the smallest and largest, which a NaN becomes: a fifteenth of the time of `isfinite`."""
     return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
 
 
@@ -126,5 +126,5 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off, where it is on: what is inside computes in the types that it was given."""
+    """A context without autocast, in which everything is computed in the dtypes that are given."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

@@ -43,7 +43,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 
 
 class Key(NamedTuple):
-    """What block sizes go by: the kernel, the GPU, how it multiplies, and its widest head as it is padded."""
+    """The key of an entry: the kernel, the GPU, how matrices are multiplied, and the width of the widest head, padded."""
 
     kernel: str
     capability: tuple[int, int]
@@ -135,7 +135,7 @@ def _entry(entry: Any) -> tuple[Key, tuple[int, ...], Mapping[str, Any]]:
 
 
 def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
-    """In the order of FIELDS; `ValueError` for what is no tile of this kernel."""
+    """The tiles in the order of FIELDS; `ValueError` if they are no tiles of this kernel."""
     fields = FIELDS[kernel]
     if not isinstance(tiles, dict) or tiles.keys() != fields.keys():
         raise ValueError(f"tiles are {', '.join(map(str, tiles))}: {kernel} has {', '.join(fields)}")
@@ -146,7 +146,7 @@ def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
 
 
 def as_entry(key: Key, tiles: tuple[int, ...], evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file has for it; `ValueError` for what is no tile."""
+    """The entry of the file for these tiles; `ValueError` if they are no tiles of the kernel."""
     named = dict(zip(FIELDS[key.kernel], tiles, strict=True))
     _checked(key.kernel, named)
     capability = ".".join(map(str, key.capability))

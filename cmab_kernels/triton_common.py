@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What Triton kernels of every family share: what a GPU must offer, loads of any strides, matrix products, how keys are cut into runs."""
+"""Helpers that the Triton kernels of every family share: requirements on a GPU, loads of any strides, matrix products, runs of keys."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -73,7 +73,7 @@ class Products(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What block sizes go by: "half", "double", or for float32 its precision."""
+        """The kind of product that block sizes are chosen for: "half", "double", or for float32 its precision."""
         return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
 
 
@@ -142,7 +142,7 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 @triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """Which keys of a tile take part; None where all do, which spares the code: tiles reach beyond `last` only if RAGGED."""
+    """Whether each key of a tile takes part, or None where all do, which saves masked loads. Tiles pass `last` only if RAGGED."""
     keys = start + tl.arange(0, BLOCK)
     keep = None
     if mask is not None:

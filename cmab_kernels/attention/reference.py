@@ -9,7 +9,7 @@ Gradient, with P_i = exp(S_i - lse), given dout and dlse:
 
     dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
 
-Dense in N: it is what the kernels are compared with, and the road to derivatives of second order and beyond.
+Dense in N: it is what the kernels are compared with, and gives derivatives of second order and beyond.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tenso
 
 
 def visible(key: Tensor, ignore: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, H, N, *), zero where they are ignored: a NaN in padding is nobody's business."""
+    """Keys or values (B, H, N, *), zero where they are ignored, so that a NaN in padding has no effect."""
     key = key.to(dtype)
     return key if ignore is None else key.masked_fill(ignore[:, None, :, None], 0.0)
 

@@ -58,14 +58,14 @@ def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *re
 
 
 def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
-    """How many scores there are: packed sets share one row of keys."""
+    """The number of scores; packed sets share one row of keys."""
     batch, heads, latents, _ = query
     return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
 
 
 @flop_formula(torch.ops.cmab.attention)
 def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
-    """Two products: S = Q K', O = P V."""
+    """Count two products: S = Q K' and O = P V."""
     return 2 * _scores(query, key, cu_seqlens) * (query[-1] + value[-1])
 
 
@@ -73,7 +73,7 @@ def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: An
 def _attention_backward_flops(
     dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
 ) -> int:
-    """Five products: S, dP, dV, dQ, dK; those of gradients that nobody asked for are left out."""
+    """Count five products, S, dP, dV, dQ and dK, without those that only a gradient that is not needed takes."""
     needs_query, needs_key, needs_value = rest[-2]
     needs_scores = needs_query or needs_key
     widths = query[-1] * (1 + needs_query + needs_key) + value[-1] * (needs_scores + needs_value)
@@ -84,7 +84,7 @@ def _attention_backward_flops(
 
 
 def _looping_rule(operator: Callable, tensors: int) -> Callable:
-    """As `folding_rule`; but packed sets, which share a batch of 1, are taken one after the other."""
+    """The vmap rule: that of `folding_rule`, but packed sets, which share a batch of 1, are computed one after the other."""
     folding = folding_rule(operator, tensors)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -125,7 +125,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
-    """The incoming state is one more key, of score state_lse and value state_out."""
+    """The gradient of the incoming state, which is one more key with score state_lse and value state_out."""
     share = (state_lse - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     dout64 = dout.double()
     dscore = (dout64 * (state_out.double() - out.double())).sum(-1) + dlse

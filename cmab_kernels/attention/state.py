@@ -1,4 +1,4 @@
-"""What a set of keys leaves behind, and its algebra: merge, remove. O(L E), whatever N was."""
+"""The state that a set of keys leaves behind, and how states are merged and removed, in O(L E) for any number of keys."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class AttentionState(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """A state with keys taken out, and where that can be trusted."""
+    """A state with keys taken out, and which of its rows can be trusted."""
 
     state: AttentionState
     reliable: Tensor
-    """(B, H, L) bool: False where so much of the mass went that half of the digits, or more, went with it."""
+    """(B, H, L) bool: False where so much of a row's mass was removed that half of the digits, or more, are lost."""
 
 
 def empty_state(

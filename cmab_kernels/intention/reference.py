@@ -24,7 +24,7 @@ from ..dtypes import state_dtype
 
 
 def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows (B, H, N, *) in `dtype`, zero where they are masked: a NaN in padding is nobody's business."""
+    """Rows (B, H, N, *) in `dtype`, zero where they are masked, so that a NaN in padding has no effect."""
     rows = rows.to(dtype)
     return rows if key_padding_mask is None else rows.masked_fill(key_padding_mask[:, None, :, None], 0.0)
 

@@ -98,7 +98,7 @@ def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest
 
 @flop_formula(torch.ops.cmab.gram_backward)
 def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, needs: Any, *rest: Any, **_: Any) -> int:
-    """K S and V dC' for the keys, K dC for the values, both for the weights."""
+    """Count K S and V dC' for the keys, K dC for the values, and both for the weights."""
     batch, heads, length, width = key
     needs_key, needs_value, needs_weights = needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
@@ -120,7 +120,7 @@ def _save_gram(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
-    """To key, value and weights."""
+    """The gradients with respect to key, value and weights, each None where it is not needed."""
     needs = tuple(ctx.needs_input_grad[:3])
     if not any(needs):
         return None, None, None

@@ -1,4 +1,4 @@
-"""What a set of keys and values leaves behind for ridge regression, and its algebra: merge, remove. O(D^2 + D E), whatever N was."""
+"""The sums that a set of keys and values leaves behind for ridge regression, and how they are merged and removed, in O(D^2 + D E)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RidgeState(NamedTuple):
     """(B, H, D, D) float64, symmetric."""
     moment: Tensor
     """(B, H, D, E) float64."""
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody misses
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which a state does not need
     """(B, H) int64: how many keys were seen, not counting masked ones."""
 
 

@@ -1,4 +1,4 @@
-"""What a step costs: the counts that the paper on continual Nyström attention prints, and what these kernels execute and keep.
+"""The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of these kernels.
 
 All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width E; the paper has one
 width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. They are not on one scale: the two products of

@@ -21,7 +21,7 @@ from ..dtypes import state_dtype
 
 
 def segment_ends(length: int, segments: int) -> list[int]:
-    """Where each of the segments of `length` tokens ends; the first `length % segments` have one token more."""
+    """The end of each of the segments of `length` tokens; the first `length % segments` have one token more."""
     size, longer = length // segments, length % segments  # not divmod, which a compiler cannot trace for symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 

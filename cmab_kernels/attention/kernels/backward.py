@@ -34,7 +34,7 @@ def _row_terms(
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What backward needs of each query row: dout as an operand, lse as a score and a rest in base 2, and rowsum(dout * out) - dlse."""
+    """Prepare for each query row: dout as an operand, lse as a score and a rest in base 2, and rowsum(dout * out) - dlse."""
     DTYPE: tl.constexpr = high.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     dout_strides, dlse_strides = strides
@@ -108,7 +108,7 @@ def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: 
 
 @triton.jit
 def _store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl.constexpr):
-    """One tile of a contiguous gradient. Ignored keys get exact zeros, also where dout is not finite."""
+    """Store one tile of a contiguous gradient. Ignored keys get exact zeros, even where dout is not finite."""
     _, H, _, N = sizes
     keys = start + tl.arange(0, tile.shape[0])
     columns = tl.arange(0, tile.shape[1])
@@ -150,7 +150,7 @@ def _pull(
     PRECISION: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One tile of keys: its own gradients are stored, its share of the queries' is added to dq."""
+    """Process one tile of keys: store its own gradients, and add its share of the queries' gradient to dq."""
     SLOPES: tl.constexpr = QUERY or dkey is not None
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
@@ -196,7 +196,7 @@ def _backward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One run of keys with a block of queries at hand, whose share of the gradient goes to the run's slot of dquery.
+    """Process one run of keys for one block of queries in registers; its share of the gradient goes to the run's slot of dquery.
 
     The gradients of keys and values are whole only if that block holds every query: else they are left to `_backward_keys`.
     """
@@ -305,7 +305,7 @@ def _backward_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One run of keys where there are several blocks of queries: a tile of keys is at hand, and the blocks pass by."""
+    """Process one run of keys for several blocks of queries: a tile of keys stays in registers, and block after block is read."""
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)

@@ -75,7 +75,7 @@ def _forward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One run of keys against one block of queries.
+    """Compute the state that one run of keys leaves for one block of queries.
 
     A maximum follows a positive scale only, so `sign` goes with the queries. Weights go up to 2**LIFT: float16 has few digits below 2**-14.
     """

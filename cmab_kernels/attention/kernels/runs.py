@@ -37,7 +37,7 @@ def set_bounds(cu_seqlens, batch, N):
 
 @triton.jit
 def first_slot(cu_seqlens, batch, N, runs, BISECT: tl.constexpr):
-    """Where a set's runs begin."""
+    """The index of the first run of a set."""
     if BISECT:
         first, _ = set_bounds(cu_seqlens, batch, N)
         slot = batch + first // GRAIN

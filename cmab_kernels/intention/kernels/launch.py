@@ -10,7 +10,7 @@ from ...tiles import HOPPER, capability_of, tuned
 from ...triton_common import Products, allows_tf32, run_length
 
 MOST_PROGRAMS = 256
-"""For one matrix: just under two for each of 132 multiprocessors."""
+"""The most programs for one matrix: just under two for each of 132 multiprocessors."""
 
 
 def gram_products(dtype: torch.dtype, exact: bool, weighted: bool) -> Products:

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What passes row by row: the gradients of the sums to keys, values and weights, and rows times a solution.
+"""Kernels that work row by row: the gradients of the sums with respect to keys, values and weights, and rows times a solution.
 
 With S = dG + dG', a key k with value v and weight w has
 
     dk = w (S k + dC v)      dv = w dC' k      dw = k.(S k / 2 + dC v)
 
-A program takes a run of rows. A matrix that fits in one tile stays at hand; of a wider one, tile after tile comes by.
+A program takes a run of rows. A matrix that fits in one tile stays in registers; a wider one is read tile after tile.
 """
 
 import torch
@@ -27,7 +27,7 @@ def _matrix(matrix, strides, place, row, column, SHAPE: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _at_hand(matrix, strides, place, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """All of a matrix, if it fits in one tile."""
+    """The whole matrix if it fits in one tile, else None."""
     tile = None
     if SHAPE[0] <= TILE[0] and SHAPE[1] <= TILE[1]:
         tile = _matrix(matrix, strides, place, 0, 0, SHAPE, TILE, OPERAND)
@@ -190,7 +190,7 @@ def _apply(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One run of rows times their solution."""
+    """Multiply one run of rows by their solution."""
     query_strides, weight_strides = strides
     runs = tl.cdiv(queries, RUN)
     slot = tl.program_id(0) // runs

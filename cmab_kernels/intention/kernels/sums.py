@@ -36,7 +36,7 @@ def _add_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sums with one tile of keys more."""
+    """Add one tile of keys to the sums."""
     gram, moment = sums
     batch, head, row, column = place
     key_strides, value_strides, weight_strides, mask_strides = strides
@@ -83,7 +83,7 @@ def _gram(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one run's sums."""
+    """Compute one tile of the sums of one run of keys."""
     GRAM: tl.constexpr = gram is not None
     MOMENT: tl.constexpr = moment is not None
     DOWN: tl.constexpr = triton.cdiv(D, TILE_D)
@@ -132,7 +132,7 @@ def _gram(
 
 @triton.jit
 def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The sums of all runs, in their order."""
+    """Add up the sums of all runs, in the order of the runs."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     element = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

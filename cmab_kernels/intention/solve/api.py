@@ -15,7 +15,7 @@ from .schema import regularised_solve_op
 
 
 class RidgeSolution(NamedTuple):
-    """The solution of a regularised system, and what it is worth."""
+    """The solution of a regularised system, and how far it can be trusted."""
 
     weight: Tensor
     """(B, H, D, E), in the dtype of the system: float64 from a `RidgeState`."""

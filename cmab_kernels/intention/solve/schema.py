@@ -37,7 +37,7 @@ for _name, _tensors in {"regularised_solve": 3, "ridge_solve": 5}.items():
 
 
 def solve_operations(systems: int, width: int, columns: int) -> int:
-    """A Cholesky factor, and two triangular solves of each column."""
+    """Count a Cholesky factorisation, and two triangular solves for each column."""
     return systems * (width**3 // 3 + 2 * width**2 * columns)
 
 
@@ -60,7 +60,7 @@ def _save_solution(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Another solve with the same matrix, Z: dA = -(Z X' + X Z') / 2, dB = Z, dalpha = -trace(Z X')."""
+    """The gradient by another solve with the same matrix, whose solution is Z: dA = -(Z X' + X Z') / 2, dB = Z, dalpha = -trace(Z X')."""
     gram, alpha, weight = ctx.saved_tensors
     z, _info = regularised_solve_op(gram, dweight, alpha, ctx.impl)
     product = row_products(z, weight.mT)
@@ -79,7 +79,10 @@ def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """The solution's gradient to G and C, and theirs to the rows. `gram` is an output, so that its own graph leads back to the keys."""
+    """The gradient of the solution with respect to G and C, and of these with respect to the rows.
+
+    `gram` is an output of the operator, so that the gradient of a gradient reaches the keys through it.
+    """
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
     # Reshaped, not flattened: `flatten` has no rule for batched gradients.
     systems, rhs, solution = (t.reshape(-1, *t.shape[2:]) for t in (gram, dweight, weight))

@@ -1,4 +1,4 @@
-"""Which constraints of a strictly convex quadratic programme hold with equality at its minimum: a dual active-set method, many at once."""
+"""A dual active-set method for many strictly convex quadratic programmes at once: which constraints hold with equality at the minimum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Systems(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """Where each of the S programmes stands. `pending` (S,) is the constraint that is on its way in, -1 if none."""
+    """The progress of each of the S programmes. `pending` (S,) is the constraint that is being added, -1 if there is none."""
 
     multipliers: Tensor
     active: Tensor

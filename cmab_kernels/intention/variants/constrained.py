@@ -96,7 +96,7 @@ def constrained(
 
 
 def _stacked(equal: Constraints | None, at_most: Constraints | None, moment: Tensor) -> tuple[Tensor, Tensor, int]:
-    """All normals (B, H, D, R) and bounds (B, H, R, E) in float64, and how many of the R are equalities."""
+    """The normals (B, H, D, R) and bounds (B, H, R, E) of all constraints in float64, and how many of the R are equalities."""
     (normals, bounds), (others, limits) = _pair("equal", equal, moment), _pair("at_most", at_most, moment)
     return torch.cat([normals, others], -1), torch.cat([bounds, limits], -2), normals.shape[-1]
 

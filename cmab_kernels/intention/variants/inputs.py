@@ -1,4 +1,4 @@
-"""What the estimators check before any work, beside what every family checks."""
+"""Checks that the estimators make before any work, in addition to those of every family."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def divided(total: Tensor, by: Tensor) -> Tensor:
 
 
 def solver_of(impl: str) -> str:
-    """What an estimator that was asked for `impl` asks of its solves: the same where solves have it, else "auto"."""
+    """The `impl` that an estimator passes to its solves: the one that it was asked for where solves have it, else "auto"."""
     return passed_on(impl, "intention", "intention.solve")

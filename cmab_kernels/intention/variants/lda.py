@@ -132,5 +132,5 @@ def shrunk(covariance: Tensor, shrinkage: float | Tensor) -> Tensor:
 
 
 def _from(centre: Tensor, moments: ClassMoments) -> Tensor:
-    """From the centre to each class's mean, (B, H, C, D); nowhere for a class without members."""
+    """The vector from the centre to the mean of each class, (B, H, C, D); 0 for a class without members."""
     return (moments.mean - centre.unsqueeze(2)).masked_fill((moments.weight == 0).unsqueeze(-1), 0.0)

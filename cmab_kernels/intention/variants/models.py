@@ -1,4 +1,4 @@
-"""What the estimators return: what they learnt, and how it is read off at new points."""
+"""The results of the estimators: the fitted parameters, and predictions at new points."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LinearRegression(NamedTuple):
 
 
 class LinearClassifier(NamedTuple):
-    """One affine score a class. Fields as of `LinearRegression`, with the C classes in place of E."""
+    """A classifier with one affine score for each class. Its fields are those of `LinearRegression`, with the C classes in place of E."""
 
     coefficients: Tensor
     """(B, H, D, C)."""
@@ -104,7 +104,7 @@ def log_of(probability: Tensor) -> Tensor:
 
 
 def scaled_solve(matrix: Tensor, rhs: Tensor, impl: str) -> RidgeSolution:
-    """A^-1 B of symmetric A with its diagonal brought to 1 first: the units of the features are nobody's condition number."""
+    """A^-1 B of a symmetric A, first scaled to a diagonal of 1: the units of the features do not make it ill-conditioned."""
     diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-1)
     weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=solver_of(impl))

@@ -1,4 +1,4 @@
-"""What labelled rows leave behind for every classifier in closed form, and its algebra: merge. O(C D^2), whatever N was.
+"""The moments that labelled rows leave behind for every classifier in closed form, and how they are merged, in O(C D^2).
 
 For each class c its weight n_c = sum w_i, mean m_c and scatter S_c = sum w_i (x_i - m_c)(x_i - m_c)'. Two sets a and b merge by
 

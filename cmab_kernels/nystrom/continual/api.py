@@ -168,7 +168,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
 
 @functools.cache
 def _native(name: str) -> Callable[..., Any]:
-    """The native step, which answers None to anything but ordinary arguments; as does what stands in for it where it is not built."""
+    """The native step, which returns None for anything but ordinary arguments; where it is not built, a function that always does."""
     native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
 
@@ -235,7 +235,7 @@ def _scale(scale: float | None, key: Tensor) -> Tensor:
 
 
 def _rings(*tokens: Tensor) -> Any:
-    """With one row to spare, so that a step can write while the state before it stays whole."""
+    """The rings of a new state, each with one spare row, so that a step can write without changing the state before it."""
     length = tokens[0].shape[2]
     return tuple(ring_of(t, length, length + 1) for t in tokens)
 

@@ -37,7 +37,7 @@ def row_means(sums: Tensor) -> Tensor:
 
 
 def segment_ending(position: int, window: int, landmarks: int) -> int:
-    """The length of the segment that ends with the token of this position; 0 if none does."""
+    """The length of the segment that ends with the token of this position; 0 if no segment does."""
     phase = (position - 1) % window + 1
     ends = [0, *segment_ends(window, landmarks)]
     return phase - ends[ends.index(phase) - 1] if phase in ends else 0
@@ -58,7 +58,7 @@ def nystrom_step_reference(
 
 
 def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
-    """By one token: the window, the landmarks if a segment ends with it, and the sums."""
+    """The state after one more token: the window, the landmarks if a segment ends with the token, and the sums."""
     state = _pushed(state, *tokens)
     position = tokens_seen(state)
     segment = 0 if state.fixed else segment_ending(position, state.window, state.sums.shape[-2])

@@ -33,7 +33,7 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
-    """(out, state) by an implementation. It answers None, with nothing written, to tokens that are not finite."""
+    """(out, state) by the kernel of an implementation, which returns None and writes nothing for tokens that are not finite."""
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
@@ -42,12 +42,12 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
 
 
 def _clock(state: Any, like: Tensor) -> Tensor:
-    """The position where it is a tensor; nothing where it is an int, which the caller knows."""
+    """The position if it is a tensor; an empty tensor if it is an int, which the caller knows."""
     return state.position if isinstance(state.position, Tensor) else like.new_empty(0, dtype=torch.int64)
 
 
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
-    """Which the state alone holds."""
+    """Clones of the tensors, which nothing but the new state holds."""
     return (tensor.clone() for tensor in tensors)
 
 
@@ -77,7 +77,7 @@ LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd
 
 
 def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
-    """A ring with room for the tokens beside the window."""
+    """A ring as large as a step leaves it: with room for the new tokens beside the window."""
     batch, heads, capacity, width = ring.shape
     return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
 
@@ -115,7 +115,7 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -
 
 @flop_formula(torch.ops.cmab.continual_nystrom_step)
 def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Without what the guard computes afresh, which depends on the values."""
+    """Count the operations, without those of rows that the guard recomputes, as these depend on the values."""
     *_head, position, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
     batch, heads, _, width = keys
     one = executed_operations(window, sums[2], width, values[-1], position, query[2], iterations, bool(fixed), retroactive)
@@ -124,7 +124,7 @@ def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, 
 
 @flop_formula(torch.ops.cmab.continual_attention_step)
 def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """A first retroactive step computes all rows."""
+    """Count the operations; a first retroactive step computes all rows."""
     *_head, window, query, _key, value, retroactive, _impl = rest
     batch, heads, tokens, width = query
     first = retroactive and sums[2] == 0

@@ -1,4 +1,4 @@
-"""What continual attention keeps of a stream between steps: a ring of the window's tokens, and a few sums over it.
+"""The state of continual attention between steps: a ring that holds the tokens of the window, and a few sums over them.
 
 States are values: a step returns a new one and leaves the one that it was given as good as it was. It costs nothing extra, since the step
 of a state that nobody else shares writes where no state looks: into the free row of the ring, and into `spare`.
@@ -32,7 +32,7 @@ class ContinualNystromState(NamedTuple):
     sums: Tensor
     """(B, H, m, E + 3) in the state dtype. Row r of log-scale c: exp(-c) Delta V, exp(-c) phi(Delta), c, and the peak of its scaled phi."""
     spare: Tensor
-    """Like `sums`: where the next step writes."""
+    """The shape and dtype of `sums`: memory that the next step writes to."""
     landmark_queries: Tensor
     """(B, H, m, D) in the state dtype, oldest first."""
     landmark_keys: Tensor
@@ -64,7 +64,7 @@ class ContinualAttentionState(NamedTuple):
     """(B, H, n, E + 3) in the state dtype: as in `ContinualNystromState`, row i for the query of the window's i-th token. (B, H, 0, E + 3)
     while only single outputs are asked for."""
     spare: Tensor
-    """Like `sums`: where the next step writes."""
+    """The shape and dtype of `sums`: memory that the next step writes to."""
     scale: Tensor
     """() float64 on the CPU: what logits are multiplied by."""
     position: int | Tensor
@@ -78,12 +78,12 @@ State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
 
 class StepResult(NamedTuple):
-    """What a step gives."""
+    """The result of a step."""
 
     out: Tensor
     """(B, H, t, E), each new token's at its own time; or retroactive (B, H, n, E), the whole window's after the last token."""
     state: ContinualNystromState | ContinualAttentionState
-    """To go on from. The state that the step was given is as good as before."""
+    """The state for the next step. The state that this step was given can still be used."""
 
 
 def tokens_seen(state: ContinualState) -> int:
@@ -172,7 +172,7 @@ def _check_counts(state: ContinualState, name: str) -> None:
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What shape and dtype each tensor must have, by those of the keys and the values."""
+    """The shape and dtype that each tensor must have, given those of the keys and the values."""
     keys, values, sums = state.keys, state.values, state.sums
     for part, ring in (("keys", keys), ("values", values), ("sums", sums)):
         if not isinstance(ring, Tensor) or ring.dim() != 4:

@@ -19,7 +19,7 @@ WIDEST_TILE = 32
 
 @triton.jit
 def _present(absent, strides, number, M: tl.constexpr, SIZE: tl.constexpr):
-    """Which rows take part."""
+    """Whether each row takes part."""
     row = tl.arange(0, SIZE)
     present = row < M
     if absent is not None:
@@ -49,7 +49,7 @@ def _softmax(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """By rows, zero in the rows and columns of the absent. Logits beyond the range of numbers are at its end."""
+    """Softmax of the logits by rows, zero in rows and columns of absent landmarks. Logits that overflow are set to the largest number."""
     logits = tl.zeros([present.shape[0], present.shape[0]], OPERAND)
     factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
     for column in range(0, D, TILE):

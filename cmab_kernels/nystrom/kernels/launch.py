@@ -48,7 +48,7 @@ def warps(kernel: str, products: Products, device: torch.device, size: int) -> i
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:
-    """What every kernel is given: the size of the matrices, padded for the products, and how they are multiplied."""
+    """The options of every kernel: the size of the matrices, padded for the products, and how they are multiplied."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
     chosen = products(like.dtype, size, like.device)
     return {
@@ -68,5 +68,5 @@ def strides(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def scratch_squares(like: Tensor, iterations: int, size: int) -> Tensor:
-    """What a gradient keeps of each matrix until it is made."""
+    """Scratch memory for the squares that a gradient keeps of each matrix."""
     return like.new_empty((like.shape[0], squares_in_scratch(iterations) * size * size))

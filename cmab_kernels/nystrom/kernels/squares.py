@@ -61,7 +61,7 @@ def iterate(a, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.co
 # ---- the gradient: three squares in registers, the others wait in `scratch`, one after the other
 
 A, X, Q, R, G, DA, Z = (tl.constexpr(slot) for slot in range(7))
-"""Where each is in `scratch`; Z is the first iterate."""
+"""The slot of each square in `scratch`; Z is that of the first iterate."""
 
 
 def squares_in_scratch(iterations: int) -> int:
@@ -128,7 +128,10 @@ def differentiate(g, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, P
 
 @triton.jit
 def _through_norms(a, dz, da):
-    """From Z_0 = A' / (c r), dz the transpose of its gradient: through A', and through c and r to the columns and rows that reach them."""
+    """The gradient of A through Z_0 = A' / (c r): through A' itself, and through c and r to the columns and rows whose sums they are.
+
+    `dz` is the transpose of the gradient of Z_0.
+    """
     columns, column = largest_sum(a, 0)
     rows, row = largest_sum(a, 1)
     slope = dz / divisor(column) / divisor(row)
@@ -141,6 +144,6 @@ def _through_norms(a, dz, da):
 
 @triton.jit
 def _share(change, sums, largest):
-    """Several that are largest have equal shares."""
+    """The share of each sum in the gradient of the largest; several largest sums have equal shares."""
     reached = sums == largest
     return tl.where(reached, change / divisor(largest) / tl.sum(reached.to(sums.dtype), 0), 0.0)
