@@ -15,7 +15,7 @@ from .stream import AttentionStream
 
 
 class CMABUpdate(NamedTuple):
-    """The block's result after an update, and the state to continue from."""
+    """What `CMAB.update` returns: the result of the block, and the state to continue from."""
 
     latents: Tensor
     """(B, L_I, dim)"""
@@ -23,7 +23,7 @@ class CMABUpdate(NamedTuple):
 
 
 class CMABRemoval(NamedTuple):
-    """The block's result after a removal, the state to continue from, and where that can be trusted."""
+    """What `CMAB.remove` returns: the result of the block, the state to continue from, and where that state can be trusted."""
 
     latents: Tensor
     """(B, L_I, dim)"""
@@ -93,13 +93,13 @@ class CMAB(nn.Module):
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """The latents (B, L_I, dim) after attending to all inputs; no state is read or written."""
+        """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
         return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask))
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABUpdate:
-        """The result over all inputs so far, in O(new inputs); `state` None continues the module's own stream.
+        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream goes on.
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
@@ -112,7 +112,7 @@ class CMAB(nn.Module):
     def remove(
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
-        """The result as if `old_inputs` had never been seen, in O(old inputs); `state` None takes them out of the module's own stream.
+        """Return the result without `old_inputs`, in time O(old inputs). With `state` None they leave the module's own stream.
 
         The inputs must have been part of the state. A removal cancels digits; see `cmab_kernels.remove_from_state` for `reliable`. An own
         stream that has seen nothing is a `RuntimeError`.
@@ -125,11 +125,11 @@ class CMAB(nn.Module):
         return result
 
     def init_state(self, batch: int) -> AttentionState:
-        """The state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
+        """Return the state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
         return self.stream.init_state(batch)
 
     def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """CA(L_B, X) before its output projection; every check of the arguments comes first."""
+        """Check the arguments, and return the state of CA(L_B, X), which comes before the output projection."""
         weight = self.latents
         check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[1], weight)
         check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[1], weight)
@@ -139,6 +139,6 @@ class CMAB(nn.Module):
         return self.compress.cross_attention.read(weight, inputs, state, key_padding_mask)
 
     def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
-        """SA(CA(L_I, SA(CA(L_B, X)))) from the state of CA(L_B, X)."""
+        """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the state of CA(L_B, X)."""
         block = self.compress.after_context(self.compress.cross_attention.add(self.latents, state.out))
         return self.retrieve(latents, block)

@@ -29,7 +29,7 @@ from .projections import MultiheadProjections, extending, no_extra_keys
 
 
 class Continual(MultiheadProjections):
-    """What continual attentions have in common: a stream of tokens, and the methods that move it on.
+    """Base class of continual attention: a stream of tokens, and the methods that move it on.
 
     The methods have the names of the package continual-inference. A token is what `forward` takes without the axis of tokens, so (B, C),
     and several are what it takes, (B, T, C) or (T, B, C) as `batch_first` says, or (T, C) without a batch. Key and value are the query
@@ -61,7 +61,7 @@ class Continual(MultiheadProjections):
     def forward_step(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
     ) -> Tensor | None:
-        """What one more token (B, C) leads to: its own output (B, C) or, retroactive, those of the whole window in the layout of `forward`.
+        """Take one more token (B, C), and return its output (B, C) or, retroactive, the outputs of the window in the layout of `forward`.
 
         With `update_state=False` the stream stays where it is.
         """
@@ -73,9 +73,10 @@ class Continual(MultiheadProjections):
     def forward_steps(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
     ) -> Tensor | None:
-        """The results of `forward_step` for T tokens, stacked where `forward` has its tokens; from the one on that fills the window.
+        """Take T tokens, and return the results of their `forward_step`, stacked along the axis of the tokens.
 
-        So of (B, T, C) they are (B, T', C), or retroactive (B, T', n, C); of (T, B, C), (T', B, C) or (T', n, B, C).
+        There are T' <= T results, because the tokens before the one that fills the window have none. For tokens (B, T, C) the shape is
+        (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
         """
         attended = self._advance(query, key, value, update_state=update_state)
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
@@ -85,7 +86,7 @@ class Continual(MultiheadProjections):
         self.stream.state = None
 
     def get_state(self) -> WindowState | None:
-        """Where the stream is, or None before the first token: tensors and ints, which later steps do not change.
+        """Return the state of the stream, or None before the first token. It consists of tensors and ints, which later steps do not change.
 
         A `FillingWindow` before the window is full, then the operators' `ContinualAttentionState` or `ContinualNystromState`. The next step
         after this copies the window, O(n).
@@ -93,35 +94,35 @@ class Continual(MultiheadProjections):
         return self.stream.state
 
     def set_state(self, state: WindowState | None) -> None:
-        """Go on from a state that `get_state` returned; None is `clean_state`. It is checked and copied."""
+        """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
         self.stream.state = state
 
     def _asking(self, query: Tensor) -> Tensor:
-        """The queries of a window that `forward` computes."""
+        """Return those queries of a window for which `forward` computes results."""
         return query
 
     @abstractmethod
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
+        """Return the output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
 
     @abstractmethod
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        """The state of a whole window."""
+        """Return the state of a whole window of heads (B, H, n, *)."""
 
     @abstractmethod
     def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
-        """The operator's."""
+        """Call the operator with a state and t new tokens as heads (B, H, t, *)."""
 
     @abstractmethod
     def _start(self, like: Tensor) -> None:
-        """Make the stream, for the device and dtype of a weight."""
+        """Make the stream, on the device and in the dtype of the weight `like`."""
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         super().adopt(module)
         self._start(module.out_proj.weight)
 
     def _stream_over(self, sequence_len: int, output: str) -> None:
-        """Check and take what the constructors of all have in common."""
+        """Check and keep the arguments that all constructors have in common, and make the stream."""
         if not isinstance(sequence_len, int) or sequence_len < 1:
             raise ValueError(wrong("sequence_len", f"is {sequence_len!r}", "an int >= 1, the tokens of the window, is needed"))
         if output not in OUTPUTS:
@@ -130,7 +131,7 @@ class Continual(MultiheadProjections):
         self._start(self.out_proj.weight)
 
     def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:
-        """The outputs of tokens in the layout of `forward`: (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        """Take tokens in the layout of `forward`, and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
         self._refuse_to_drop()
         heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
         held = stream.held
@@ -138,7 +139,8 @@ class Continual(MultiheadProjections):
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
-        # One call of an operator is done or not done; a second one that fails would find the memory of the state held used again.
+        # Errors must leave the stream as it was. A call of the operator that fails changes nothing, but after a first call that succeeds
+        # the memory of the state may hold the next one. So only a single call is given the state itself.
         mine = update_state and tokens <= self._block
         with as_they_are(query.device):
             state, outs = self._walked(held if mine else stream.state, heads)
@@ -149,7 +151,7 @@ class Continual(MultiheadProjections):
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values (B, H, T, D) in the module's dtype, by one product where they are of one input."""
+        """Return queries, keys and values (B, H, T, D) in the module's dtype, from one matrix product where their inputs are the same."""
         if query is key is value and self.in_proj_weight is not None:
             self._check(None, query=query)
             packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
@@ -173,12 +175,12 @@ class Continual(MultiheadProjections):
             if held is not None and head.shape[0] != held.keys.shape[0]:
                 allowed = f"the stream has batch {held.keys.shape[0]}; clean_state() ends it"
                 raise ValueError(wrong(name, f"has batch {head.shape[0]}", allowed))
-            # Afterwards operators look; on a GPU nobody waits to see.
+            # Once the window is full, the operators check this. On a GPU nobody does, because it would be a wait.
             if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
-        """The state and the outputs, (B, H, *, E) each, after T >= 1 tokens."""
+        """Return the state after T >= 1 tokens, and the outputs (B, H, *, E) of the calls that led there."""
         outs: list[Tensor] = []
         if isinstance(state, FillingWindow | None):
             before = 0 if state is None else state.queries.shape[2]
@@ -195,7 +197,7 @@ class Continual(MultiheadProjections):
         return state, outs
 
     def _blocks(self, heads: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
-        """The tokens of each call of the operator."""
+        """Split the tokens into those of each call of the operator."""
         tokens = heads[0].shape[2]
         if tokens <= self._block:
             return [heads] if tokens else []
@@ -203,11 +205,11 @@ class Continual(MultiheadProjections):
 
     @property
     def _block(self) -> int:
-        """How many tokens a call takes at most: a window, since the ring grows by as many; one, where each has a window of outputs."""
+        """How many tokens a call takes at most: a window, because the ring grows by as many; one, where each has a window of outputs."""
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
-        """The projection of (B, H, [T',] [n,] E) in the layout of the module: B, [T',] [n,] or [T',] [n,] B."""
+        """Return the output projection of (B, H, [T',] [n,] E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless `batch_first`."""
         project = self.out_proj
         out = F.linear(attended.movedim(1, -2).flatten(-2), project.weight, project.bias)
         if not batched:
@@ -286,8 +288,8 @@ class ContinualNystromAttention(Continual, NystromAttention):
             pinv_iterations: as in `NystromAttention`.
         sequence_len: n >= m.
         output: as in `ContinualAttention`.
-        landmarks: "continual": means of segments of the stream, the oldest of which is replaced when a segment is full, every n / m tokens;
-            in `forward` the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
+        landmarks: "continual": the means of segments of the stream; when a segment is full, every n / m tokens, its mean replaces the
+            oldest. In `forward` they are the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
 
     `forward` is `NystromAttention`'s, over a whole window at once, for training, with key and value the query where they are None; it
     touches no stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does whenever a multiple of n
@@ -318,7 +320,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
             raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
-        """As in `NystromAttention`. It ends the stream, which belongs to other landmarks."""
+        """Make the fixed landmarks as `NystromAttention` does, and end the stream, which belongs to other landmarks."""
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

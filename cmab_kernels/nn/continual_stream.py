@@ -16,7 +16,7 @@ from .stream import Part, Stream, copied, extent
 
 
 class FillingWindow(NamedTuple):
-    """The first tokens of a stream, as heads, while they are fewer than a window."""
+    """The tokens of a stream, as heads, before there are enough of them for a window."""
 
     queries: Tensor
     """(B, H, p, D), 1 <= p < n, oldest first"""
@@ -95,7 +95,7 @@ class ContinualStream(Stream[WindowState]):
         return cast
 
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        """Of a window that fills where nothing but tokens is given."""
+        """The entries stand for a window that is not full yet if they are tokens and nothing else."""
         batch, tokens, rows = extent(entries, "queries", 0), extent(entries, "queries", 2), extent(entries, "sums", 2)
         full = bool(entries.keys() - {*FillingWindow._fields})
         tokens, rows = self.window if full else tokens, rows if rows in self.rows else self.rows[-1]
@@ -121,7 +121,7 @@ class ContinualStream(Stream[WindowState]):
         return "" if 0 < tokens < self.window else wrong(f"{prefix}queries", f"has {tokens} tokens", f"1 to {self.window - 1} fit")
 
     def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Why no stream through this module leaves these numbers of a full window behind; "" where one may."""
+        """Return why no stream through this module leaves these entries of a full window behind, or "" if one may."""
         for name, count in self.counts.items():
             if entries[name] != count:
                 return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")

@@ -55,7 +55,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @classmethod
     def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
-        """A layer with the configuration of `layer` and its very modules, but for the attention, whose parameters it takes."""
+        """Make a layer with the configuration and the modules of `layer`, except its attention, of which it takes the parameters."""
         attention = layer.self_attn
         shared = cls(
             attention.embed_dim,
@@ -76,11 +76,11 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """The encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask = bool_mask(src_key_padding_mask)
         self.self_attn._check(mask, src=src)
-        if mask is not None:  # a NaN in padding would reach the gradients of the norms' and the feed-forward layer's weights
+        if mask is not None:  # a NaN in padding would reach the gradients of weights of the norms and of the feed-forward layer
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
             src = src.masked_fill(ignore.unsqueeze(-1), 0.0)
         if self.norm_first:

@@ -16,12 +16,12 @@ CHUNK = 16_384
 
 
 def split_heads(features: Tensor, heads: int) -> Tensor:
-    """(..., N, H D) -> (..., H, N, D), a view."""
+    """Return features (..., N, H D) as heads (..., H, N, D), a view."""
     return features.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
 
 def join_heads(features: Tensor) -> Tensor:
-    """(..., H, L, D) -> (..., L, H D)."""
+    """Return heads (..., H, L, D) as features (..., L, H D)."""
     return features.transpose(-3, -2).flatten(-2)
 
 
@@ -38,9 +38,10 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
 
 
 def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
-    """The mask as it is, or True where one to be added to logits, as torch's transformers make it of a bool one, is -inf.
+    """Return a bool mask as it is; of a mask to be added to logits, return where it is -inf.
 
-    Any number but 0 and -inf in such a mask is a `ValueError`; where values are not at hand, an assertion on the device.
+    `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or,
+    where values cannot be looked at, an assertion on the device.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask
@@ -55,16 +56,16 @@ def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
-    """Features (..., C), 0 where `ignore` (...) is True, if a gradient may be taken.
+    """Return features (..., C) with 0 where `ignore` (...) is True, if a gradient may be taken; else as they are.
 
-    The operator does not look at ignored keys, and their gradient is 0. But the gradient of a projection's weight is a product with its
+    The operators do not look at ignored keys, whose gradient is 0. But the gradient of a projection's weight is a product with its
     input, and 0 times a NaN in padding is NaN.
     """
     return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
 
 
 class FeedForward(nn.Module):
-    """x + contract(a * gelu(gate)), with (a, gate) = expand(norm(x)) and the gelu of the error function."""
+    """Feed-forward layer: x + contract(a * gelu(gate)) with (a, gate) = expand(norm(x)), and gelu by the error function."""
 
     def __init__(self, dim: int, ff_dim: int, **factory: Any) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class FeedForward(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Norm and projections: query, key and value without bias, output with."""
+    """Base class of attention of latents: a norm, projections of query, key and value without bias, and one of the output with bias."""
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__()
@@ -93,12 +94,12 @@ class _Attention(nn.Module):
         return split_heads(projection(features), self.num_heads)
 
     def add(self, latents: Tensor, attended: Tensor) -> Tensor:
-        """The residual: latents (..., L, C), or (L, C) shared over the batch, and what they attended to, (B, H, L, D)."""
+        """Return latents (..., L, C), or (L, C) for all of a batch, plus the output projection of what they attended to, (B, H, L, D)."""
         return latents + self.output(join_heads(attended).to(self.output.weight.dtype))
 
 
 class SelfAttention(_Attention):
-    """x + output(attention of norm(x) over itself)."""
+    """Self-attention: x + output(attention of norm(x) over itself)."""
 
     def forward(self, latents: Tensor) -> Tensor:
         normed = self.norm(latents)
@@ -106,7 +107,7 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """x + output(attention of norm(x) over context_norm(context)), through the state that the context leaves behind."""
+    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), through the state that the context leaves behind."""
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__(dim, num_heads, **factory)
@@ -118,9 +119,9 @@ class CrossAttention(_Attention):
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
     ) -> AttentionState:
-        """The state of the context's rows (B, N, C), merged into `state`.
+        """Return the state of the context's rows (B, N, C), merged into `state`.
 
-        A gradient needs all keys and values. Without one they are made chunk by chunk and forgotten: nothing of size N is allocated.
+        A gradient needs all keys and values. Without one they are computed chunk by chunk, so that nothing of size N is allocated.
         """
         query = self.heads(self.query, self.norm(latents))
         rows = context.shape[1] if torch.is_grad_enabled() else CHUNK
@@ -147,5 +148,5 @@ class LatentLayer(nn.Module):
         return self.after_context(self.cross_attention(latents, context))
 
     def after_context(self, latents: Tensor) -> Tensor:
-        """What follows the cross-attention: constant work, whatever the context was."""
+        """Apply what follows the cross-attention; its cost does not depend on the context."""
         return self.self_feed_forward(self.self_attention(self.cross_feed_forward(latents)))

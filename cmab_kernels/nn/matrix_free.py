@@ -18,7 +18,7 @@ class MatrixFreeAttention(MultiheadProjections):
     """A linear map from values to results, which may depend on padding, but not on a mask of keys for each query."""
 
     why_no_masks: ClassVar[str]
-    """Why there is no mask of keys for each query, as an error says it."""
+    """The reason, for an error message, why there is no mask of keys for each query."""
 
     @extending(MultiheadProjections)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class MatrixFreeAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights), with the arguments and shapes of torch's; the class says what the weights are.
+        """Return (out, weights), with the arguments and shapes of torch's; the class says what the weights are.
 
         `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be one to be added to logits, of 0 and -inf, as
         torch's transformer layers pass it on.
@@ -58,13 +58,13 @@ class MatrixFreeAttention(MultiheadProjections):
                 raise ValueError(wrong(argument, "is given", self.why_no_masks))
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Heads (B, H, L, D) of the query."""
+        """Return the heads (B, H, L, D) of the query."""
         return self._project(0, query)
 
     @abstractmethod
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """The result (B, H, L, E) for query, key, value (B, H, *, *) and mask (B, N)."""
+        """Return the result (B, H, L, E) for query, key, value (B, H, *, *) and mask (B, N)."""
 
     @abstractmethod
     def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """The matrix (B, H, L, N) that gives `_attend` when multiplied with the values."""
+        """Return the matrix (B, H, L, N) whose product with the values is the result of `_attend`."""

@@ -14,12 +14,12 @@ from .projections import MultiheadProjections
 
 
 class Attended(NamedTuple):
-    """The output of attention over a stream, and the state to continue from."""
+    """What `MultiheadAttention.attend_state` returns: the output, and the state to continue from."""
 
     out: Tensor
-    """The shape and dtype of the query."""
+    """The output, in the shape and dtype of the query."""
     state: AttentionState
-    """Of the inputs alone, before the output projection: (B, H, L, embed_dim / H) and (B, H, L)."""
+    """The state of the inputs, before the output projection: out (B, H, L, embed_dim / H) and lse (B, H, L)."""
 
 
 class MultiheadAttention(MultiheadProjections):
@@ -59,7 +59,7 @@ class MultiheadAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights) as torch's; weights None with `need_weights=False`. The class says what runs when."""
+        """Return (out, weights) as torch does, with weights None for `need_weights=False`. The class says what runs when."""
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         float_mask = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
@@ -71,7 +71,7 @@ class MultiheadAttention(MultiheadProjections):
     def attend_state(
         self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> Attended:
-        """Attention over a stream of which `inputs` (keys and values in one) are new and `state` holds the past: O(new inputs).
+        """Attend to a stream of which `inputs`, both keys and values, are new and `state` holds the past, in time O(new inputs).
 
         `query` and `inputs` have the shapes of query and key in `forward`, `key_padding_mask` too (bool only); the queries must be the same
         at every call. `state` is what the call before returned, or None at the start. Streaming equals `forward` over all inputs at once,
@@ -97,7 +97,7 @@ class MultiheadAttention(MultiheadProjections):
         return Attended(self._output(self._over_extra_keys(q, state).out.to(q.dtype), query), state)
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
-        """The state with the learned key and the zero key, if the module has them: keys that every set contains."""
+        """Return the state with the learned key and the zero key added, if the module has them: every set of keys contains these."""
         pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             zeros = query.new_zeros(1, 1, self.embed_dim)

@@ -19,12 +19,12 @@ from .stream import RidgeStream
 
 
 class LearnedRidge(MatrixFreeAttention):
-    """What the two kinds of Intention have in common: the penalty and the factor."""
+    """Base class of the two kinds of Intention: it has the penalty `alpha` and the factor `scale`."""
 
     lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
     why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
     log_alpha: torch.nn.Parameter
-    """(H,), or None with a fixed alpha."""
+    """The logarithm of the penalty of each head, (H,), or None with a fixed alpha."""
 
     @extending(MatrixFreeAttention)
     def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
@@ -48,13 +48,13 @@ class LearnedRidge(MatrixFreeAttention):
 
     @property
     def alpha(self) -> Tensor:
-        """The penalty of each head, (H,) float64: exp(log_alpha), with its gradient, or the fixed one."""
+        """The penalty of each head, (H,) float64: exp(log_alpha), through which its gradient flows, or the fixed number."""
         if self.fixed_alpha is None:
             return self.log_alpha.double().exp()
         return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self.out_proj.weight.device)
 
     def _scaled(self, heads: Tensor, alpha: Tensor) -> Tensor:
-        """Heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
+        """Return heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
         gain = (self.scale * (1 + alpha)).to(state_dtype(heads.dtype))
         return (heads * gain[:, None, None]).to(heads.dtype)
 
@@ -125,7 +125,7 @@ class MultiheadIntention(LearnedRidge):
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
     ) -> RidgeState:
-        """The state with these keys and values added, in O(new keys); a `value` of None is the key.
+        """Return the state with these keys and values added, in time O(new keys). A `value` of None is the key.
 
         Key (B, N, kdim) and value (B, N, vdim), or as `batch_first` says. `state` None continues the module's own stream.
         """
@@ -137,7 +137,7 @@ class MultiheadIntention(LearnedRidge):
     def remove(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
     ) -> RidgeState:
-        """The state as if these keys and values, which were part of it, had never been seen, in O(removed keys).
+        """Return the state without these keys and values, which must be part of it, in time O(removed keys).
 
         `state` None takes them out of the module's own stream: a `RuntimeError` if that has seen nothing.
         """
@@ -147,7 +147,7 @@ class MultiheadIntention(LearnedRidge):
         return left
 
     def predict(self, query: Tensor, state: RidgeState | None = None) -> Tensor:
-        """The output of `forward` for the query, in its shape, over all that `state`, or the module's own stream, has seen.
+        """Return the output of `forward` for the query, in its shape, over all that `state`, or the module's own stream, has seen.
 
         Differentiable in the query, the weights of the query and output, alpha and the state. `RuntimeError` if nothing was seen.
         """
@@ -160,11 +160,11 @@ class MultiheadIntention(LearnedRidge):
         return self._output((q.to(dtype) @ weight.to(dtype)).to(q.dtype), query)
 
     def init_state(self, batch: int) -> RidgeState:
-        """The state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
+        """Return the state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
         return self.stream.init_state(batch)
 
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
-        """The heads that a state is made of."""
+        """Return the heads of keys and values and the mask, as arguments of the operators on states."""
         value = key if value is None else value
         key_padding_mask = bool_mask(key_padding_mask)
         self._check(key_padding_mask, key=key, value=value)
@@ -208,7 +208,7 @@ class MultiheadSigmaIntention(LearnedRidge):
 
 
 def _linear_map(query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
-    """Q (K'K + alpha I)^-1 K', (B, H, L, N), 0 at masked keys."""
+    """Return the matrix Q (K'K + alpha I)^-1 K' (B, H, L, N), with 0 at masked keys."""
     *leading, length, width = key.shape
     if 0 < length < width:  # the dual is small, and has a solution at alpha = 0
         one = torch.eye(length, dtype=key.dtype, device=key.device).expand(*leading, -1, -1)

@@ -19,7 +19,7 @@ LANDMARKS = ("landmark_queries", "landmark_keys")
 
 
 ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
-"""Why there are no extra keys."""
+"""The reason, for an error message, why there are no extra keys."""
 
 
 class NystromAttention(MatrixFreeAttention):
@@ -125,7 +125,7 @@ class NystromAttention(MatrixFreeAttention):
         return torch.stack([_centres(name, head, self.num_landmarks, seed) for head in heads])
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Heads of the query, in which what is padding among tokens is nothing; see `hide_padding`."""
+        """Return the heads of the query, read as 0 at padding where queries and keys are the same tokens."""
         if key_padding_mask is not None and self.landmarks != "fixed":
             ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
             if ignore.shape == query.shape[:-1]:  # else the operator says what is wrong
@@ -140,7 +140,7 @@ class NystromAttention(MatrixFreeAttention):
         return self._attend(query, key, one, mask)
 
     def _options(self) -> dict[str, Any]:
-        """How an operator approximates."""
+        """Return the arguments of the operators that say how to approximate."""
         options: dict[str, Any] = {"pinv": self.pinv, "pinv_iterations": self.pinv_iterations}
         if self.landmarks != "fixed":
             return {"num_landmarks": self.num_landmarks, **options}
@@ -160,7 +160,7 @@ class NystromAttention(MatrixFreeAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Fixed landmarks are made where there are saved ones, and stay where there are none, as in weights of torch's module."""
+        """Load the saved landmarks, if there are any; weights of torch's module have none, and leave the landmarks as they are."""
         names = LANDMARKS if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]
         made = [name for name in saved if getattr(self, name) is None]
@@ -178,7 +178,7 @@ class NystromAttention(MatrixFreeAttention):
 
 
 def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
-    """(m, C): the centres of clusters of rows (T, C), in their dtype."""
+    """Return the centres (m, C) of clusters of the rows (T, C), in the dtype of the rows."""
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Positions on a circle, for tokens whose window moves on."""
+"""Encodings of positions on a circle, for tokens whose window moves on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CircularPositionalEncoding(Keeper[int]):
             self.register_buffer("encodings", waves, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """A window with its encodings."""
+        """Return a window with its encodings added."""
         self._check("tokens", tokens, (2, 3))
         length = tokens.shape[self._along(tokens)]
         if length > self.sequence_len:
@@ -77,14 +77,14 @@ class CircularPositionalEncoding(Keeper[int]):
         return self._added(tokens, start)
 
     def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
-        """One token (B, C), or (C,), with its encoding; with `update_state=False` the stream stays where it is."""
+        """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
         self._check("token", token, (1, 2))
         out = token + self.encodings[self.position]
         self._move(int(update_state))
         return out
 
     def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
-        """Any number of tokens, in the shape of `forward`, with their encodings."""
+        """Return any number of tokens, in the shape of `forward`, with their encodings added."""
         self._check("tokens", tokens, (2, 3))
         out = self._added(tokens, self.position)
         self._move(tokens.shape[self._along(tokens)] if update_state else 0)
@@ -96,15 +96,15 @@ class CircularPositionalEncoding(Keeper[int]):
         return self.held or 0
 
     def clean_state(self) -> None:
-        """Back to place 0."""
+        """Go back to place 0."""
         self.hold(None)
 
     def get_state(self) -> int:
-        """The place of the next token, from 0 to 2 n - 2."""
+        """Return the place of the next token, from 0 to 2 n - 2."""
         return self.position
 
     def set_state(self, state: int | None) -> None:
-        """Go on from a place; None is `clean_state`."""
+        """Go on from a place. None is the same as `clean_state`."""
         if state is not None and not (isinstance(state, int) and 0 <= state < self.period):
             raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
         self.hold(state)
@@ -138,7 +138,7 @@ class CircularPositionalEncoding(Keeper[int]):
 
 
 def _waves(period: int, width: int) -> Tensor:
-    """(period, width) float64: columns of sine and cosine in turn, each a whole number of turns around the circle."""
+    """Return (period, width) float64 with sines and cosines in turn as columns, each of which turns a whole number of times."""
     pairs = (width + 1) // 2
     fastest = max(period // 2, 1)
     turns = [round(fastest ** (pair / max(pairs - 1, 1))) for pair in range(pairs)]

@@ -1,4 +1,4 @@
-"""What modules with the constructor and the weights of `torch.nn.MultiheadAttention` have in common: all but the attention."""
+"""The base class of modules with the constructor and the weights of `torch.nn.MultiheadAttention`: everything except the attention."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def extending(parent: type) -> Callable[[Init], Init]:
 
 
 def no_extra_keys(why: str) -> dict[str, str]:
-    """What `MultiheadProjections.lacks` says of torch's keys that are no tokens."""
+    """Return the entries of `MultiheadProjections.lacks` for a module without torch's extra keys, with the reason."""
     return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"{why}; False is needed")
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
-    """The constructor of torch, projections of its layout to heads and back, the checks before them, and how to share their weights."""
+    """Torch's constructor, the projections to heads and back, the checks before them, and how modules share their weights."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    """The arguments of torch's constructor that must be false here, and why."""
+    """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
-        """A module with the configuration of `module`, changed by `options`, and its very parameters."""
+        """Make a module with the configuration of `module`, changed by `options`, and with its parameters."""
         configuration: dict[str, Any] = {
             "dropout": module.dropout,
             "bias": module.in_proj_bias is not None,
@@ -90,14 +90,14 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         self.training = module.training  # of this module alone: out_proj has its own
 
     def _project(self, part: int, features: Tensor) -> Tensor:
-        """Heads (B, H, N, D) of the query (part 0), key (1) or value (2), whose weights torch keeps in one where they are alike."""
+        """Return heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch joins their weights where widths are equal."""
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weight = separate[part] if self.in_proj_weight is None else self.in_proj_weight.chunk(3)[part]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
         return split_heads(self._batch_first(F.linear(features, weight, bias)), self.num_heads)
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (B, H, N, D), and the mask (B, N); what it hides reaches no gradient."""
+        """Return keys and values (B, H, N, D), and the mask (B, N). What the mask hides reaches no gradient."""
         if key_padding_mask is not None:
             batched = key.dim() == 3
             ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
@@ -111,7 +111,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _refuse_to_drop(self) -> None:
-        """Raise where a stream would drop weights: it keeps none."""
+        """Raise where dropout would apply, because a stream keeps no weights that it could drop."""
         if self._drops:
             raise RuntimeError(
                 wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
@@ -119,18 +119,18 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @staticmethod
     def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
-        """Weights (B, H, L, N) as torch returns them: over the heads or not, without a batch where `query` has none."""
+        """Return weights (B, H, L, N) as torch does: averaged over the heads or not, and without a batch where `query` has none."""
         weights = weights.mean(1) if average else weights
         return weights if query.dim() == 3 else weights.squeeze(0)
 
     def _output(self, attended: Tensor, query: Tensor) -> Tensor:
-        """The projection of attended heads (B, H, L, D), in the layout of `query`."""
+        """Return the output projection of attended heads (B, H, L, D), in the layout of `query`."""
         attended = attended.transpose(1, 2)
         attended = self._batch_first(attended) if query.dim() == 3 else attended.squeeze(0)
         return F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def _batch_first(self, features: Tensor) -> Tensor:
-        """(B, N, ...) of (B, N, ...) or (N, B, ...) as `batch_first` says, and back, or of an unbatched (N, C): a view."""
+        """Return a view of features in the layout of the module, or (N, C), as (B, N, ...); and of such a view in that layout."""
         if features.dim() == 2:
             return features.unsqueeze(0)
         return features if self.batch_first else features.transpose(0, 1)

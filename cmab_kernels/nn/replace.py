@@ -1,4 +1,4 @@
-"""Swap modules of a model for ours, weights and all."""
+"""Replace modules of a model by those of this package, which take over their weights."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
 def _places(
     parent: nn.Module, path: str, mapping: Mapping[type[nn.Module], Any], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(path, parent, name, module) of what is to be replaced, not looking inside of that."""
+    """Yield (path, parent, name, module) for each module that is to be replaced, without looking inside it."""
     seen.add(parent)
     for name, child in parent._modules.items():
         if type(child) in mapping:
@@ -102,7 +102,7 @@ def _places(
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
-    """Of the module, and of the attention inside an encoder layer, which goes with it."""
+    """Raise if the module has hooks, or the attention inside it, which is replaced along with an encoder layer."""
     lost = {path: module, f"{path}.self_attn": getattr(module, "self_attn", None)}
     for name, each in lost.items():
         for hooks in _HOOKS:
@@ -113,12 +113,12 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
-    """A class, or a `partial` of one, as the class and its options."""
+    """Return the class and the options of a class or of a `functools.partial` of one."""
     return (made.func, made.keywords) if isinstance(made, partial) and not made.args else (made, {})
 
 
 def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
-    """A new one with the configuration of `module` and its very parameters."""
+    """Make the new module, with the configuration of `module` and its parameters."""
     new, options = _class_of(made)
     try:
         return new.sharing(module, **options)

@@ -38,7 +38,7 @@ class Keeper(nn.Module, Generic[Value]):
 
     @property
     def held(self) -> Value | None:
-        """The value itself. For a step that writes into the memory of a state, this is the only reference to its tensors."""
+        """The value itself, or None: the only reference to the tensors of a state, whose memory a step may use again."""
         if self._loaded is None:
             return self._value
         value, errors = self._loaded
@@ -52,15 +52,15 @@ class Keeper(nn.Module, Generic[Value]):
 
     @abstractmethod
     def _entries(self, value: Value) -> dict[str, Tensor]:
-        """What is saved of a value, by the names in `fields`: tensors that later steps do not change."""
+        """Return what is saved of a value, by names in `fields`: tensors that later steps do not change."""
 
     @abstractmethod
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
-        """Why the saved entries are not a value of this module; "" where they are one."""
+        """Return why the saved entries are not a value of this module, or "" if they are one."""
 
     @abstractmethod
     def _built(self, entries: Mapping[str, Tensor]) -> Value:
-        """The value that sound entries stand for, in memory of its own."""
+        """Return the value that entries without a problem stand for, in memory of its own."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -135,7 +135,7 @@ class Stream(Keeper[State]):
         self.hold(None if state is None else self._taken(state))
 
     def started(self, state: State | None) -> State:
-        """`state`, or the state held where that is None; a `RuntimeError` where both are None."""
+        """Return `state`, or the state held where that is None; a `RuntimeError` where both are None."""
         state = self.held if state is None else state
         if state is None:
             raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
@@ -146,16 +146,16 @@ class Stream(Keeper[State]):
         """Raise unless `state` has the type, shapes, dtypes and device that this module needs, at any batch."""
 
     def _taken(self, state: State) -> State:
-        """What is held of a state that was assigned."""
+        """Return what is held of a state that was assigned."""
         return state
 
     @abstractmethod
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        """The shape and dtype of each entry, given the batch that the entries have."""
+        """Return the shape and dtype that each entry must have, given the batch of the entries."""
 
     @abstractmethod
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Why no inputs leave entries with these values behind; "" where some may."""
+        """Return why no inputs leave entries with these values behind, or "" if some may."""
 
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
         parts = self._parts(entries)
@@ -168,7 +168,7 @@ class Stream(Keeper[State]):
         return self._unlikely(prefix, entries)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The entries in the dtypes that the module needs."""
+        """Return the entries in the dtypes that the module needs."""
         parts = self._parts(entries)
         return {name: entry.to(parts[name].dtype) for name, entry in entries.items()}
 
@@ -213,7 +213,7 @@ class AttentionStream(Stream[AttentionState]):
         return state_dtype(self.weight_like.dtype)
 
     def init_state(self, batch: int) -> AttentionState:
-        """The state of no keys for a batch, in the state dtype and on the device of the module."""
+        """Return the state of no keys for a batch, in the state dtype and on the device of the module."""
         return empty_state(batch, *self.shape, dtype=self.state_dtype, device=self.weight_like.device)
 
     def _check(self, state: AttentionState) -> None:
@@ -262,7 +262,7 @@ class RidgeStream(Stream[RidgeState]):
         self.shape = (heads, width, value_width)
 
     def init_state(self, batch: int) -> RidgeState:
-        """The state of no keys for a batch, on the device of the module."""
+        """Return the state of no keys for a batch, on the device of the module."""
         return empty_ridge(batch, *self.shape, device=self.weight_like.device)
 
     def _check(self, state: RidgeState) -> None:
@@ -299,11 +299,11 @@ class RidgeStream(Stream[RidgeState]):
 
 
 def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
-    """The extent of an entry along a dimension; 0 where the entry or the dimension is missing."""
+    """Return the extent of an entry along a dimension, or 0 where the entry or the dimension is missing."""
     entry = entries.get(name)
     return entry.shape[dim] if isinstance(entry, Tensor) and entry.dim() > dim else 0
 
 
 def copied(entries: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The entries on a device, contiguous, in memory of their own and outside of any graph."""
+    """Return the entries on a device, contiguous, in memory of their own and outside of any graph."""
     return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}

@@ -368,7 +368,7 @@ def test_memory_is_constant_however_tokens_come() -> None:
 @pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)])
 @torch.no_grad()
 def test_a_cast_stream_goes_on(kind: str, output: str, tokens: int, first: torch.dtype, then: torch.dtype) -> None:
-    """In the new dtype; its sums are those of the tokens that it has now, at once; an older state is as good as it was."""
+    """It goes on in the new dtype, with the sums of the tokens as they are now, and an older state does not change."""
     module = streaming(kind, tokens, output=output, dtype=first)
     older = module.get_state()
     before = copy.deepcopy(older)

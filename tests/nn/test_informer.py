@@ -57,7 +57,7 @@ def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: str, config: dict[str, Any], masked: bool, training: bool) -> None:
-    """In eval mode without gradients torch's layer would run attention, in a kernel of its own."""
+    """Without gradients torch's layer in eval mode would run attention, in a kernel of its own; ours does not."""
     layer, src = made(kind=kind, **config).train(training), source()
     mask = MASK if masked else None
     with torch.set_grad_enabled(training):

@@ -66,7 +66,7 @@ def defined(module: LearnedRidge, tensors: list[Tensor], mask: Tensor | None) ->
 
 
 def gradients(out: Tensor, leaves: list[Tensor], again: bool = True) -> list[Tensor]:
-    """Of a random weighting of `out`; `again` if the graph is needed once more."""
+    """Return the gradients of a random weighting of `out`; `again` keeps the graph for another call."""
     weighting = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return list(torch.autograd.grad(out, leaves, weighting.to(out.dtype), retain_graph=again))
 

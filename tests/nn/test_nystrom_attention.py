@@ -53,12 +53,12 @@ def inputs(module: NystromAttention, queries: int = TOKENS, batched: bool = True
 
 
 def means(tokens: Tensor, number: int) -> Tensor:
-    """Of segments of the tokens (N, D) that are there, as numpy splits: the first ones have one more."""
+    """Return the means of segments of the tokens (N, D) that are not masked; as numpy splits, the first segments have one more."""
     return torch.stack([segment.mean(0) for segment in torch.tensor_split(tokens, number)])
 
 
 def iterated(a: Tensor, iterations: int) -> Tensor:
-    """Of one matrix."""
+    """Return the pseudo-inverse of one matrix, by the iteration as the paper writes it."""
     one = torch.eye(len(a), dtype=a.dtype)
     z = a.mT / (a.abs().sum(0).max() * a.abs().sum(1).max())
     for _ in range(iterations):
