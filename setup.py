@@ -1,4 +1,4 @@
-"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where nvcc is, with ninja. No torch, no GPU, no network.
+"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where there is nvcc, with ninja. It needs no torch, no GPU, no network.
 
 Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
 build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. Without nvcc, in CUDA_HOME or on
@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp", "continual/next_state.cpp")
-"""The sources of both extensions: how tensors and states cross."""
+"""The sources that both extensions have: they read tensors and states that come from Python."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
@@ -40,10 +40,10 @@ ENGINES = {
     "amx": f"'-DCMAB_ENGINE=TileEngine<HardwareTiles>' {BF16} -mamx-tile -mamx-bf16",
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
-"""Those that bf16_kernels.cpp is compiled for."""
+"""The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
-"""Machine code for each, and PTX of the last for later GPUs."""
+"""The GPUs that machine code is made for, with their compute capabilities; PTX of the last serves later GPUs."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 
 
@@ -119,7 +119,7 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | N
 
 
 def kernels_in(log: str) -> list[dict]:
-    """What ptxas says of each kernel: its name as the linker knows it, and what it takes of a multiprocessor."""
+    """What ptxas reports about each kernel: its mangled name, target, registers a thread, and bytes of stack and spills."""
     entry = re.compile(
         r"Compiling entry function '(?P<kernel>\w+)' for '(?P<target>\w+)'.*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -137,7 +137,7 @@ class NinjaBuild(build_ext):
         (folder / "_build.json").write_text(json.dumps(self.report | {"cuda": self.cuda_report}, indent=1) + "\n")
 
     def build_extensions(self) -> None:
-        """Both from one ninja file, the CPU's first: it does not depend on whether nvcc succeeds."""
+        """Build both extensions from one ninja file, the CPU's first, so that it does not depend on whether nvcc succeeds."""
         self.folder = Path(self.build_temp).resolve()
         self.cpu, self.cuda = (Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions)
         self.report = attempt(self.build_cpu)

@@ -1,4 +1,4 @@
-"""What every call of a CUDA kernel needs: a GPU that can run it, and a stream."""
+"""What every call of a CUDA kernel needs: a check that the GPU can run it, and the stream that it runs on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WIDTH = CUDA.MAX_WIDTH
 
 @traced_as_constant
 def gpu_problem(index: int | None) -> str | None:
-    """Why this GPU cannot run the CUDA kernels; None when it can."""
+    """The reason why the GPU of this index cannot run the CUDA kernels, as a phrase; None if it can run them."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(index)
@@ -27,5 +27,5 @@ def gpu_problem(index: int | None) -> str | None:
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The stream that is current on the tensor's device, as a number."""
+    """The CUDA stream (a cudaStream_t, as an int) that is current on the tensor's device."""
     return torch.cuda.current_stream(tensor.device).cuda_stream

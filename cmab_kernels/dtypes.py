@@ -1,4 +1,4 @@
-"""The types that operators take, and the types in which they add up."""
+"""The dtypes that operators take, and the dtypes in which they hold sums."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums are held in float32, or in float64 for float64 inputs."""
+    """The dtype of sums over inputs of `dtype`: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

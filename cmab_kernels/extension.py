@@ -1,4 +1,4 @@
-"""The native extensions, if they were built, and what setup.py noted of their build."""
+"""Loads the two native extensions, `_C` for the CPU and `_cuda` for NVIDIA GPUs, and reads what setup.py reported about building them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 
 
 def build_report() -> dict[str, Any]:
-    """`built`, `reason` (why not), `compiler`, `targets` (instruction sets); under "cuda" the same of the GPU kernels, and `kernels`."""
+    """What setup.py reported: `built`, `reason` (why it was not), `compiler`, `targets` (instruction sets).
+
+    The same for `_cuda` is under "cuda", with `kernels`, what the compiler said about each GPU kernel.
+    """
     path = Path(__file__).with_name("_build.json")
     nothing = {"built": False, "reason": "the package was not built by its setup.py"}
     return {"cuda": nothing, **(json.loads(path.read_text()) if path.exists() else nothing)}
 
 
 def load() -> ModuleType:
-    """`cmab_kernels._C`; `ImportError` with the reason if there is none. Torch is imported before it: both use one OpenMP."""
+    """Return `cmab_kernels._C`; raise `ImportError` with the reason if it was not built. Import torch first: both then share one OpenMP."""
     try:
         return importlib.import_module("cmab_kernels._C")
     except ImportError as error:
@@ -25,7 +28,7 @@ def load() -> ModuleType:
 
 
 def load_cuda() -> ModuleType:
-    """`cmab_kernels._cuda`, which needs no GPU or driver to be imported; `ImportError` with the reason if there is none."""
+    """Return `cmab_kernels._cuda`; raise `ImportError` with the reason if it was not built. Importing it needs no GPU and no driver."""
     report = build_report()["cuda"]
     try:
         if not report["built"]:  # there may be one of an earlier build

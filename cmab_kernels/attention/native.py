@@ -14,7 +14,7 @@ MAX_WIDTH = _C.MAX_WIDTH
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if query.device.type != "cpu":
         return f"native code runs on the CPU, query is on {query.device}"
     if query.dtype not in FLOATING:
@@ -34,7 +34,7 @@ def attention_forward(
     state_lse: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the keys, merged with the incoming state."""
+    """Return (out, lse): the attention of the queries over these keys, merged with the incoming state if there is one."""
     out = query.new_empty((*query.shape[:3], value.shape[3]), dtype=state_dtype(query.dtype))
     lse = query.new_empty(query.shape[:3], dtype=torch.float64)
     _C.attention_forward(
@@ -65,7 +65,7 @@ def attention_backward(
     scale: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue); an empty tensor where `needs` says no."""
+    """Return the gradients (dquery, dkey, dvalue), contiguous; an empty tensor for each that `needs` does not ask for."""
     dquery, dkey, dvalue = (x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True))
     _C.attention_backward(
         query=query,

@@ -9,11 +9,11 @@ from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
 from ..dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
-"""Partial sums, in float64, that are kept at a time, unless one matrix has more: 256 MiB."""
+"""The number of float64 partial sums held at a time (256 MiB); a single matrix may need more."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if key.device.type != "cuda":
         return f"it needs a GPU, and key is on {key.device}"
     if key.dtype not in FLOATING:
@@ -26,7 +26,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def ridge_solve(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weight, gram, info): weight = (K'WK + alpha I)^-1 K'WV."""
+    """Return (weight, gram, info): weight = (gram + alpha I)^-1 K'WV in float64, with gram = K'WK."""
     (batch, heads, _, width), value_width = key.shape, value.shape[-1]
     together, workspace_size, ticket_count = CUDA.ridge_needs(key=key, value=value, most_workspace=MOST_WORKSPACE)
     weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What Intention sums over rows and applies to rows on the CPU: calls into csrc/gram, which fills the tensors that are allocated here."""
+"""Sums over keys, and rows times a matrix, on the CPU: calls into csrc/gram, which fills the tensors that are allocated here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _C = load()
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
     if key.dtype not in FLOATING:
@@ -23,7 +23,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def gram(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """(K'WK, K'WV) in float64, of products in float64 (`exact`) or in the state's type; an empty tensor for the part not wanted."""
+    """Return (K'WK, K'WV) in float64; products are formed in float64 if `exact`, else in the dtype of sums. A part not wanted is empty."""
     batch, heads, _, width = key.shape
     first = key.new_empty((batch, heads, width, width) if parts[0] else 0, dtype=torch.float64)
     moment = key.new_empty((batch, heads, width, value.shape[-1]) if parts[1] else 0, dtype=torch.float64)
@@ -49,7 +49,7 @@ def gram_backward(
     needs: tuple[bool, bool, bool],
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dkey, dvalue, dweights); an empty tensor where `needs` says no."""
+    """Return the gradients (dkey, dvalue, dweights), contiguous; an empty tensor for each that `needs` does not ask for."""
     dkey = key.new_empty(key.shape if needs[0] else 0)
     dvalue = value.new_empty(value.shape if needs[1] else 0)
     dweights = key.new_empty(key.shape[:-1] if needs[2] else 0, dtype=state_dtype(key.dtype))
@@ -69,7 +69,7 @@ def gram_backward(
 
 
 def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
-    """query @ weight in query's dtype, with the products of the state's type."""
+    """Return query @ weight in the dtype of the query; products are formed in the dtype of sums."""
     out = query.new_empty((*query.shape[:-1], weight.shape[-1]))
     _C.apply_rows(query=query, weight=weight, out=out)
     return out

@@ -12,10 +12,10 @@ _C = load()
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
-    """Why this implementation cannot run on the device and in the dtype of these tensors, or None: matrices, or what they come from."""
+    """The reason why this implementation cannot run on the device or in the dtype of these tensors, as a phrase; None if it can."""
     if matrix.device.type != "cpu":
         return f"native code runs on the CPU, the inputs are on {matrix.device}"
-    if matrix.dtype not in FLOATING:  # of which half types reach the kernels as float32
+    if matrix.dtype not in FLOATING:  # float16 and bfloat16 reach the kernels as float32
         return f"no native pseudo-inverse for {matrix.dtype}"
     return None
 
@@ -25,14 +25,14 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """The pseudo-inverse of each (m, m) of a batch by so many iterations, contiguous."""
+    """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
     inverse = _empty(matrix)
     _C.iterative_pinv(matrix=matrix, iterations=iterations, inverse=inverse)
     return inverse
 
 
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
-    """The gradient of the matrices, contiguous."""
+    """Return the gradient of the matrices (M, m, m), contiguous."""
     dmatrix = _empty(matrix)
     _C.iterative_pinv_backward(matrix=matrix, iterations=iterations, dinverse=dinverse, dmatrix=dmatrix)
     return dmatrix
@@ -41,7 +41,7 @@ def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -
 def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
-    """pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E) contiguous; 0 in the rows of the absent ones."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
     out = _empty(values)
     _C.landmark_values(
         landmark_query=landmark_query,
@@ -58,7 +58,7 @@ def landmark_values(
 def landmark_values_backward(
     dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dlandmark_query, dlandmark_key, dvalues), contiguous; 0 in the rows of absent landmarks."""
+    """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
     dquery, dkey, dvalues = _empty(landmark_query), _empty(landmark_key), _empty(values)
     _C.landmark_values_backward(
         landmark_query=landmark_query,

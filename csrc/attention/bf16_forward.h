@@ -147,7 +147,7 @@ class Bf16Forward {
     _mm512_storeu_ps(rounded_total, _mm512_add_ps(_mm512_loadu_ps(rounded_total), rounded_sum));
   }
 
-  // Of scores in a column of a tile, whose rows are a multiple of 4; NaN counts as -infinity.
+  // The largest score in each column of a tile, whose rows are a multiple of 4; NaN counts as -infinity.
   static __m512 largest(const float* scores, int64_t rows) {
     __m512 top[4];
     for (__m512& each : top) each = _mm512_set1_ps(-__builtin_inff());

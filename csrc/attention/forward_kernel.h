@@ -91,8 +91,8 @@ inline State<T> state_of(int rows, const void* memory) {
 constexpr int kSlack = 8;
 
 // Moves the references of one column of lanes up to `top` where that is due, and all that is relative to them: the sum
-// of the state, that of the tile so far (`tile_sum`), the accumulator and the tile's weights so far. Nothing is added up
-// here and a lane that stays is multiplied by 1: its bits do not depend on its neighbours.
+// of the state, that of the tile so far (`tile_sum`), the accumulator and the tile's weights so far. Nothing is added
+// up here and a lane that stays is multiplied by 1: its bits do not depend on its neighbours.
 template <class B, class T>
 __attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* tile_sum,
                                                T* weights, int weight_rows) {

@@ -20,7 +20,7 @@ const char* name(Isa);
 bool amx_usable();
 #endif
 
-// Of tables of kernels that differ in the width of their vectors alone: the widest in use.
+// One of three tables of kernels that differ in the width of their vectors alone: that of the instruction set in use.
 template <class Kernels>
 const Kernels& widest(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
   const Isa isa = instruction_set();

@@ -12,7 +12,7 @@ struct OldRings {
   int64_t capacity = 0;
 };
 
-// Likewise the landmarks.
+// Where the landmarks are before the step, if the step replaces one and so goes to new memory.
 struct OldLandmarks {
   const void* queries = nullptr;
   const void *keys = nullptr, *inverse = nullptr;

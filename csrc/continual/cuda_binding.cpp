@@ -27,7 +27,7 @@ class States {
   TensorView after(int field, const char* name, const char* dims, Types types) const {
     return contiguous(after_, field, name, dims, types);
   }
-  // Of the same shape before and after.
+  // A field whose shape is the same before and after the step.
   Renewal renewal(int field, const char* name, const char* dims, Types types) const {
     return {before(field, name, dims, types).data, after(field, name, dims, types).data};
   }

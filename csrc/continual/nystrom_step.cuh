@@ -53,8 +53,8 @@ class NystromStepBlock {
     return landmarks.of_head<S>(head_, int64_t(landmarks_) * call_.key_width);
   }
 
-  // To where they are wanted, where they are from the first token on; if a segment has ended, its means in place of the
-  // oldest.
+  // Copies the landmarks, before the first token, to where the step leaves them; if a segment has ended, its means
+  // replace the oldest.
   CMAB_DEVICE void renew_landmarks(int segment, bool first) const {
     const bool moving = first && call_.landmark_keys.from != call_.landmark_keys.to;
     if (segment == 0 && !moving) return;
@@ -73,7 +73,7 @@ class NystromStepBlock {
         [&](int i) { return landmarks.to + i; });
   }
 
-  // Of the newest tokens: the last landmark.
+  // Writes the means of the newest tokens to the last landmark.
   CMAB_DEVICE void put_means(int segment) const {
     each_index(block_, call_.key_width, [&](int d) {
       const S share = S(1) / segment;  // a sum of finite tokens may be too large

@@ -153,7 +153,8 @@ class Logits {
   int width_;
 };
 
-// Of one query over the window: c = max S, sum of exp(S - c) v, and sum of exp(S - c), which is its column E.
+// The sums of one query's row over the window: c = max S, the sum of exp(S - c) v, and the sum of exp(S - c), which is
+// column E.
 template <class T>
 class WindowSums {
   using S = Sum<T>;

@@ -40,14 +40,14 @@ CMAB_HOST_DEVICE Needs needs(int64_t matrices, int64_t keys, int key_width, int 
   return {together, each * together, matrices * cut.tickets()};
 }
 
-// Of a block; that of the sums is free again for the solve.
+// The bytes of shared memory that a block needs: the solve uses again what the sums have used.
 template <class T>
 CMAB_HOST_DEVICE int ridge_shared_bytes(int key_width, int value_width) {
   const Cut cut = make_cut(0, key_width, value_width);
   return most(GramBlock<T>::shared_bytes(cut), SolveBlock<double>::shared_bytes(key_width, value_width));
 }
 
-// Of any kernel here.
+// The most bytes of shared memory that a block of the ridge solve needs, at any width.
 inline int most_shared_bytes() {
   int bytes = 0;
   for (int width = 1; width <= kMaxWidth; ++width)
@@ -136,7 +136,7 @@ class RidgeBlock {
     });
   }
 
-  // To where they are wanted: K'WK from its lower triangle, exactly symmetric, and K'WV where X = A^-1 K'WV will be.
+  // Writes the sums: K'WK from its lower triangle, exactly symmetric, and K'WV where X = A^-1 K'WV will be.
   CMAB_DEVICE void write_sums(GramBlock<T>& gram) const {
     const int D = call_.key_width, E = call_.value_width;
     double* square = call_.gram + matrix() * D * D;

@@ -54,7 +54,7 @@ class PinvSquares {
              [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
   }
 
-  // Of A and its transpose. They are divided by one after the other, for their product may overflow.
+  // The largest sums of |A| and of its transpose. A is divided by one after the other, for their product may overflow.
   void take_norms(const T* matrix, const T* turned) {
     add_columns(matrix, columns_);
     add_columns(turned, rows_);

@@ -1,4 +1,4 @@
-"""Batches of small systems on an NVIDIA GPU, a block each (csrc/solve)."""
+"""The batched regularised solve on an NVIDIA GPU: one block of threads solves one system (csrc/solve)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if gram.device.type != "cuda":
         return f"it needs a GPU, and gram is on {gram.device}"
     if gram.dtype not in (torch.float64, torch.float32):
@@ -20,7 +20,7 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram."""
+    """Return (weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram; info as in `native`."""
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
     CUDA.regularised_solve(gram=gram, rhs=rhs, alpha=alpha.contiguous(), weight=weight, info=info, stream=stream_of(gram))

@@ -11,7 +11,7 @@ _C = load()
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
-    """Why this implementation cannot run these inputs, or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if gram.device.type != "cpu":
         return f"native code runs on the CPU, gram is on {gram.device}"
     if gram.dtype not in (torch.float64, torch.float32):
@@ -20,7 +20,8 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight, info): (gram + alpha I)^-1 rhs for every matrix of a batch, and what it is worth."""
+    """Return (weight, info): weight = (gram + alpha I)^-1 rhs for each matrix of a batch; info is 0 where it is sound, 1 where the matrix
+    is not positive definite, 2 where it is ill-conditioned."""
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = torch.empty_like(alpha, dtype=torch.int32, memory_format=torch.contiguous_format)
     _C.regularised_solve(gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)

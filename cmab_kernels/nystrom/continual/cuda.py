@@ -1,4 +1,4 @@
-"""Steps of continual attention on an NVIDIA GPU: one launch each, a block a head (csrc/continual).
+"""Steps of continual attention on an NVIDIA GPU: one kernel launch a step, one block of threads a head (csrc/continual).
 
 The kernels read how far a stream is from the GPU's memory, so a step waits for nothing, and a captured one streams on when it is replayed:
 while a CUDA graph captures, a state is advanced in place, since a replay finds the next state where it found the last.
@@ -18,7 +18,7 @@ from .state import ContinualAttentionState, ContinualNystromState, State
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
-    """Why this implementation cannot run these inputs, or None. `landmarks`: a tensor with as many rows as there are."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can. `landmarks`: (B, H, m, D), or None."""
     if key.device.type != "cuda":
         return f"it needs a GPU, and key is on {key.device}"
     if key.dtype not in FLOATING:
@@ -33,14 +33,14 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | N
 def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
-    """(out, state) after t >= 1 tokens: out (B, H, t, E), or (B, H, n, E) if retroactive."""
+    """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
     return _step(CUDA.nystrom_step, state, query, key, value, retroactive)
 
 
 def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
-    """As `continual_nystrom_step`, of exact attention."""
+    """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
     known = state.sums.shape[-2] > 0
     if known != retroactive and torch.cuda.is_current_stream_capturing():
         kinds = ("single", "retroactive")
@@ -50,7 +50,7 @@ def continual_attention_step(
 
 
 def _step(launch: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
-    """(out, state): of the next state csrc decides which memory it shares with this one."""
+    """Return (out, state). csrc decides which memory of the state the next one uses again; a captured step uses all of it."""
     tokens = key.shape[2]
     after = state
     if not torch.cuda.is_current_stream_capturing():

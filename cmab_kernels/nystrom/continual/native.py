@@ -1,4 +1,4 @@
-"""The steps of continual attention on the CPU: csrc/continual, called without anything between.
+"""The steps of continual attention on the CPU: the functions of csrc/continual, called directly.
 
 Each takes (state, query, key, value, retroactive) and gives a `StepResult`. It answers None, and has written nothing, where anything is
 out of the ordinary: a shape, dtype, device or layout, a token that is not finite, a tensor that is no plain one.
@@ -21,7 +21,7 @@ continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Ten
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
-    """Why this implementation cannot run these inputs, or None. Of landmarks it takes any number."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can. It takes any number of landmarks."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
     if key.dtype not in FLOATING:
