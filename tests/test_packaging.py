@@ -110,7 +110,10 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert not list(installed.rglob("*.so"))
+    files = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "cmab_kernels").rglob("*.py")} <= files
+    assert {f"cmab_kernels/{name}" for name in ("py.typed", "tiles.json", "_build.json")} <= files
+    assert not [name for name in files if name.endswith(".so") or not name.startswith("cmab_kernels")]
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
     assert f"\nVersion: {cmab_kernels.__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
     told = _run(installed, "-W", "ignore::RuntimeWarning", "-c", FAMILIES)
