@@ -37,8 +37,8 @@ from .nystrom import (
     nystrom_attention,
 )
 
-# The name is the function's and the subpackage's: so `cmab_kernels.intention.variants` is there by attribute as it is by import.
-intention.variants = variants  # type: ignore[attr-defined]
+# The function `intention` hides the subpackage of the same name, so it carries the estimators: `cmab_kernels.intention.variants`.
+intention.variants = variants  # type: ignore[attr-defined]  # a function has no such attribute by itself
 
 __version__ = "0.1.0"
 

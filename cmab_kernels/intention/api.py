@@ -47,10 +47,12 @@ def intention(
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H).
-        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Equal results.
+        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both are the same
+            number, and equally accurate. On a GPU the dual has kernels for up to 256 keys.
         weights: of the keys, >= 0: (B, N) or (B, H, N); None means 1.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton".
+        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve in one kernel; sums alone, and products with
+            rows, are Triton's there. "triton" has no solve: its systems are solved as `regularised_solve` chooses by itself.
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
@@ -96,7 +98,8 @@ def sigma_intention(
     """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention whose queries have been through a ridge regression's inverse.
 
     Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. Keys fewer than they are wide are solved in the dual,
-    where there are no weights. As alpha grows, with queries alpha times as large, this tends to attention with that scale.
+    where there are no weights. The attention is `latent_attention`, by the implementation that `impl` asks for where it has that one, else
+    by the one that it chooses itself. As alpha grows, with queries alpha times as large, this tends to attention with that scale.
 
     >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
     >>> near = cmab_kernels.sigma_intention(1e6 * q, k, v, 1e6)
@@ -179,7 +182,8 @@ def remove_ridge(
 def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
     """The ridge regression that a state determines: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
 
-    `alpha` >= 0 as in `intention`. Differentiable in the state and alpha. `query @ weight.to(query.dtype)` is `intention`.
+    `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native" or "cuda" (`ValueError` otherwise). Differentiable in the state
+    and alpha. `query @ weight.to(query.dtype)` is `intention`.
 
     >>> state = cmab_kernels.ridge_state(torch.ones(1, 1, 4, 2), torch.randn(1, 1, 4, 1))
     >>> cmab_kernels.solve_ridge(state, alpha=0.0).info.item() > 0, cmab_kernels.solve_ridge(state, alpha=1.0).info.item()

@@ -21,8 +21,8 @@ from .solve.api import solve_heads
 class Dual:
     """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B, H).
 
-    `impl` and `solver` are what products and solves are asked for. With more than 256 keys there is no kernel for the products on a GPU,
-    and "auto" takes the reference's.
+    `impl` is the implementation that the products are asked for, `solver` that of the solve. On a GPU products have kernels for up to 256
+    keys; for more, "auto" takes the reference, and says so.
     """
 
     def __init__(

@@ -39,14 +39,14 @@ def nystrom_attention(
         num_landmarks: m, where landmarks are the means of m segments of the queries and of the keys, 1 <= m <= L and N. When m does not
             divide the length, the first `length % m` segments have one token more.
         landmarks: (q~, k~) instead, each (H, m, D) shared over the batch, or (B, H, m, D).
-        pinv: "iterative", or "exact" (`torch.linalg.pinv`).
+        pinv: "iterative", or "exact" (`torch.linalg.pinv`, whatever `impl` is).
         pinv_iterations: of the iterative one; 6 are what Nyströmformer takes, and far from convergence on matrices without structure.
         key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` it marks tokens, queries as well as keys, so that L = N is
             needed; a segment is the mean of its present tokens, and one without any is no landmark. The result's rows of padded
             queries are those of a query of zeros.
         is_causal: refused, since a landmark is a mean over tokens of which most lie in some query's future.
         scale: of the logits; None means D ** -0.5.
-        impl: "auto", "reference", "native" or "triton".
+        impl: "auto", "reference", "native" or "triton", for the attention of the landmarks and to the landmarks as well.
 
     Returns:
         (B, H, L, E) in the dtype of query; 0 where there is no key. Half types take their last product in float32, and L (D + E) elements

@@ -30,11 +30,16 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
         gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
         rhs: (..., D, E), the same leading dimensions and dtype.
         alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions.
+        impl: "auto", "reference", "native" or "cuda".
 
     Returns:
         weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, that weight is NaN, and its
         neighbours' bits are what they would be without it; 2 condition number times eps above 1e-2: at most two digits are left.
         Differentiable to any order in gram (symmetrised), rhs and alpha.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+        RuntimeError: `impl` cannot run here.
 
     >>> a = torch.randn(3, 4, 4, dtype=torch.float64)
     >>> weight, info = cmab_kernels.regularised_solve(a @ a.mT, torch.eye(4, dtype=torch.float64).expand(3, -1, -1), 0.5)
