@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,17 @@ def test_the_tests_that_pages_name_exist() -> None:
         path, _, function = name.partition("::")
         assert (pages.ROOT / path).exists(), name
         assert re.search(rf"^def {function}\b", (pages.ROOT / path).read_text(), flags=re.MULTILINE) or not function, name
+
+
+def test_docstrings_are_statements() -> None:
+    """None begins in the middle of a sentence, such as "Of the keys." or "That was measured."."""
+    fragments = []
+    for folder in ("cmab_kernels", "python", "docs", "bench"):
+        for path in sorted((pages.ROOT / folder).rglob("*.py")):
+            strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
+            said = [(at.lineno, at.value) for at in strings if isinstance(at, ast.Constant) and isinstance(at.value, str)]
+            fragments += [f"{path.name}:{line}: {text}" for line, text in said if text.startswith(("Of ", "That "))]
+    assert fragments == []
 
 
 # ---- environment variables
