@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -51,16 +51,21 @@ class OperatorSuite(Numerics, Gradients, Errors):
     {}
     """
 
+    _without_parameters: ClassVar[frozenset[str]] = frozenset()
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        values = cls().parameters()
+        values, hidden = cls().parameters(), set(cls._without_parameters)
         for name, check in inspect.getmembers(OperatorSuite, inspect.isfunction):
             if not name.startswith("test_"):
                 continue
             if any(not values[parameter] for parameter in _parameters(check)):
                 setattr(cls, name, None)
-            elif getattr(cls, name) is None:
+                hidden.add(name)
+            elif name in hidden:
                 setattr(cls, name, check)
+                hidden.remove(name)
+        cls._without_parameters = frozenset(hidden)
 
     def setup_method(self) -> None:
         """Seed torch, use one thread, and poison uninitialised memory."""

@@ -90,6 +90,8 @@ class Declaration:
     """The backends of torch.compile."""
     autocast: ClassVar[tuple[str, ...]] = ()
     """The arguments that autocast casts; none: not checked."""
+    ungraded: ClassVar[bool] = False
+    """Whether another path runs where no gradient is asked for; then results are taken from it."""
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True
@@ -193,12 +195,17 @@ class Declaration:
             if cotangents is None
             else [c.to(r.dtype) for c, r in zip(cotangents, results, strict=True)]
         )
+        if self.ungraded:
+            with torch.no_grad():
+                results_alone = tuple(function(**inputs))
+        else:
+            results_alone = tuple(r.detach() for r in results)
         pairs = [(r, c) for r, c in zip(results, along, strict=True) if r.requires_grad]
         if not pairs:  # nothing depends on them, as where a dimension is empty
-            return tuple(r.detach() for r in results), {name: torch.zeros_like(leaves[name]) for name in self.graded}
+            return results_alone, {name: torch.zeros_like(leaves[name]) for name in self.graded}
         grads = torch.autograd.grad([r for r, _ in pairs], graded, [c for _, c in pairs], allow_unused=True)
         kept = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True)}
-        return tuple(r.detach() for r in results), kept
+        return results_alone, kept
 
     def run(self, impl: str, inputs: Mapping[str, Tensor], cotangents: Results | None = None) -> tuple[Tensor, ...]:
         """Return the results of the call followed by its gradients."""

@@ -1,0 +1,274 @@
+"""Intention and its streaming sums under the suite that every operator inherits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import cmab_kernels as ck
+from cmab_kernels.testing import LAWS, Measured, OperatorSuite, oracles
+
+Results = tuple[Tensor, ...]
+ALPHA = 10.0
+
+
+class IntentionSuite(OperatorSuite):
+    """Rows of a head share one solution, whose error all of them show: torch's own error is the largest of a head's rows.
+
+    Where torch's own products are not positive definite any more, or overflow, it has no digit right, and neither must we.
+    """
+
+    extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
+    small = {"B": 1, "H": 2, "L": 2, "N": 4, "D": 2, "E": 1}
+    impls = ("reference", "native")
+    repeatable = ("native",)
+    mask = "key_padding_mask"
+    mask_tolerance = {torch.float64: 1e-11, torch.float32: 2e-3}
+    layout_tolerance = {torch.float64: 1e-10, torch.float32: 1e-3}
+    gradient_tolerance = 1e-6
+    empty = "BHLN"
+
+    def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
+        return torch.rand(shape) + 0.2 if name in ("alpha", "weights") else LAWS[law](*shape)
+
+    def torch_errors(self, error: Tensor) -> Tensor:
+        return error.nan_to_num(1.0, 1.0).amax(-1, keepdim=True)
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        size = found.right.norm(dim=-1)
+        return size.clamp(min=0.05 * float(size.max()))
+
+    def bad_arguments(self) -> list[str]:
+        """test_errors.py has them all."""
+        return []
+
+
+class TestIntention(IntentionSuite):
+    """`intention` with one penalty for all."""
+
+    operator = "intention"
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE"}
+    shapes = (
+        {"H": 2, "N": 1000, "E": 16},
+        {"L": 33, "N": 197, "D": 8, "E": 24},
+        {"H": 1, "L": 128, "N": 130, "D": 64, "E": 64},
+    )
+    repeats = 1000
+    bits = tuple(
+        {"B": b, "H": 2, "L": 50, "N": n, "D": d, "E": 24} for b, n, d in ((3, 20_000, 16), (17, 100, 16), (9, 700, 40), (3, 300, 100))
+    )
+    many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
+    form = "primal"
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return (ck.intention(**inputs, alpha=ALPHA, form=self.form, impl=impl),)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        return (oracles.intention(query, key, value, ALPHA, mask=key_padding_mask),)
+
+    def in_torch(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
+        return (oracles.intention_in_torch(query, key, value, ALPHA),)
+
+
+class TestWeighted(IntentionSuite):
+    """`intention` with weights of the keys, and a penalty for each head, both differentiable."""
+
+    operator = "intention"
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "alpha": "BH", "weights": "BN"}
+    dtypes = (torch.float64, torch.float32)
+    laws = ("normal",)
+    form = "primal"
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return (ck.intention(**inputs, form=self.form, impl=impl),)
+
+    def oracle(
+        self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, weights: Tensor, key_padding_mask: Tensor | None = None
+    ) -> Results:
+        return (oracles.intention(query, key, value, alpha, weights, key_padding_mask),)
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return super().row_sizes(found).maximum(found.right.norm() * 0.05) if found.is_gradient else super().row_sizes(found)
+
+
+class TestWeightedDual(TestWeighted):
+    """The same by its dual form: fewer keys than columns."""
+
+    extents = {**IntentionSuite.extents, "N": 9}
+    small = {**IntentionSuite.small, "N": 2, "D": 3}
+    form = "dual"
+    repeatable = ()
+    layout_tolerance = {torch.float64: 1e-10, torch.float32: 1e-2}
+    mask_tolerance = {torch.float64: 1e-10}
+
+
+class TestSigma(TestWeighted):
+    """`sigma_intention`: softmax scores of the ridge's rows."""
+
+    operator = "sigma_intention"
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "alpha": "BH"}
+    repeatable = ()
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return (ck.sigma_intention(**inputs, impl=impl),)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        if key.shape[2] == 0:
+            return (query @ key.mT @ value,)
+        out = oracles.sigma_intention(query, key, value, alpha, mask=key_padding_mask)
+        return (out.nan_to_num(0.0),)  # no key is left
+
+
+class TestRidgeState(IntentionSuite):
+    """`ridge_state`: sums over weighted keys, in float64."""
+
+    operator = "ridge_state"
+    arguments = {"key": "BHND", "value": "BHNE", "weights": "BN"}
+    outputs = ("gram", "moment")
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)  # the gradient of a weight leaves float16's range; test_state.py has its sums
+    empty = "BHN"
+    mask_tolerance = {torch.float64: 1e-12}
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return tuple(ck.ridge_state(**inputs, impl=impl)[:2])
+
+    def oracle(self, key: Tensor, value: Tensor, weights: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        if key_padding_mask is not None:
+            weights = weights.masked_fill(key_padding_mask, 0.0)
+        weighted = weights[:, None, :, None] * key
+        return weighted.mT @ key, weighted.mT @ value
+
+
+class TestRemoval(TestRidgeState):
+    """`remove_ridge` of keys that the state has seen: what is left is the state of the others."""
+
+    operator = "remove_ridge"
+    arguments = {"key": "BHND", "value": "BHNE", "other_key": "BHMD", "other_value": "BHME"}
+    extents = {**IntentionSuite.extents, "M": 20}
+    small = {**IntentionSuite.small, "M": 2}
+    empty = "BHNM"
+    mask = None
+    laws = ("normal",)
+
+    def call(self, impl: str, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+        whole = ck.ridge_state(torch.cat([key, other_key], 2), torch.cat([value, other_value], 2), impl=impl)
+        return tuple(ck.remove_ridge(whole, other_key, other_value, impl=impl)[:2])
+
+    def oracle(self, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+        return key.mT @ key, key.mT @ value
+
+    def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
+        """Gradients of what was removed are differences that vanish."""
+        return not (is_gradient and name.startswith("other"))
+
+
+MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
+
+
+# ---- what is intention's own
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def _positive(*shape: int) -> Tensor:
+    return (torch.rand(shape, dtype=torch.float64) + 0.2).requires_grad_()
+
+
+def _rows(width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    return _leaf(2, 2, 4, width), _leaf(2, 2, 5, width), _leaf(2, 2, 5, 2)
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
+    """A key about to enter has a say already: its weight's derivative is one-sided there, and finite."""
+    q, k, v = (t.detach() for t in _rows())
+    weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
+
+    def loss(weights: Tensor) -> Tensor:
+        return ck.intention(q, k, v, 0.3, form=form, weights=weights, impl=impl).pow(2).sum()
+
+    (ours,) = torch.autograd.grad(loss(weights), weights)
+    for i in range(5):
+        step = torch.zeros(2, 5, dtype=torch.float64)
+        step[:, i] = 1e-6
+        with torch.no_grad():
+            slope = (loss(weights + 2 * step) - loss(weights)) / 2e-6
+            bend = (loss(weights + 2 * step) - 2 * loss(weights + step) + loss(weights)) / 1e-6
+        assert abs(ours[:, i].sum() - (slope - bend)) < 1e-3 * max(1.0, abs(float(slope)))
+
+
+def test_flops() -> None:
+    q, k, v = _rows()
+    sums, apply, system = 4 * 5 * (3 * 4 + 2 * 3 * 2), 4 * 4 * 2 * 3 * 2, 4 * (3**3 // 3 + 2 * 3**2 * 2)
+    with FlopCounterMode(display=False) as forward:
+        out = ck.intention(q, k, v, 0.1, impl="native")
+    assert forward.get_total_flops() == sums + apply + system
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    dquery, dweight, rows = 4 * 4 * 2 * 2 * 3, 4 * 4 * 2 * 3 * 2, 2 * 4 * 5 * 3 * (3 + 2 * 2)
+    small = 4 * 2 * 3 * 3 * 2  # Z W', by torch
+    assert backward.get_total_flops() == dquery + dweight + system + rows + small
+
+
+def test_forward_mode_raises() -> None:
+    """A gradient is right or it raises."""
+    q, k, v = (t.detach() for t in _rows())
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(lambda k: ck.intention(q, k, v, 0.1, impl="native"), (k,), (k,))
+    with pytest.raises(RuntimeError, match="jvp"), forward_ad.dual_level():
+        ck.solve_ridge(ck.ridge_state(forward_ad.make_dual(k, k), v, impl="native"), 0.1)
+
+
+def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    out = ck.intention(q, k, v, alpha) + ck.intention(q, k[:, :, :2], v[:, :, :2], 0.5) + ck.sigma_intention(q, k, v, alpha)
+    state = ck.ridge_state(k[:, :, :3], v[:, :, :3], state=ck.ridge_state(k, v))
+    return out.pow(2).sum() + ck.solve_ridge(state, alpha).weight.sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_of_the_whole_graph(dynamic: bool, backend: str) -> None:
+    torch._dynamo.reset()
+    inputs = (*_rows(), _positive(2, 2))
+    compiled = torch.compile(_loss, fullgraph=True, dynamic=dynamic, backend=backend)
+    wanted = torch.autograd.grad(_loss(*inputs), inputs)
+    for ours, theirs in zip(torch.autograd.grad(compiled(*inputs), inputs), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("width", [3, 7])
+def test_vmap(impl: str, width: int) -> None:
+    q, k, v = torch.randn(4, 2, 2, 3, width), torch.randn(2, 2, 5, width), torch.randn(2, 2, 4, 5, 3)
+    alpha = torch.rand(4) + 0.1
+
+    def run(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+        state = ck.ridge_state(k, v, key_padding_mask=MASK, impl=impl)
+        streamed = q.double() @ ck.solve_ridge(state, alpha, impl=impl).weight
+        both = ck.intention(q, k, v, alpha, key_padding_mask=MASK, impl=impl) + streamed
+        return both + ck.sigma_intention(q, k, v, alpha, key_padding_mask=MASK, impl=impl)
+
+    mapped = torch.vmap(run, in_dims=(0, None, 2, 0))(q, k, v, alpha)
+    for i in range(4):
+        torch.testing.assert_close(mapped[i], run(q[i], k, v[:, :, i], alpha[i]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [50, 5])
+def test_autocast(impl: str, length: int) -> None:
+    q, k, v = (torch.randn(2, 2, n, 16, requires_grad=True) for n in (3, length, length))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ck.intention(q, k.bfloat16(), v, 1.0, impl=impl)
+        sigma = ck.sigma_intention(q, k, v, 1.0, impl=impl)
+        state = ck.ridge_state(k, v, impl=impl)
+        weight = ck.solve_ridge(state, 1.0, impl=impl).weight
+    assert out.dtype == sigma.dtype == torch.bfloat16 and state.gram.dtype == weight.dtype == torch.float64
+    half = [t.detach().bfloat16().float() for t in (q, k, v)]
+    torch.testing.assert_close(out.float(), ck.intention(*half, 1.0, impl="reference"), rtol=0.03, atol=0.02)
+    torch.testing.assert_close(weight, ck.solve_ridge(ck.ridge_state(*half[1:], impl="reference"), 1.0).weight)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum() + sigma.float().sum(), (q, k, v)))

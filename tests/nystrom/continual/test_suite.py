@@ -1,0 +1,178 @@
+"""The continual steps under the suite that every operator inherits: a first window, then the tokens that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import cmab_kernels as ck
+from cmab_kernels.nystrom import costs
+from cmab_kernels.testing import Measured, OperatorSuite, oracles
+
+Results = tuple[Tensor, ...]
+WINDOW = 7
+
+
+class StepSuite(OperatorSuite):
+    """`init` with the first window, a step with all tokens that follow; without gradients kernels run, with them the definition."""
+
+    arguments = {"query": "BHND", "key": "BHND", "value": "BHNE"}
+    extents = {"B": 2, "H": 3, "N": WINDOW + 3, "D": 8, "E": 5}
+    small = {"B": 1, "H": 1, "N": WINDOW + 1, "D": 2, "E": 1}
+    shapes = ({"N": WINDOW + 1}, {"N": WINDOW + 20, "D": 16, "E": 24})
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    laws = ("normal", "ten times", "all equal")
+    impls = ("reference", "native")
+    repeatable = ("native",)
+    ungraded = True
+    empty = "BH"
+    test_a_bad_batch_element_stays_alone = None  # what is not finite is refused
+    test_compile = None  # a compiled stream is tested below: with gradients it is the definition, unrolled
+
+    def step(self, state: Any, *tokens: Tensor, impl: str) -> Tensor:
+        step = ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
+        return step(state, *tokens, impl=impl).out
+
+    def call(self, impl: str, query: Tensor, key: Tensor, value: Tensor, **landmarks: Tensor) -> Results:
+        first = [t[:, :, :WINDOW] if isinstance(t, Tensor) and t.dim() > 2 else t for t in (query, key, value)]
+        state = self.init(*first, **landmarks)
+        return (self.step(state, *(t[:, :, WINDOW:] for t in (query, key, value)), impl=impl),)
+
+    def init(self, query: Tensor, key: Tensor, value: Tensor, **landmarks: Tensor) -> Any:
+        raise NotImplementedError
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        size = found.right.norm(dim=-1)
+        return size.maximum(0.05 * size.amax(-1, keepdim=True))
+
+    def torch_errors(self, error: Tensor) -> Tensor:
+        return error.nan_to_num(1.0, 1.0).amax(-1, keepdim=True)
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        return oracles.largest_score(inputs["query"], inputs["key"])
+
+    def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
+        """Where softmax saturates, or all is equal, its gradients are differences that vanish; the tests of attention bound those."""
+        return law == "normal" or not is_gradient or name == "value"
+
+
+class TestContinualAttention(StepSuite):
+    """Exact attention of each new token over its window."""
+
+    operator = "continual_attention_step"
+
+    def init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return ck.continual_attention_init(query, key, value)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
+        ends = range(WINDOW + 1, query.shape[2] + 1)
+        rows = [self.row(query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value))) for end in ends]
+        return (torch.cat(rows, 2),)
+
+    def row(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+
+class TestFixedLandmarks(StepSuite):
+    """Nyström attention of each new token over its window, with landmarks that stay."""
+
+    operator = "continual_nystrom_step"
+    arguments = {**StepSuite.arguments, "near": "HMD", "far": "HMD"}
+    extents = {**StepSuite.extents, "M": 4}
+    small = {**StepSuite.small, "M": 2}
+    test_only_the_gradients_that_are_asked_for = None  # `test_gradients_through_a_stream` takes some
+    accepted = ("near of another dtype", "far of another dtype")
+    layout_tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}
+    gradient_tolerance = 1e-8
+
+    def init(self, query: Tensor, key: Tensor, value: Tensor, near: Tensor, far: Tensor) -> Any:
+        return ck.continual_nystrom_init(query, key, value, landmarks=(near, far))
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, near: Tensor, far: Tensor) -> Results:
+        ends = range(WINDOW + 1, query.shape[2] + 1)
+        rows = [
+            oracles.nystrom_attention(query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value)), (near, far))
+            for end in ends
+        ]
+        return (torch.cat(rows, 2),)
+
+    def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.float64 else dtype
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        near, far = inputs["near"][None], inputs["far"][None]
+        pairs = (inputs["query"], far), (near, inputs["key"]), (near, far)
+        return max(oracles.largest_score(*pair) for pair in pairs)
+
+
+# ---- what is the steps' own
+
+
+def _tokens() -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(2, 2, 7, width, dtype=torch.float64) for width in (3, 3, 2))
+    return q, k, v
+
+
+def test_autocast() -> None:
+    q, k, v = (t.float() for t in _tokens())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = ck.continual_nystrom_init(q, k, v, 3)
+        out, state = ck.continual_nystrom_step(state, *(t[:, :, :1] for t in (q, k, v)))
+    assert out.dtype == state.keys.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
+
+
+def test_vmap_of_a_step() -> None:
+    """Of one state over several next tokens."""
+    q, k, v = _tokens()
+    state = ck.continual_nystrom_init(q, k, v, 3)
+    several = [torch.randn(4, *t[:, :, :1].shape, dtype=torch.float64) for t in (q, k, v)]
+    ours = torch.vmap(lambda *token: ck.continual_nystrom_step(state, *token).out)(*several)
+    wanted = torch.stack([ck.continual_nystrom_step(state, *(t[i] for t in several)).out for i in range(4)])
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("output", ["single", "retroactive"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
+    """A stream through a compiled step: the state goes in and comes out."""
+    torch._dynamo.reset()
+    q, k, v = _tokens()
+    state = ck.continual_attention_init(q, k, v) if exact else ck.continual_nystrom_init(q, k, v, 3)
+    step = ck.continual_attention_step if exact else ck.continual_nystrom_step
+
+    def run(state: Any, *token: Tensor) -> Any:
+        return step(state, *token, output=output, impl=impl)
+
+    compiled, other = torch.compile(run, fullgraph=True, backend="aot_eager"), state
+    for i in range(5):
+        token = [t[:, :, i : i + 1] for t in (q, k, v)]
+        out, state = run(state, *token)
+        again, other = compiled(other, *token)
+        torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-13)
+    assert other.position == state.position == 12
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("output", ["single", "retroactive"])
+def test_flops_of_steps(fixed: bool, output: str) -> None:
+    q, k, v = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 5)
+    chosen = {"landmarks": (torch.randn(3, 4, 8), torch.randn(3, 4, 8))} if fixed else {"num_landmarks": 4}
+    state = ck.continual_nystrom_init(q, k, v, **chosen)
+    exact = ck.continual_attention_init(q, k, v)
+    for tokens in (1, 3, 30):
+        with FlopCounterMode(display=False) as counter:
+            _, new = ck.continual_nystrom_step(state, *(t[:, :, :tokens] for t in (q, k, v)), output=output)
+        wanted = costs.executed_operations(40, 4, 8, 5, state.position, tokens, 6, fixed, output == "retroactive")
+        assert counter.get_total_flops() == 6 * wanted
+        state = new
+        with FlopCounterMode(display=False) as counter:
+            _, new_exact = ck.continual_attention_step(exact, *(t[:, :, :tokens] for t in (q, k, v)), output=output)
+        first = output == "retroactive" and exact.sums.shape[2] == 0
+        wanted = costs.executed_attention_operations(40, 8, 5, tokens, output == "retroactive", first)
+        assert counter.get_total_flops() == 6 * wanted
+        exact = new_exact
