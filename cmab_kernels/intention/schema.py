@@ -164,6 +164,8 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
     query, weight = ctx.saved_tensors
     needs_query, needs_weight, _ = ctx.needs_input_grad
     dquery = apply_rows_op(dout, weight.mT, ctx.impl) if needs_query else None
+    if needs_weight and weight.numel() == 0:  # rows without a column, as the dual's are for no keys: a gradient without an element
+        return dquery, torch.zeros_like(weight), None
     dweight = gram_op(query, dout, None, None, (False, True), False, ctx.impl)[1] if needs_weight else None
     return dquery, dweight, None
 
