@@ -76,8 +76,12 @@ def _names(family: str) -> tuple[str, ...]:
     return (*FAMILIES[family], "reference")
 
 
-_MODULES: dict[str, ModuleType] = {}
+_MODULES: dict[str, list[ModuleType]] = {path: [] for modules in FAMILIES.values() for path in modules.values()}
+"""path -> its module alone, once it is imported: a list for each, since a compiler reads a container when it first meets it, which for one
+container of all modules would be before some of them are imported"""
+
 _PROBLEMS: dict[str, str] = {}
+"""path -> why it cannot be imported ("" when it can), once that was tried"""
 
 
 @traced_as_constant
@@ -85,7 +89,7 @@ def _import_problem(path: str) -> str:
     """Import the module once and say why it cannot be ("" when it can)."""
     if path not in _PROBLEMS:
         try:
-            _MODULES[path] = importlib.import_module(path)
+            _MODULES.setdefault(path, [])[:] = [importlib.import_module(path)]
             _PROBLEMS[path] = ""
         except ImportError as error:
             _PROBLEMS[path] = str(error)
@@ -95,13 +99,13 @@ def _import_problem(path: str) -> str:
 def imported(family: str, impl: str) -> ModuleType | None:
     """The module of an implementation, or None where it cannot be imported."""
     path = FAMILIES[family][impl]
-    return None if _import_problem(path) else _MODULES[path]
+    return None if _import_problem(path) else _MODULES[path][0]
 
 
 def implementation(family: str, impl: str) -> ModuleType:
     """The module of an implementation that `choose` chose."""
     _import_problem(FAMILIES[family][impl])
-    return _MODULES[FAMILIES[family][impl]]
+    return _MODULES[FAMILIES[family][impl]][0]
 
 
 def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
@@ -117,7 +121,7 @@ def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | N
     if impl == "reference":
         return None
     path = FAMILIES[family][impl]
-    reason = _import_problem(path) or _MODULES[path].unsupported(*tensors)
+    reason = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
     completing = COMPLETED_BY.get((family, impl))
     return reason if reason or completing is None else _unsupported(family, completing, tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,3 +178,22 @@ def test_a_module_of_fake_or_meta_tensors(name: str) -> None:
         assert module(*(mode.from_tensor(t) for t in inputs)).shape == wanted
     out = module.to("meta")(*(t.to("meta") for t in inputs))
     assert out.is_meta and out.shape == wanted
+
+
+_FIRST_CALL = """
+import torch
+from cmab_kernels import nn
+module = nn.{name}(16, 2, batch_first=True, {options})
+x = torch.randn(2, 20, 16)
+with torch.no_grad():
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x, x, x)[0]
+    torch.testing.assert_close(compiled, module(x, x, x)[0])
+"""
+
+
+@pytest.mark.parametrize(("name", "options"), [("NystromAttention", "num_landmarks=4"), ("MultiheadIntention", "")])
+def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: str) -> None:
+    """Implementations are imported while the compiler traces: it must see those that it did not know when it began."""
+    program = _FIRST_CALL.format(name=name, options=options)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]

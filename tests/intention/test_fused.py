@@ -32,7 +32,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "cmab_kernels.intention.solve.cuda": backends.implementation("intention.solve", "native"),
     }
     for path, module in modules.items():
-        monkeypatch.setitem(backends._MODULES, path, module)
+        monkeypatch.setitem(backends._MODULES, path, [module])
         monkeypatch.setitem(backends._PROBLEMS, path, "")
     return ran
 
