@@ -29,7 +29,7 @@ class IntentionSuite(OperatorSuite):
     repeatable = ("native",)
     mask = "key_padding_mask"
     mask_tolerance = {torch.float64: 1e-11, torch.float32: 2e-3}
-    layout_tolerance = {torch.float64: 1e-10, torch.float32: 1e-3}
+    layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-3}
     gradient_tolerance = 1e-6
     empty = "BHLN"
 
@@ -103,8 +103,8 @@ class TestWeightedDual(TestWeighted):
     small = {**IntentionSuite.small, "N": 2, "D": 3}
     form = "dual"
     repeatable = ()
-    layout_tolerance = {torch.float64: 1e-10, torch.float32: 1e-2}
-    mask_tolerance = {torch.float64: 1e-10}
+    layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-2}
+    mask_tolerance = {torch.float64: 1e-11}
 
 
 class TestSigma(TestWeighted):

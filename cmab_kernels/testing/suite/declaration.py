@@ -74,9 +74,9 @@ class Declaration:
     """The name of a bool argument (B, `masked`), True = ignore; None where there is none."""
     masked: ClassVar[str] = "N"
     """The letter that the mask hides."""
-    mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 1e-5}
+    mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
     """dtype -> the relative error of a row of a result where keys are masked; gradients may have a thousand times it"""
-    layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 1e-5}
+    layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
     """The relative difference between layouts, 1e-2 where nothing is said."""
     gradient_tolerance: ClassVar[float] = 1e-9
     """The relative difference between derivatives, compiled, transformed, and of third order, in float64."""
