@@ -102,7 +102,6 @@ class TestWeightedDual(TestWeighted):
     extents = {**IntentionSuite.extents, "N": 9}
     small = {**IntentionSuite.small, "N": 2, "D": 3}
     form = "dual"
-    repeatable = ()
     layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-2}
     mask_tolerance = {torch.float64: 1e-11}
 
@@ -112,7 +111,6 @@ class TestSigma(TestWeighted):
 
     operator = "sigma_intention"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "alpha": "BH"}
-    repeatable = ()
 
     def call(self, impl: str, **inputs: Any) -> Results:
         return (ck.sigma_intention(**inputs, impl=impl),)
