@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.testing import STREAMS, bound
+from cmab_kernels.testing import STREAMS
 
-from .problems import DTYPES, Shares, parity_tasks, side_stream, sizes_of, waits, why_not, worst
+from .problems import DTYPES, Shares, parity_tasks, row_shares, side_stream, waits, why_not
 from .problems import launches as launched
 from .sections import Row, Task
 
@@ -73,11 +73,7 @@ def step(problem: Problem, state: Any, tokens: Tokens, impl: str) -> Any:
 
 
 def shares(problem: Problem, device: str) -> Shares:
-    """The worst row of all chunks.
-
-    Rows of a head share one pseudo-inverse, whose error all of them show: the definition's own error in the same precision is the largest
-    of a head's rows.
-    """
+    """The worst row of all chunks."""
     tokens = stream(problem, problem.window + sum(CHUNKS), device)
     score = float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * problem.width**-0.5
     ours, own = (start(problem, tokens) for _ in range(2))
@@ -88,10 +84,7 @@ def shares(problem: Problem, device: str) -> Shares:
         out, ours = step(problem, ours, part, problem.impl)
         theirs, own = step(problem, own, part, "reference")
         wanted, right = step(problem, right, tuple(t.double() for t in part), "reference")
-        size = sizes_of(wanted)
-        error, others = ((t.double() - wanted).norm(dim=-1) / size for t in (out, theirs))
-        share = error / bound(out.dtype, score, others.amax(-1, keepdim=True)).to(error.device)
-        found = max(found, worst(share))
+        found = max(found, row_shares(("out",), (out,), (theirs,), (wanted,), out.dtype, score)["out"])
         at += chunk
     return {"out": found}
 

@@ -1,4 +1,4 @@
-"""The iterative pseudo-inverse and the landmarks' values with their gradients, against float64, matrix by matrix.
+"""The iterative pseudo-inverse and the landmarks' values with their gradients, against float64, matrix by matrix; whole windows row by row.
 
 Six iterations make rounding errors up to a thousand times as large, ours and torch's own alike: what float32 may be off by is three times
 the worst that torch's own float32 is on the same matrices.
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cmab_kernels as ck
 from cmab_kernels.backends import choose, implementation
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_values_reference
+from cmab_kernels.testing.oracles import largest_score
 
-from .problems import DTYPES, Shares, if_not, parity_tasks, worst
+from .problems import DTYPES, Shares, if_not, parity_tasks, row_shares, worst
 from .sections import Row, Task
 
 SIZES = (1, 3, 16, 17, 32, 33, 64)
@@ -52,9 +54,7 @@ def problems() -> Iterator[Problem]:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    from .window_parity import tasks as windows
-
-    return [*parity_tasks(problems(), shares, device), *windows(device)]
+    return [*parity_tasks(problems(), shares, device), *parity_tasks(windows(), window_shares, device, "window, ")]
 
 
 @dataclass
@@ -66,6 +66,9 @@ class Inputs:
     dout: Tensor
     scale: float
     iterations: int
+    matrix: Tensor
+    """Matrices to be inverted; the first is zero."""
+    dinverse: Tensor
 
     @property
     def call(self) -> tuple[Any, ...]:
@@ -88,7 +91,18 @@ def make(problem: Problem, device: str, seed: int = 0) -> Inputs:
     if problem.variant == "huge":
         q = torch.zeros_like(q).index_fill_(-1, torch.tensor([0], device=device), 1e38)
         k = torch.linspace(-1, 1, m, device=device, dtype=dtype)[:, None] * torch.ones_like(k)
-    return Inputs(q, k, v, absent, dout, problem.width**-0.5, problem.iterations)
+    matrix = torch.randn(count, m, m, device=device).to(dtype)
+    matrix[0] = 0.0
+    return Inputs(q, k, v, absent, dout, problem.width**-0.5, problem.iterations, matrix, torch.randn_like(matrix).mT)
+
+
+def by_kernels(given: Inputs, impl: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The pseudo-inverses with the gradient of their matrices, and the landmarks' values with their gradients."""
+    module = implementation("nystrom", choose("nystrom", impl, given.query))
+    inverse = module.iterative_pinv(given.matrix, given.iterations)
+    dmatrix = module.iterative_pinv_backward(given.dinverse, given.matrix, given.iterations)
+    values = module.landmark_values(*given.call)
+    return (inverse, dmatrix), (values, *module.landmark_values_backward(given.dout, *given.call))
 
 
 def _error(ours: Tensor, right: Tensor) -> float:
@@ -127,22 +141,68 @@ def _shares(
 def shares(problem: Problem, device: str) -> Shares:
     """The worst matrix of each result."""
     given = make(problem, device)
-    dtype, iterations, m = given.query.dtype, given.iterations, problem.landmarks
-    module = implementation("nystrom", choose("nystrom", problem.impl, given.query))
+    dtype, iterations = given.query.dtype, given.iterations
     floor = 1e-12 if dtype == torch.float64 else 32 * torch.finfo(dtype).eps
-
-    matrix = torch.randn(problem.count, m, m, device=device).to(dtype)
-    matrix[0] = 0.0
-    dinverse = torch.randn_like(matrix).mT
-    ours = module.iterative_pinv(matrix, iterations), module.iterative_pinv_backward(dinverse, matrix, iterations)
+    matrix, dinverse = given.matrix, given.dinverse
+    ours, values = by_kernels(given, problem.impl)
     right, theirs = (_pinv(matrix.to(t), dinverse.to(t), iterations) for t in (torch.float64, dtype))
     found = _shares(("inverse", "dmatrix"), ours, right, theirs, floor)
 
-    ours = module.landmark_values(*given.call), *module.landmark_values_backward(given.dout, *given.call)
     names = "values", "dquery", "dkey", "dvalues"
     if problem.variant == "huge":
-        found |= {name: if_not(result.isfinite().all()) for name, result in zip(names, ours, strict=True)}
+        found |= {name: if_not(result.isfinite().all()) for name, result in zip(names, values, strict=True)}
     else:
         right, theirs = (_landmarks(given, t) for t in (torch.float64, dtype))
-        found |= _shares(names, ours, right, theirs, floor)
+        found |= _shares(names, values, right, theirs, floor)
     return found
+
+
+# ---- whole windows
+
+
+@dataclass(frozen=True)
+class Window:
+    """Nyström attention of a whole window, with its gradients."""
+
+    dtype: str
+    landmarks: int = 16
+    width: int = 64
+    value_width: int = 64
+    tokens: int = 1000
+    variant: str = "means"
+    """Landmarks are segment means, "masked" ones, "given", or means with the "exact" pseudo-inverse."""
+    impl: str = "triton"
+
+
+def windows() -> Iterator[Window]:
+    for dtype, landmarks in itertools.product(DTYPES, (16, 64)):
+        yield Window(dtype, landmarks)
+    for dtype, variant in itertools.product(DTYPES, ("masked", "given", "exact")):
+        yield Window(dtype, 7, 33, 5, 301, variant)
+    yield Window("float32", 32, 16, 16, 20_000)
+
+
+def _attention(problem: Window, leaves: tuple[Tensor, ...], mask: Tensor | None, impl: str) -> Tensor:
+    options: dict[str, Any] = {"num_landmarks": problem.landmarks, "key_padding_mask": mask, "impl": impl}
+    if problem.variant == "given":
+        options |= {"num_landmarks": None, "landmarks": tuple(t[:, :, : problem.landmarks] for t in leaves[:2])}
+    return ck.nystrom_attention(*leaves, pinv="exact" if problem.variant == "exact" else "iterative", **options)
+
+
+def _results(problem: Window, given: tuple[Tensor, ...], dout: Tensor, mask: Tensor | None, impl: str) -> tuple[Tensor, ...]:
+    leaves = tuple(t.detach().requires_grad_() for t in given)
+    out = _attention(problem, leaves, mask, impl)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def window_shares(problem: Window, device: str) -> Shares:
+    """The worst row of each result."""
+    torch.manual_seed(0)
+    dtype = DTYPES[problem.dtype]
+    widths = (problem.width, problem.width, problem.value_width)
+    given = tuple(torch.randn(2, 3, problem.tokens, n, device=device).to(dtype) for n in widths)
+    dout = torch.randn(2, 3, problem.tokens, problem.value_width, device=device).to(dtype)
+    mask = torch.rand(2, problem.tokens, device=device) < 0.3 if problem.variant == "masked" else None
+    ours, theirs = (_results(problem, given, dout, mask, impl) for impl in (problem.impl, "reference"))
+    right = _results(problem, tuple(t.double() for t in given), dout, mask, "reference")
+    return row_shares(("out", "dq", "dk", "dv"), ours, theirs, right, dtype, largest_score(*given[:2]))

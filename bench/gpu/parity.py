@@ -110,14 +110,19 @@ def _torch(given: Inputs, leaves: tuple[Tensor, ...]) -> Tensor | None:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~given.mask[:, None, None, :])
 
 
+def by_kernels(given: Inputs) -> tuple[ck.AttentionState, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """The state, random gradients of its two parts, and the gradients of the inputs for them."""
+    leaves = tuple(t.detach().requires_grad_() for t in given.leaves)
+    state = ck.attention_state(*leaves, state=given.state, key_padding_mask=given.mask, cu_seqlens=given.cu_seqlens, impl="triton")
+    slopes = torch.randn_like(state.out).to(leaves[0].dtype).to(state.out.dtype), torch.randn_like(state.lse)
+    return state, slopes, torch.autograd.grad(tuple(state), leaves, slopes)
+
+
 def shares(problem: Problem, device: str) -> Shares:
     """How far each result's worst row is from the definition."""
     given = make(problem, device)
-    leaves = tuple(t.detach().requires_grad_() for t in given.leaves)
     wide = tuple(t.detach().double().requires_grad_() for t in given.leaves)
-    state = ck.attention_state(*leaves, state=given.state, key_padding_mask=given.mask, cu_seqlens=given.cu_seqlens, impl="triton")
-    dout, dlse = torch.randn_like(state.out).to(leaves[0].dtype).to(state.out.dtype), torch.randn_like(state.lse)
-    grads = torch.autograd.grad(tuple(state), leaves, (dout, dlse))
+    state, (dout, dlse), grads = by_kernels(given)
     expected = _reference(given, wide)
     wanted = torch.autograd.grad(expected, wide, (dout.double(), dlse))
 
@@ -126,7 +131,7 @@ def shares(problem: Problem, device: str) -> Shares:
     own_grads = (None,) * 3 if own is None else torch.autograd.grad(own, own_leaves, dout.to(own.dtype))
     own_wanted = (None,) * 3 if own is None else torch.autograd.grad(_reference(given, wide)[0], wide, dout.double())
     score = largest_score(*given.leaves[:2], given.mask, given.cu_seqlens)
-    dtype = leaves[0].dtype
+    dtype = given.query.dtype
     error = row_error(state.out, expected[0]).masked_fill(state.out.isnan().any(-1), math.inf)
     found = {"out": worst(error / bound(dtype, score, 0.0 if own is None else row_error(own, expected[0])))}
     eps = torch.finfo(state.out.dtype).eps

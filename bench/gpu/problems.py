@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.backends import OPERATORS
+from cmab_kernels.testing import bound
 
 from .sections import Row, Task
 
@@ -60,6 +61,22 @@ def sizes_of(rows: Tensor) -> Tensor:
     """The norm of each row, and at least a twentieth of the largest of its head: errors of tiny rows go by their neighbours."""
     norms = rows.norm(dim=-1)
     return norms.maximum(0.05 * norms.amax(-1, keepdim=True)).clamp(min=1e-300)
+
+
+def row_shares(
+    names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype, score: float
+) -> Shares:
+    """The worst row of a result and of its gradients, which may be off by four times as much.
+
+    Rows of a head share one pseudo-inverse, whose error all of them show: the error of the definition in the same precision (`theirs`) is
+    the largest of a head's rows.
+    """
+    found = {}
+    for name, mine, other, wanted in zip(names, ours, theirs, right, strict=True):
+        size = sizes_of(wanted)
+        error, own = ((t.double() - wanted).norm(dim=-1) / size for t in (mine, other))
+        found[name] = worst(error / bound(dtype, score, own.amax(-1, keepdim=True), factor=4.0 if found else 1.0))
+    return found
 
 
 def why_not(operator: str, impl: str, device: str) -> str:

@@ -22,14 +22,27 @@ Call = Callable[..., Bits]
 REPLAYS = 1000
 
 
-def _gradients(results: Bits, leaves: Bits) -> Bits:
-    return torch.autograd.grad(results, leaves, tuple(torch.ones_like(t) for t in results))
+def _with_gradients(function: Callable[..., Bits], *given: Tensor) -> Bits:
+    """The results of a function, and their gradients along ones."""
+    leaves = tuple(t.detach().requires_grad_() for t in given)
+    results = function(*leaves)
+    return (*results, *torch.autograd.grad(results, leaves, tuple(map(torch.ones_like, results))))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Bits:
-    leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
-    state = ck.attention_state(*leaves, key_padding_mask=mask, impl="triton")
-    return (*state, *_gradients(tuple(state), leaves))
+    return _with_gradients(lambda *t: tuple(ck.attention_state(*t, key_padding_mask=mask, impl="triton")), q, k, v)
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor) -> Bits:
+    return _with_gradients(lambda *t: (ck.nystrom_attention(*t, 16, impl="triton"),), q, k, v)
+
+
+def _pinv(matrix: Tensor) -> Bits:
+    return _with_gradients(lambda a: (ck.iterative_pinv(a, impl="triton"),), matrix)
+
+
+def _solve(gram: Tensor, rhs: Tensor) -> Bits:
+    return _with_gradients(lambda b: (ck.regularised_solve(gram, b, 1.0, impl="cuda").weight,), rhs)
 
 
 def _ridge(impl: str, device: str) -> Call:
@@ -46,24 +59,6 @@ def _ridge(impl: str, device: str) -> Call:
         return (*sums, *exact, *grads, apply_rows(k, sums[1]), *solved)
 
     return call
-
-
-def _window(q: Tensor, k: Tensor, v: Tensor) -> Bits:
-    leaves = tuple(t.detach().requires_grad_() for t in (q, k, v))
-    out = ck.nystrom_attention(*leaves, 16, impl="triton")
-    return (out, *_gradients((out,), leaves))
-
-
-def _pinv(matrix: Tensor) -> Bits:
-    leaf = matrix.detach().requires_grad_()
-    inverse = ck.iterative_pinv(leaf, impl="triton")
-    return (inverse, *_gradients((inverse,), (leaf,)))
-
-
-def _solve(gram: Tensor, rhs: Tensor) -> Bits:
-    leaf = rhs.detach().requires_grad_()
-    weight = ck.regularised_solve(gram, leaf, 1.0, impl="cuda").weight
-    return (weight, *_gradients((weight,), (leaf,)))
 
 
 def _same(a: Bits, b: Bits) -> bool:

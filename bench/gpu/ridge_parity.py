@@ -1,6 +1,7 @@
-"""The sums of Intention, their gradients, rows times a solution and the solution itself, against float64, element by element.
+"""The sums of Intention, their gradients, rows times a solution and the solution itself, against float64, element by element; batches of
+regularised solves by LAPACK's own measure.
 
-An error is measured by what the terms of an element add up to when none cancels; that is what rounding errors go by.
+An error of a sum is measured by what the terms of an element add up to when none cancels; that is what rounding errors go by.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import cmab_kernels as ck
 from cmab_kernels.backends import choose, kernel
 from cmab_kernels.intention.api import solve_rows
 from cmab_kernels.intention.solve.api import solve_heads
 from cmab_kernels.testing import lapack_ratio
 
-from .problems import DTYPES, NotHere, Shares, if_not, parity_tasks, worst
+from .problems import DTYPES, NotHere, Shares, if_not, parity_tasks, why_not, worst
 from .sections import Row, Task
 
 WIDTHS = ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1))
@@ -50,9 +52,10 @@ def problems() -> Iterator[Problem]:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    from .solve_parity import tasks as solves
-
-    return [*parity_tasks(problems(), shares, device), *solves(device)]
+    sums = parity_tasks(problems(), shares, device)
+    if reason := why_not("regularised_solve", "cuda", device):
+        return [*sums, Task("solve", lambda: {"ok": True, "passed over": reason})]
+    return [*sums, *parity_tasks(solves(), solve_shares, device, "solve, ")]
 
 
 @dataclass
@@ -116,6 +119,14 @@ def _allowed(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     return 32 * torch.finfo(torch.float32).eps, rows
 
 
+def by_kernels(given: Inputs, chosen: str, exact: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """The two sums, their gradients, and the rows of keys times the gradient of a sum."""
+    gram, gram_backward, apply_rows = (kernel("intention", chosen, name) for name in ("gram", "gram_backward", "apply_rows"))
+    sums = gram(*given.rows, (True, True), exact)
+    grads = gram_backward(given.dgram, given.dmoment, *given.rows, (True, True, True), exact)
+    return sums, grads, apply_rows(given.wide()[0].to(given.key.dtype), given.dmoment)
+
+
 def shares(problem: Problem, device: str) -> Shares:
     """The worst element of each result."""
     given = make(problem, device)
@@ -126,7 +137,7 @@ def shares(problem: Problem, device: str) -> Shares:
     k, v, w = given.wide()
     sums_may, rows_may = _allowed(given.key.dtype, problem.exact)
     found = {}
-    sums = kernel("intention", chosen, "gram")(*given.rows, (True, True), problem.exact)
+    sums, grads, rows_by = by_kernels(given, chosen, problem.exact)
     right = ((w * k).mT @ k, (w * k).mT @ v)
     terms = ((w * k).abs().mT @ k.abs(), (w * k).abs().mT @ v.abs())
     for name, ours, wanted, size in zip(("gram", "moment"), sums, right, terms, strict=True):
@@ -135,15 +146,12 @@ def shares(problem: Problem, device: str) -> Shares:
 
     slope = given.dgram + given.dgram.mT
     if problem.variant != "huge":
-        grads = kernel("intention", chosen, "gram_backward")(given.dgram, given.dmoment, *given.rows, (True, True, True), problem.exact)
         right = _gradients(k, v, w, slope, given.dmoment)
         terms = _gradients(*(t.abs() for t in (k, v, w, slope, given.dmoment)))
         for name, ours, wanted, size in zip(("dkey", "dvalue", "dweights"), grads, right, terms, strict=True):
             found[name] = _share(ours, wanted, size, rows_may)
-        rows = k.to(given.key.dtype)
         size = k.abs() @ given.dmoment.abs()
-        rows_by = kernel("intention", chosen, "apply_rows")(rows, given.dmoment)
-        found["rows"] = _share(rows_by, k @ given.dmoment, size, _allowed(rows.dtype, False)[1])
+        found["rows"] = _share(rows_by, k @ given.dmoment, size, _allowed(given.key.dtype, False)[1])
         found |= _solutions(given, chosen, _allowed(given.key.dtype, False)[0])
     return found
 
@@ -163,6 +171,78 @@ def _solutions(given: Inputs, chosen: str, allowed: float) -> Shares:
     matrix = flat + alpha.flatten()[:, None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     return {
         "solution": float(error.max()) / (4 * condition * allowed),
-        "LAPACK's ratio": worst(lapack_ratio(matrix, solution, moment.flatten(0, 1))) / 30,
+        "LAPACK's ratio": worst(lapack_ratio(matrix, solution, moment.flatten(0, 1))) / LIMIT,
         "info": if_not(not info.any() and not sound.any()),
     }
+
+
+# ---- solves
+
+LIMIT = 30
+"""The most that LAPACK's ratio may be."""
+
+
+@dataclass(frozen=True)
+class Solve:
+    """A batch of regularised solves."""
+
+    dtype: str
+    order: int
+    columns: int = 16
+    condition: float = 10.0
+    count: int = 300
+    variant: str = "plain"
+    """ "strided", or a "bad" matrix among good ones."""
+    impl: str = "cuda"
+
+
+def solves() -> Iterator[Solve]:
+    for dtype, order in itertools.product(("float64", "float32"), (1, 16, 33, 64, 128)):
+        yield Solve(dtype, order)
+        yield Solve(dtype, order, 5, 1e12 if dtype == "float64" else 1e4)
+    for dtype, variant in itertools.product(("float64", "float32"), ("strided", "bad")):
+        yield Solve(dtype, 33, variant=variant)
+    yield Solve("float32", 16, count=70_000)
+
+
+def systems(problem: Solve, device: str) -> tuple[Tensor, Tensor]:
+    """Matrices of a given condition number, and right-hand sides."""
+    torch.manual_seed(0)
+    few = min(problem.count, 300)  # of many, each comes again and again
+    axes = torch.linalg.qr(torch.randn(few, problem.order, problem.order, device=device).double())[0]
+    values = torch.logspace(0, -math.log10(problem.condition), problem.order, dtype=torch.float64, device=device)
+    gram = ((axes * values) @ axes.mT)[torch.arange(problem.count, device=device) % few]
+    rhs = torch.randn(problem.count, problem.order, problem.columns, device=device).double()
+    gram, rhs = (t.to(DTYPES[problem.dtype]) for t in ((gram + gram.mT) / 2, rhs))
+    if problem.variant == "strided":
+        return gram.movedim(0, -1).contiguous().movedim(-1, 0), rhs.mT.contiguous().mT
+    return gram, rhs
+
+
+def solve_shares(problem: Solve, device: str) -> Shares:
+    gram, rhs = systems(problem, device)
+    alpha = 1e-3 if problem.condition < 100 else 0.0
+    weight, info = ck.regularised_solve(gram, rhs, alpha, impl=problem.impl)
+    system = gram.double() + alpha * torch.eye(problem.order, dtype=torch.float64, device=device)
+    found = {"LAPACK's ratio": worst(lapack_ratio(system, weight, rhs)) / LIMIT, "info": if_not(not (info == 1).any())}
+    if problem.variant == "bad":
+        worse = gram.clone()
+        worse[7] = -worse[7]
+        others = torch.arange(problem.count, device=device) != 7
+        again, info = ck.regularised_solve(worse, rhs, alpha, impl=problem.impl)
+        found["neighbours' bits"] = if_not(torch.equal(again[others], weight[others]))
+        found["the bad one"] = if_not(info[7] == 1 and again[7].isnan().all())
+    if problem.condition < 100 and problem.count < 1000:
+        found["gradients"] = _solve_gradients(problem, gram, rhs, alpha)
+    return found
+
+
+def _solve_gradients(problem: Solve, gram: Tensor, rhs: Tensor, alpha: float) -> float:
+    """The errors for the first matrices, as a share of 1,000 eps: each is a solve of a well conditioned system."""
+    found = []
+    for dtype, impl in ((gram.dtype, problem.impl), (torch.float64, "reference")):
+        leaves = [t[:8].detach().to(dtype).requires_grad_() for t in (gram, rhs)]
+        weight = ck.regularised_solve(*leaves, alpha, impl=impl).weight
+        found.append(torch.autograd.grad(weight.square().sum(), leaves))
+    allowed = 1000 * torch.finfo(gram.dtype).eps
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*found, strict=True)) / allowed

@@ -1,11 +1,13 @@
 """Every kernel once or twice on very little data, for a sanitizer to look on: `python -m bench.gpu.small_cases FAMILY [--device cuda]`.
 
-Ragged sizes, masks, packed sets and states are among them. The faults at the end are for the sanitizer to find: it must be shown to see.
+The problems are those of the parity sections, small; what is expected of them is not computed, for the sanitizer would look on at that
+too. Ragged sizes, masks, packed sets and states are among them. The faults at the end are there for the sanitizer to find.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,81 +15,46 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.backends import implementation
 
-from .problems import why_not
+from . import continual_parity, nystrom_parity, parity, ridge_parity
+from .problems import key_of, why_not
 
 Case = tuple[str, Callable[[], Any]]
 
 
-def _normal(*shape: int, dtype: torch.dtype = torch.float32, device: str) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
-
-
 def attention(device: str) -> Iterator[Case]:
     """Several runs of keys and their merge, one and several blocks of queries, forward and backward."""
-    mask = torch.zeros(2, 1100, dtype=torch.bool, device=device)
-    mask[:, 7:13] = True
-    offsets = torch.tensor([0, 0, 300, 1100], device=device)
-
-    def run(dtype: torch.dtype, latents: int, width: int, **options: Any) -> None:
-        batch = 3 if "cu_seqlens" in options else 2
-        q = _normal(batch, 1, latents, width, dtype=dtype, device=device).requires_grad_()
-        k, v = (
-            _normal(1 if batch == 3 else 2, 1, 1100, w, dtype=dtype, device=device).requires_grad_() for w in (width, max(width // 2, 1))
-        )
-        out, lse = ck.attention_state(q, k, v, impl="triton", **options)
-        torch.autograd.grad((out.sum(), lse.sum()), (q, k, v))
-
-    state = ck.AttentionState(_normal(2, 1, 5, 8, device=device), _normal(2, 1, 5, dtype=torch.float64, device=device))
-    half = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16  # which the interpreter knows
-    yield "half precision", lambda: run(half, 5, 16)
-    yield "float32 with a mask and a state", lambda: run(torch.float32, 5, 16, key_padding_mask=mask, state=state)
-    yield "float16, packed", lambda: run(torch.float16, 5, 9, cu_seqlens=offsets)
-    yield "several blocks of queries", lambda: run(torch.float32, 140, 33)
-    yield "float64", lambda: run(torch.float64, 3, 7)
+    half = "bfloat16" if torch.device(device).type == "cuda" else "float16"  # which the interpreter knows
+    few = {"latents": 5, "keys": 1100}
+    for problem in (
+        parity.Problem(half, 16, 8, **few),
+        parity.Problem("float32", 16, 8, **few, variant="mask"),
+        parity.Problem("float32", 16, 8, **few, variant="state"),
+        parity.Problem("float16", 9, 4, **few, variant="packed"),
+        parity.Problem("float32", 33, 16, latents=140, keys=1100),
+        parity.Problem("float64", 7, 3, latents=3, keys=1100),
+    ):
+        yield key_of(problem), lambda problem=problem: parity.by_kernels(parity.make(problem, device))
 
 
 def intention(device: str) -> Iterator[Case]:
     """Sums over several runs, in one tile and in several, their gradients, and rows."""
-    module = implementation("intention", "triton")
-    mask = torch.zeros(2, 1100, dtype=torch.bool, device=device)
-    mask[1, 7:13] = True
-
-    def run(dtype: torch.dtype, width: int, value_width: int, weighted: bool, exact: bool) -> None:
-        k, v = (_normal(2, 1, 1100, w, dtype=dtype, device=device) for w in (width, value_width))
-        weights = torch.rand(2, 1, 1100, device=device, dtype=torch.promote_types(dtype, torch.float32)) if weighted else None
-        hidden = mask if weighted else None
-        sums = module.gram(k, v, weights, hidden, (True, True), exact)
-        module.gram_backward(*sums, k, v, weights, hidden, (True, True, weighted), exact)
-        module.apply_rows(k, sums[1])
-
-    yield "bfloat16", lambda: run(torch.bfloat16, 16, 16, False, False)
-    yield "float32 with weights and a mask", lambda: run(torch.float32, 9, 7, True, False)
-    yield "several tiles", lambda: run(torch.float32, 70, 3, False, False)
-    yield "float64", lambda: run(torch.float64, 33, 5, True, True)
+    for problem in (
+        ridge_parity.Problem("triton", "bfloat16", 16, 16, keys=1100),
+        ridge_parity.Problem("triton", "float32", 9, 7, keys=1100, variant="masked"),
+        ridge_parity.Problem("triton", "float32", 70, 3, keys=1100),
+        ridge_parity.Problem("triton", "float64", 33, 5, keys=1100, variant="masked", exact=True),
+    ):
+        yield key_of(problem), lambda problem=problem: ridge_parity.by_kernels(ridge_parity.make(problem, device), "triton", problem.exact)
 
 
 def nystrom(device: str) -> Iterator[Case]:
     """The pseudo-inverse and what lies around it, with their gradients."""
-    module = implementation("nystrom", "triton")
-
-    def run(dtype: torch.dtype, m: int, width: int) -> None:
-        q, k = (_normal(3, m, width, dtype=dtype, device=device) for _ in range(2))
-        v = _normal(3, m, 5, dtype=dtype, device=device)
-        absent = torch.zeros(3, m, dtype=torch.bool, device=device)
-        absent[1, 0] = True
-        matrix = _normal(3, m, m, dtype=dtype, device=device).softmax(-1)
-        module.iterative_pinv_backward(module.iterative_pinv(matrix, 2), matrix, 2)
-        out = module.landmark_values(q, k, v, absent, 0.3, 2)
-        module.landmark_values_backward(out, q, k, v, absent, 0.3, 2)
-
-    yield "float32, m 7", lambda: run(torch.float32, 7, 9)
-    yield "float32, m 40", lambda: run(torch.float32, 40, 33)
-    yield "float64, m 16", lambda: run(torch.float64, 16, 16)
+    for dtype, landmarks, width in (("float32", 7, 9), ("float32", 40, 33), ("float64", 16, 16)):
+        problem = nystrom_parity.Problem(dtype, landmarks, width, 5, "absent", iterations=2, count=3)
+        yield key_of(problem), lambda problem=problem: nystrom_parity.by_kernels(nystrom_parity.make(problem, device), "triton")
 
 
 def cuda(device: str) -> Iterator[Case]:
@@ -96,30 +63,31 @@ def cuda(device: str) -> Iterator[Case]:
         print(f"passed over: {reason}")
         return
 
-    def ridge(dtype: torch.dtype, width: int) -> None:
-        k, v = (_normal(2, 1, 300, w, dtype=dtype, device=device) for w in (width, 5))
-        ck.intention(k[:, :, :3], k, v, 1.0, form="primal", impl="cuda")
+    def ridge(problem: ridge_parity.Problem) -> None:
+        given = ridge_parity.make(problem, device)
+        ck.intention(given.key[:, :, :3], given.key, given.value, 1.0, form="primal", impl="cuda")
 
     def solve(dtype: torch.dtype, order: int) -> None:
-        a, b = (_normal(5, order, w, dtype=dtype, device=device) for w in (order, 3))
+        a, b = (torch.randn(5, order, n, dtype=dtype, device=device) for n in (order, 3))
         ck.regularised_solve(a @ a.mT, b, 1.0, impl="cuda")
 
-    def steps(dtype: torch.dtype, output: str, exact: bool) -> None:
-        q, k, v = (_normal(2, 1, 40, w, dtype=dtype, device=device) for w in (9, 9, 7))
-        window = tuple(t[:, :, :13] for t in (q, k, v))
-        state = ck.continual_attention_init(*window) if exact else ck.continual_nystrom_init(*window, 5)
-        step = ck.continual_attention_step if exact else ck.continual_nystrom_step
+    def steps(problem: continual_parity.Problem) -> None:
+        tokens = continual_parity.stream(problem, 40, device)
+        state = continual_parity.start(problem, tokens)
         for at, to in ((13, 14), (14, 15), (15, 40)):
-            _, state = step(state, *(t[:, :, at:to] for t in (q, k, v)), output=output, impl="cuda")
+            _, state = continual_parity.step(problem, state, tuple(t[:, :, at:to] for t in tokens), "cuda")
 
-    yield "ridge, float32", lambda: ridge(torch.float32, 17)
-    yield "ridge, bfloat16", lambda: ridge(torch.bfloat16, 64)
-    yield "solve, float64", lambda: solve(torch.float64, 33)
-    yield "solve, float32", lambda: solve(torch.float32, 16)
-    for exact in (False, True):
-        for output in ("single", "retroactive"):
-            yield f"{'exact' if exact else 'Nyström'} step, {output}", lambda e=exact, o=output: steps(torch.float32, o, e)
-    yield "Nyström step, bfloat16", lambda: steps(torch.bfloat16, "single", False)
+    for sums in (ridge_parity.Problem("cuda", "float32", 17, 5, 300), ridge_parity.Problem("cuda", "bfloat16", 64, 5, 300)):
+        yield f"ridge, {key_of(sums)}", lambda sums=sums: ridge(sums)
+    for dtype, order in ((torch.float64, 33), (torch.float32, 16)):
+        yield f"solve, {dtype}, order {order}", lambda dtype=dtype, order=order: solve(dtype, order)
+    shape = {"window": 13, "landmarks": 5, "width": 9, "value_width": 7}
+    for dtype, kind, retroactive in (
+        *itertools.product(("float32",), ("continual", "exact"), (False, True)),
+        ("bfloat16", "continual", False),
+    ):
+        problem = continual_parity.Problem(dtype, kind, retroactive, **shape)
+        yield f"step, {key_of(problem)}", lambda problem=problem: steps(problem)
 
 
 # ---- faults

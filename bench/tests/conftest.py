@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bench import devices
 from bench.runs import Run
 from cmab_kernels import testing
 
@@ -24,3 +25,11 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def run() -> Run:
     return synthetic.run()
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[None]:
+    """Cases as they are on a GPU."""
+    devices.measure_on("cuda")
+    yield
+    devices.measure_on("cpu")

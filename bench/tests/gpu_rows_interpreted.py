@@ -13,7 +13,7 @@ import triton
 
 from bench import harness, runs
 from bench.floors import Rates
-from bench.gpu import candidates, parity, promises, repeats, ridge_parity, small_cases, solve_parity, timings, tune, window_parity
+from bench.gpu import candidates, nystrom_parity, parity, promises, repeats, ridge_parity, small_cases, timings, tune
 from bench.gpu.problems import checked
 from bench.gpu.sections import Row, Task
 from bench.scans import attention as scan
@@ -80,16 +80,16 @@ def bits() -> Any:
 
 def nystrom() -> Any:
     """Whole windows; solves, with the native kernel in the place of CUDA's."""
-    windows = [window_parity.Problem("float32", 3, 9, 7, 13, "masked"), window_parity.Problem("float64", 3, 8, 8, 13, "given")]
-    rows = [checked(window_parity.shares, problem, "cpu") for problem in windows]
+    windows = [nystrom_parity.Window("float32", 3, 9, 7, 13, "masked"), nystrom_parity.Window("float64", 3, 8, 8, 13, "given")]
+    rows = [checked(nystrom_parity.window_shares, problem, "cpu") for problem in windows]
     systems = [
-        solve_parity.Problem(dtype, 16, 3, condition, 20, variant, "native")
+        ridge_parity.Solve(dtype, 16, 3, condition, 20, variant, "native")
         for dtype in ("float64", "float32")
         for condition, variant in ((10.0, "plain"), (1e4, "plain"), (10.0, "bad"), (10.0, "strided"))
     ]
-    rows += [checked(solve_parity.shares, problem, "cpu") for problem in systems]
-    with mock.patch.object(solve_parity, "LIMIT", 1e-3):
-        return [rows, checked(solve_parity.shares, systems[0], "cpu")]
+    rows += [checked(ridge_parity.solve_shares, problem, "cpu") for problem in systems]
+    with mock.patch.object(ridge_parity, "LIMIT", 1e-3):
+        return [rows, checked(ridge_parity.solve_shares, systems[0], "cpu")]
 
 
 def promised() -> Any:
