@@ -38,15 +38,9 @@ MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
 """MiB below which peaks of memory cannot be told apart: less is drawn there."""
 
-NAMES = {"N": "N, keys", "n": "n, tokens of the window", "m": "m, landmarks", "D": "D, width of a head", "E": "E, width of the values"}
-NAMES |= {
-    "H": "H, heads",
-    "B": "B, batch",
-    "L": "L, queries",
-    "C": "C, width of the model",
-    "t": "t, tokens a call",
-    "threads": "threads",
-    "d": "d, width",
+NAMES = {
+    **{"N": "N, keys", "n": "n, tokens of the window", "m": "m, landmarks", "D": "D, width of a head", "E": "E, width of the values"},
+    **{"H": "H, heads", "B": "B, batch", "L": "L, queries", "C": "C, width of the model", "t": "t, tokens a call", "d": "d, width"},
 }
 """What axes are called."""
 
@@ -111,63 +105,52 @@ def slug(*parts: str) -> str:
 # ---- curves ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
-    bounds = []
+def _draw(one: Series, figure: Callable[[Row], Spread | None], chosen: Mapping[str, Style], axes: Axes) -> list[Spread]:
+    """Draws a figure of the rows along the axis, shades what lies between its quartiles, and returns all of its values."""
+    every = []
     for name, style in chosen.items():
-        rows = one.lines[name]
-        where = _places(one, rows)
-        axes.plot(where, [row.seconds.median for row in rows], **_joined(one, style))
-        _shade(axes, one, where, [row.seconds.low for row in rows], [row.seconds.high for row in rows], style)
-        bounds += [bound for row in rows for bound in (row.seconds.low, row.seconds.high)]
-    drawing.log_scale(axes.yaxis, bounds, readable)
-    _name_axis(axes, one)
-    drawing.name_y(axes, "time, median and quartiles")
+        rows = [row for row in one.lines[name] if figure(row)]
+        found = [spread for row in rows if (spread := figure(row))]
+        where = [float(row.parameters[one.axis]) if one.numeric else one.values.index(row.parameters[one.axis]) for row in rows]
+        middle, low, high = (list(ends) for ends in zip(*found, strict=True))
+        axes.plot(where, middle, **_joined(one, style))
+        if low != high:
+            if one.numeric:
+                axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
+            else:
+                axes.vlines(where, low, high, color=style.colour, linewidth=3, alpha=0.4)
+        every += found
+    return every
+
+
+def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
+    every = _draw(one, lambda row: row.seconds, chosen, axes)
+    drawing.log_scale(axes.yaxis, [bound for spread in every for bound in spread], readable)
+    _name_axes(axes, one, "time, median and quartiles")
 
 
 def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: Axes) -> None:
     """What cannot be measured is drawn as the least that can."""
-    every = []
-    for name, style in chosen.items():
-        rows = one.lines[name]
-        peaks = [max(least, row.scratch / MIB) for row in rows]
-        axes.plot(_places(one, rows), peaks, **_joined(one, style))
-        every += peaks
-    drawing.log_scale(axes.yaxis, [least, 20 * least, *every], drawing.mebibytes, pad=2)
+    every = _draw(one, lambda row: Spread(*3 * [max(least, row.scratch / MIB)]), chosen, axes)
+    drawing.log_scale(axes.yaxis, [least, 20 * least, *(peak.median for peak in every)], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
     note = f"resolution {drawing.mebibytes(least)}"
     axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="small", ha="right", va="bottom")
-    _name_axis(axes, one)
-    drawing.name_y(axes, "peak of memory beyond inputs and results")
+    _name_axes(axes, one, "peak of memory beyond inputs and results")
+
+
+def _share(row: Row) -> Spread | None:
+    """The share of the floor: the slower the row, the smaller it is."""
+    return Spread(row.share, row.floor / row.seconds.high, row.floor / row.seconds.low) if row.floor and row.share else None
 
 
 def _draw_share(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
-    every = [1.0]
-    for name, style in chosen.items():
-        rows = [row for row in one.lines[name] if row.share]
-        shares = [row.share or 0.0 for row in rows]
-        where = _places(one, rows)
-        axes.plot(where, shares, **_joined(one, style))
-        floors = [share * row.seconds.median for share, row in zip(shares, rows, strict=True)]
-        low, high = (
-            [floor / end for floor, end in zip(floors, ends, strict=True)]
-            for ends in zip(*((r.seconds.high, r.seconds.low) for r in rows), strict=True)
-        )
-        _shade(axes, one, where, low, high, style)
-        every += shares
-    axes.set_ylim(0, 1.08 * max(every))
+    every = _draw(one, _share, chosen, axes)
+    axes.set_ylim(0, 1.08 * max(1.0, *(share.median for share in every)))
     ticks = [0, 0.25, 0.5, 0.75, 1]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_major_formatter(FixedFormatter([f"{tick:.0%}" for tick in ticks]))
-    _name_axis(axes, one)
-    drawing.name_y(axes, "the least time that the machine allows, of the time taken")
-
-
-def _shade(axes: Axes, one: Series, where: Sequence[float], low: Sequence[float], high: Sequence[float], style: Style) -> None:
-    """Shades what lies between the quartiles."""
-    if one.numeric:
-        axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
-    else:
-        axes.vlines(where, low, high, color=style.colour, linewidth=3, alpha=0.4)
+    _name_axes(axes, one, "the least time that the machine allows, of the time taken")
 
 
 def _joined(one: Series, style: Style) -> dict[str, Any]:
@@ -175,13 +158,8 @@ def _joined(one: Series, style: Style) -> dict[str, Any]:
     return style.line() | ({} if one.numeric else {"linestyle": "", "markersize": 7})
 
 
-def _places(one: Series, rows: Sequence[Row]) -> list[float]:
-    """The places of points on the axis: sizes, or numbers in a list of words."""
-    values = one.values
-    return [float(value) if one.numeric else values.index(value) for value in (row.parameters[one.axis] for row in rows)]
-
-
-def _name_axis(axes: Axes, one: Series) -> None:
+def _name_axes(axes: Axes, one: Series, name: str) -> None:
+    drawing.name_y(axes, name)
     axes.set_xlabel(NAMES.get(one.axis, one.axis), labelpad=2)
     if one.numeric:
         drawing.sizes_axis(axes, [int(value) for value in one.values])
@@ -303,26 +281,17 @@ AT = {"n": 120, "m": 4, "d": 192}
 SCANNED = {"n": (16, 32, 64, 120, 256, 512, 1024, 2048, 4096), "d": (16, 32, 64, 128, 192, 384, 768, 1536), "m": (1, 2, 4, 8, 16, 32, 64)}
 
 SCHEME_STYLES = {
-    "full": Style(PEERS[0], "s", width=1.8),
-    "nystrom": Style(PEERS[1], "^", width=1.8),
-    "retroactive": Style(PEERS[3], "D", drawing.DASHES[1]),
-    "single": Style(PEERS[3], "D"),
-    "continual retroactive": Style(PEERS[2], "v", drawing.DASHES[1]),
-    "continual single": Style(PEERS[2], "v", width=1.8),
-    "fixed retroactive": Style(OURS, "o", drawing.DASHES[1], 1.8, 4),
-    "fixed single": Style(OURS, "o", "-", 2.6, 4),
+    "full": ("full attention", Style(PEERS[0], "s", width=1.8)),
+    "nystrom": ("Nyström attention", Style(PEERS[1], "^", width=1.8)),
+    "retroactive": ("continual, retroactive", Style(PEERS[3], "D", drawing.DASHES[1])),
+    "single": ("continual, single output", Style(PEERS[3], "D")),
+    "continual retroactive": ("continual landmarks, retroactive", Style(PEERS[2], "v", drawing.DASHES[1])),
+    "continual single": ("continual landmarks, single", Style(PEERS[2], "v", width=1.8)),
+    "fixed retroactive": ("fixed landmarks, retroactive", Style(OURS, "o", drawing.DASHES[1], 1.8, 4)),
+    "fixed single": ("fixed landmarks, single", Style(OURS, "o", "-", 2.6, 4)),
 }
-CALLED = {
-    "full": "full attention",
-    "nystrom": "Nyström attention",
-    "retroactive": "continual, retroactive",
-    "single": "continual, single output",
-    "continual retroactive": "continual landmarks, retroactive",
-    "continual single": "continual landmarks, single",
-    "fixed retroactive": "fixed landmarks, retroactive",
-    "fixed single": "fixed landmarks, single",
-}
-"""Schemes as a reader meets them."""
+"""Schemes as a reader meets them, and how they are drawn."""
+CALLED = {scheme: name for scheme, (name, _) in SCHEME_STYLES.items()}
 KEPT = SCHEMES[2:]
 """Schemes that keep something between steps."""
 
@@ -334,20 +303,12 @@ def kept_here(scheme: str, n: int, m: int, d: int) -> float:
     return state_elements(n, m, d, d) if " " in scheme else attention_state_elements(n, d, d, scheme == "retroactive")
 
 
-def kept_paper(scheme: str, n: int, m: int, d: int) -> float:
-    return paper_memory(scheme, n, m, d).between
-
-
-def peak_paper(scheme: str, n: int, m: int, d: int) -> float:
-    return paper_memory(scheme, n, m, d).peak
-
-
 COUNTS: dict[str, tuple[str, str, Count, Sequence[str]]] = {
     "operations-paper": ("Operations of a step, as the paper counts", "operations", paper_operations, SCHEMES),
     "operations-executed": ("Operations of a step, as executed here", "operations", executed_on_average, SCHEMES),
-    "memory-paper": ("Kept between steps, as the paper counts", "elements of a head", kept_paper, KEPT),
+    "memory-paper": ("Kept between steps, as the paper counts", "elements of a head", lambda *at: paper_memory(*at).between, KEPT),
     "memory-here": ("Kept between steps, by the states here", "elements of a head", kept_here, KEPT),
-    "memory-peak": ("Held at most within a step, as the paper counts", "elements of a head", peak_paper, KEPT),
+    "memory-peak": ("Held at most within a step, as the paper counts", "elements of a head", lambda *at: paper_memory(*at).peak, KEPT),
 }
 """name -> title, unit, formula, schemes"""
 
@@ -360,7 +321,7 @@ def cost_panels() -> list[Panel]:
 def _cost_panel(name: str, axis: str) -> Panel:
     title, unit, count, schemes = COUNTS[name]
     rest = {letter: value for letter, value in AT.items() if letter != axis}
-    values = {scheme: [count(scheme, **{**AT, axis: value}) for value in SCANNED[axis]] for scheme in schemes}
+    values = {scheme: [count(scheme, *(AT | {axis: value}).values()) for value in SCANNED[axis]] for scheme in schemes}
     ends = "; ".join(f"{CALLED[scheme]}: {drawing.counted(of[0])} to {drawing.counted(of[-1])}" for scheme, of in values.items())
     return Panel(
         name=slug("costs", name, axis),
@@ -368,13 +329,13 @@ def _cost_panel(name: str, axis: str) -> Panel:
         about=f"{words(rest)}; one head, one token, mean over a stream",
         alt=f"{title}, against {axis} from {SCANNED[axis][0]} to {SCANNED[axis][-1]:,}, {words(rest)}. {ends}",
         draw=partial(_draw_counts, values, axis, unit),
-        legend={CALLED[scheme]: SCHEME_STYLES[scheme] for scheme in schemes},
+        legend=dict(SCHEME_STYLES[scheme] for scheme in schemes),
     )
 
 
 def _draw_counts(values: Mapping[str, Sequence[float]], axis: str, unit: str, axes: Axes) -> None:
     for scheme, counts in values.items():
-        axes.plot(SCANNED[axis], counts, **SCHEME_STYLES[scheme].line())
+        axes.plot(SCANNED[axis], counts, **SCHEME_STYLES[scheme][1].line())
     drawing.log_scale(axes.yaxis, [count for counts in values.values() for count in counts], drawing.counted)
     drawing.sizes_axis(axes, SCANNED[axis])
     axes.set_xlabel(NAMES[axis], labelpad=2)

@@ -138,7 +138,8 @@ def test_counts_are_those_of_the_formulas():
 
 
 def test_memory_counts_differ_between_paper_and_states():
-    assert plots.kept_paper("fixed single", 120, 4, 192) == 2324 and plots.peak_paper("continual single", 120, 4, 192) == 50_072
+    kept, peak = (plots.COUNTS[name][2] for name in ("memory-paper", "memory-peak"))
+    assert kept("fixed single", 120, 4, 192) == 2324 and peak("continual single", 120, 4, 192) == 50_072
     assert plots.kept_here("fixed single", 120, 4, 192) == plots.kept_here("continual single", 120, 4, 192) == 72_808
 
 
