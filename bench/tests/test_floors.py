@@ -103,10 +103,6 @@ def test_work_of_nystrom_attention():
         step_work("full", 1, 64, 16, 64, "float32")
 
 
-def test_work_adds_up():
-    assert Work(1, 2, 3, "float64") + Work(10, 20, 30, "float64") == Work(11, 22, 33, "float64")
-
-
 def test_rates_of_this_machine_are_sensible():
     rates = rates_of("cpu")
     assert rates.together and rates.matrix.keys() == {"float64", "float32", "bfloat16", "float16"}

@@ -49,21 +49,10 @@ def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
     rows = _rows(outcome)
     assert outcome.complete and not outcome.problem and not outcome.right
     assert set(rows) == {"first", "raises", "peer raises", "dies", "between", "hangs", "last"}
-    assert (
-        rows["first"]["ok"]
-        and rows["last"]["ok"]
-        and rows["between"] | {"took": 0}
-        == {
-            "key": "between",
-            "ok": False,
-            "share": 2.0,
-            "took": 0,
-        }
-    )
+    assert rows["first"]["ok"] and rows["last"]["ok"]
+    assert rows["between"] | {"took": 0} == {"key": "between", "ok": False, "share": 2.0, "took": 0}
     assert not rows["raises"]["ok"] and rows["raises"]["problem"] == "RuntimeError: out of memory"
-    assert "ok" not in rows["peer raises"] and "out of memory" in rows["peer raises"]["problem"], (
-        "what a peer cannot do is no fault of ours"
-    )
+    assert "ok" not in rows["peer raises"] and "out of memory" in rows["peer raises"]["problem"], "a peer's fault is none of ours"
     assert not rows["dies"]["ok"] and "exit code 9" in rows["dies"]["problem"]
     assert "ok" not in rows["hangs"] and rows["hangs"]["problem"] == "stopped after 1 s"
     assert all(runs(key) == 1 for key in rows)

@@ -102,19 +102,6 @@ def test_without_candidates_nothing_is_tuned(clock: Callable[..., None], table: 
     assert row["ok"] and not row["written"] and row["tiles"] == row["built-in"] == list(BUILT_IN)
 
 
-def test_a_table_that_is_cut_off_stays_as_it_was(clock: Callable[..., None], table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(lambda chosen, times, i: 80e-6 if chosen == SECOND else 100e-6)
-    before = table.read_bytes()
-
-    def cut_off(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        tune.tune(TARGET, _sound(SECOND), "cpu", table)
-    assert table.read_bytes() == before
-
-
 def test_a_malformed_table_is_not_overwritten(clock: Callable[..., None], table: Path) -> None:
     clock(lambda chosen, times, i: 80e-6 if chosen == SECOND else 100e-6)
     table.write_text("{}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.floors import Work
 from bench.gpu import readiness, readiness_cuda
 from bench.gpu.readiness import PAGE, ROOT, complaints, in_child, of_launch, recorded, regressions
 from bench.gpu.readiness_cases import PASSES, cases
@@ -25,6 +26,7 @@ from bench.gpu.readiness_page import page
 from bench.gpu.readiness_sass import Code, Counts
 from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.attention.kernels.launch import Tiles
+from cmab_kernels.testing.cubin import Launch
 
 CASES = {case.name: case for case in cases()}
 ATTENTION = "latent_attention forward, 1 head of 64, L 128, N 1e6, bfloat16"
@@ -206,12 +208,12 @@ def test_shared_memory_of_nvcc_kernels_is_as_the_code_has_it() -> None:
 # ---- nothing has become worse
 
 
-def _compiled_anew(name: str, capability: int, folder: Path) -> list[dict[str, Any]]:
-    rows = []
-    for label, launch in CASES[name].launches(capability).items():
-        heading = {"case": name, "kernel": label, "arch": f"sm_{capability}", "compiler": readiness.COMPILER}
-        rows.append(heading | of_launch(launch, capability, folder))
-    return rows
+def _heading(name: str, kernel: str, capability: int) -> dict[str, Any]:
+    return {"case": name, "kernel": kernel, "arch": f"sm_{capability}", "compiler": readiness.COMPILER}
+
+
+def _compiled_anew(name: str, capability: int, row: Callable[[Launch], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_heading(name, label, capability) | row(launch) for label, launch in CASES[name].launches(capability).items()]
 
 
 def _same_triton(record: dict[str, Any], name: str) -> None:
@@ -220,21 +222,13 @@ def _same_triton(record: dict[str, Any], name: str) -> None:
         pytest.skip(f"recorded with {compiler}, and here is {readiness.COMPILER}: record anew")
 
 
-@pytest.mark.parametrize("name, capability", CHEAP)
-def test_no_kernel_is_worse(record: dict[str, Any], name: str, capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name, capability",
+    [pytest.param(*case, marks=[] if case in CHEAP else pytest.mark.nightly) for case in itertools.product(CASES, CHIPS)],
+)
+def test_no_kernel_is_worse(record: dict[str, Any], name: str, capability: int) -> None:
     _same_triton(record, name)
-    assert complaints(record["rows"], _compiled_anew(name, capability, tmp_path)) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("capability", CHIPS)
-@pytest.mark.parametrize("name", CASES)
-def test_none_at_all_is_worse(record: dict[str, Any], name: str, capability: int) -> None:
-    _same_triton(record, name)
-    rows = []
-    for label, launch in CASES[name].launches(capability).items():
-        heading = {"case": name, "kernel": label, "arch": f"sm_{capability}", "compiler": readiness.COMPILER}
-        rows.append(heading | in_child(partial(of_launch, launch, capability), readiness.LIMIT))
+    rows = _compiled_anew(name, capability, lambda launch: in_child(partial(of_launch, launch, capability), readiness.LIMIT))
     assert complaints(record["rows"], rows) == []
 
 
@@ -291,7 +285,7 @@ def test_regressions_are_seen(change: dict[str, Any], says: str) -> None:
 def test_a_tile_that_spills_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
     _same_triton(record, ATTENTION)
     with mock.patch.dict(attention_launch._FORWARD, {"half": {64: Tiles(128, 128, 4, 2)}}):
-        lines = complaints(record["rows"], _compiled_anew(ATTENTION, 90, tmp_path))
+        lines = complaints(record["rows"], _compiled_anew(ATTENTION, 90, lambda launch: of_launch(launch, 90, tmp_path)))
     assert len(lines) == 1 and lines[0].startswith(f"_forward sm_90, {ATTENTION}: ") and "instructions to local memory 0 -> " in lines[0]
 
 
@@ -299,9 +293,8 @@ def test_a_lost_multiply_add_is_refused(record: dict[str, Any], tmp_path: Path) 
     """Scale and maximum in two instructions a score in place of one."""
     _same_triton(record, ATTENTION)
     launch = CASES[ATTENTION].launches(90)["_forward"]
-    heading = {"case": ATTENTION, "kernel": "_forward", "arch": "sm_90", "compiler": readiness.COMPILER}
     split = launch._replace(options=launch.options | {"enable_fp_fusion": False})
-    (line,) = complaints(record["rows"], [heading | of_launch(split, 90, tmp_path)])
+    (line,) = complaints(record["rows"], [_heading(ATTENTION, "_forward", 90) | of_launch(split, 90, tmp_path)])
     assert "instructions per score" in line
 
 
@@ -328,10 +321,3 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
         pytest.raises(SystemExit, match=r"some.json: not a record of format 1; remove"),
     ):
         readiness.main(["--kernels", "_pinv"])
-
-
-def test_floors_of_chips() -> None:
-    """The floor of the design's table: 4 heads of 16, 128 latents, a million keys take 132 us of exponentials on an H200."""
-    from bench.floors import floor
-
-    assert floor(Work(exponentials=4 * 128 * 1e6), CHIPS[90].rates()).seconds == pytest.approx(132e-6, rel=0.01)

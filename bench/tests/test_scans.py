@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from bench.report import measured
 from bench.runs import is_ours
 from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, scans
 from bench.scans.attention import SDPA
-from bench.scans.case import CONTINUAL_INFERENCE, DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
+from bench.scans.case import DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
 from bench.scans.intention import CHOLESKY, CHUNKED, INVERSE
 from bench.scans.intention_peers import CHUNK
 from bench.scans.intention_state import RUNS, TORCH, TORCH_SINGLE
@@ -155,22 +155,6 @@ def test_groups_without_an_axis_are_seen():
     assert alike([*some, intention.layer(100, quick=True)]) == [(str(some[0]),) * 2]
 
 
-AXES = {
-    "latent_attention": {"N": 5, "L": 4, "H": 4, "D": 5, "dtype": 4, "B": 3, "threads": 2, "layout": 2, "pass": 2},
-    "attention_state": {"N": 4, "t": 5, "L": 4, "dtype": 3, "threads": 2},
-    "remove_from_state": {"N": 4, "t": 4},
-    "merge_states": {"states": 3, "B": 3},
-    "nn.MultiheadAttention": {"N": 4, "H": 4, "pass": 2},
-    "nn.CMAB": {"N": 4},
-}
-
-
-@pytest.mark.parametrize("scan", AXES)
-def test_an_axis_is_one_parameter_that_varies_alone(scan: str):
-    with devices.threads(2):
-        assert {axis: points(SCANS[scan], axis) for axis in AXES[scan]} == AXES[scan]
-
-
 # ---- what is there ---------------------------------------------------------------------------------------------------------------------
 
 WITHOUT_WORK = {"empty_ridge", "empty_state", "explain", "move_state", "use_impl"}
@@ -187,13 +171,6 @@ def test_cases_have_names_of_their_own_and_tables_know_them():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) > 300
     assert {label for table in measured.TABLES for label in table.labels} <= set(names)
-
-
-@pytest.fixture
-def on_a_gpu() -> Iterator[None]:
-    devices.measure_on("cuda")
-    yield
-    devices.measure_on("cpu")
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -309,10 +286,3 @@ def test_the_package_is_ours_where_there_is_a_single_head():
         expected = case.expected(case.inputs(0))
         theirs = expected[PACKAGE][0].unflatten(-1, (heads, 8)).transpose(1, 2)
         assert torch.allclose(theirs, expected["native"][0], atol=1e-9) == same
-
-
-def test_streams_of_a_package_are_continued():
-    pytest.importorskip("continual")
-    case = continual.exact_step(10, calls=3)
-    inputs = case.inputs(0)
-    assert CONTINUAL_INFERENCE in inputs.calls and len(inputs.calls[CONTINUAL_INFERENCE]()) == 3
