@@ -1,4 +1,4 @@
-"""What holds around the whole suite, and what tests of every family are given."""
+"""Fixtures for the whole suite: seeds and threads, and the instruction sets and implementations that tests run for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def native(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Use one thread, or as many as a test sets by calling the value: small inputs take ten times as long with more on a busy machine."""
+    """Use one thread, or as many as the test sets by calling the value.
+
+    More threads make small inputs ten times slower on a busy machine.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.set_num_threads
@@ -67,7 +70,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Seed torch, and let uninitialised memory hold NaN, so that an element that nobody wrote is seen."""
+    """Seed torch, and fill uninitialised memory with NaN, so that an element that was never written is noticed."""
     torch.manual_seed(0)
     with testing.poisoned_memory():
         assert torch.utils.deterministic.fill_uninitialized_memory

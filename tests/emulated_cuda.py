@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc played by the CPU: `csrc/cuda_emulated.cpp`, compiled here, in the place of `cmab_kernels._cuda`."""
+"""The CUDA kernels of csrc on the CPU: `csrc/cuda_emulated.cpp` is compiled here, and takes the place of `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items()
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """The extension; `flags` such as a sanitizer's."""
+    """Compile the emulated extension into `folder`, with more flags such as a sanitizer's, and return its path."""
     import pybind11
 
     library = folder / "emulated_cuda.so"

@@ -1,4 +1,4 @@
-"""How the tests read a page of Markdown: its programs, code, tables and links."""
+"""Read programs, code, tables and links from pages of Markdown, for the tests of documentation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def docs() -> list[Path]:
 
 
 def programs(page: Path) -> list[str]:
-    """The python blocks of a page in order. Each begins on its line of the page, so that a traceback points there."""
+    """Return the python blocks of a page in order, each padded to its line of the page, so that a traceback points there."""
     text = page.read_text()
     blocks = [found for found in _FENCED.finditer(text) if found[1] == "python"]
     return ["\n" * text.count("\n", 0, found.start(2)) + found[2] for found in blocks]
 
 
 def run(page: Path) -> None:
-    """Run one program after the other in one module, as a reader types them. torch.compile looks the module up by its name."""
+    """Run the programs of a page one after the other in one module. torch.compile looks this module up by its name."""
     torch.use_deterministic_algorithms(False)
     module = ModuleType(f"page_{page.stem}")
     with mock.patch.dict(sys.modules, {module.__name__: module}):
@@ -43,22 +43,22 @@ def run(page: Path) -> None:
 
 
 def prose(page: Path) -> str:
-    """The text of a page without its fenced blocks."""
+    """Return the text of a page without its fenced blocks."""
     return _FENCED.sub("", page.read_text())
 
 
 def code(page: Path) -> list[str]:
-    """All code of a page: fenced blocks, and spans in the prose."""
+    """Return all code of a page: fenced blocks, and code spans in the prose."""
     return [found[2] for found in _FENCED.finditer(page.read_text())] + _SPAN.findall(prose(page))
 
 
 def tables(page: Path) -> list[list[str]]:
-    """The rows of each table, without its heading."""
+    """Return the rows of each table, without its heading."""
     return [found[1].splitlines() for found in _TABLE.finditer(prose(page))]
 
 
 def repeated_rows(page: Path) -> list[str]:
-    """Rows that stand in a table twice, and pages that two rows of a table link to."""
+    """Return rows that occur twice in a table, and pages that two rows of a table link to."""
     counts: list[Counter[str]] = []
     for table in tables(page):
         counts += [Counter(table), Counter(link for row in table for link in set(_LINK.findall(row)) if link.endswith(".md"))]
@@ -66,7 +66,7 @@ def repeated_rows(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub names them."""
+    """Return the anchors of a page's headings, by GitHub's rules."""
     names: list[str] = []
     for heading in re.findall(r"^#+ +(.+?) *$", prose(page), flags=re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -75,7 +75,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> Iterator[str]:
-    """Relative links of a page to a file, or to a heading of a file, that does not exist."""
+    """Return relative links to a file, or to a heading of a file, that does not exist."""
     for link in _LINK.findall(_SPAN.sub("", prose(page))):
         if re.match(r"\w+:", link):
             continue

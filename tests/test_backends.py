@@ -1,4 +1,4 @@
-"""Which implementation runs and why, and that importing starts nothing."""
+"""Which implementation is chosen and why, and that importing the package starts nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _run(code: str) -> str:
 
 
 def test_import_starts_nothing() -> None:
-    """No Triton, no extension, no GPU: they are imported when first used."""
+    """Importing loads neither Triton nor the extension, and touches no GPU: they are imported when they are first used."""
     code = """
 import sys, torch, cmab_kernels, cmab_kernels.nn
 print([name for name in ("triton", "torch._dynamo", "cmab_kernels._C") if name in sys.modules], torch.cuda.is_initialized())

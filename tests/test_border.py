@@ -1,4 +1,4 @@
-"""What crosses into the extension is checked there again: a wrong call ends in an exception that names an argument, never in a crash."""
+"""The extension checks its arguments itself: a wrong call raises an exception that names an argument, and never crashes."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
     *("gram", "moment", "dquery", "dkey", "dvalue", "dweights"),
 }
-"""None stands for: there is none, or it is not wanted."""
+"""Arguments for which None is allowed: an input that is absent, or a result that is not wanted."""
 
 
 def _wrong(tensor: Tensor) -> dict[str, Any]:
-    """What takes a tensor's place and is not right for any argument."""
+    """Return values that are wrong for any argument in the place of this tensor."""
     more = [tensor.new_zeros([n + (i == d) for i, n in enumerate(tensor.shape)]) for d in range(tensor.dim())]
     return {
         "no tensor": [1.0],
@@ -122,7 +122,7 @@ def test_a_wrong_tensor_is_refused(call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
-    """One missing, one too many, one None that must not be; and by position none at all."""
+    """A missing argument, an unknown one, a None where a tensor is needed, and arguments by position are refused."""
     name, arguments = CALLS[call]
     function, right = getattr(native, name), arguments()
     function(**right)
@@ -158,7 +158,7 @@ def test_widths_beyond_the_kernels_are_refused() -> None:
 
 
 def test_parameters_and_views_cross_as_they_are() -> None:
-    """A tensor that requires a gradient, a subclass, and one with strides of any kind."""
+    """A parameter, and a tensor that requires a gradient and has unusual strides, are read as they are."""
     arguments = _attention() | _state()
     native.attention_forward(**arguments)
     wanted = arguments["out"].clone()

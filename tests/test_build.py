@@ -71,7 +71,10 @@ def test_shared_memory_fits_every_gpu() -> None:
 
 
 def test_machine_code() -> None:
-    """Loads of four elements at a time; nothing in local memory, nothing through generic addresses; fences on both sides of a ticket."""
+    """The machine code loads four elements at a time, and uses no local memory and no generic addresses.
+
+    There is a fence on both sides of each atomic counter.
+    """
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="cuobjdump comes with Triton", exc_type=ImportError)
     _cuda_report()
     cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -96,7 +99,7 @@ def test_machine_code() -> None:
 
 
 def test_importing_the_kernels_needs_no_gpu() -> None:
-    """Nor is a driver loaded; a call without one says so."""
+    """Importing the CUDA kernels loads no driver."""
     _cuda_report()
     code = """
 import torch, cmab_kernels

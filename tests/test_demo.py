@@ -1,4 +1,4 @@
-"""The demos run, what they compare is right, and they say what is missing."""
+"""The demos run, their comparisons are right, and they name what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo of streams: what is compared is right, what is drawn is what was measured, and bad options are one line."""
+"""The demo of streams: its comparisons are right, it draws what it measured, and bad options give one line of error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch re
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of patches, by the definition."""
+    """Let the demo believe that there is no kernel, and read only two rows of patches."""
     monkeypatch.setattr(stream, "ROWS_WITHOUT_KERNEL", 2)
     rows = [stream.Explanation("native", False, "no compiler"), stream.Explanation("reference", True, "")]
     monkeypatch.setattr(stream, "explain", lambda *_: rows)
@@ -45,7 +45,10 @@ def test_noise_is_as_told_and_the_same_each_time():
 
 
 def test_attention_is_non_local_means():
-    """Logits are of distances between features, which are those between patches but for the least of 48 components."""
+    """Logits come from distances between features.
+
+    These are almost the distances between patches, since only the least of 48 components is missing.
+    """
     query, key, value = (part[0, 0, ::50].double() for part in t.stream())
     between_features, between_patches = torch.cdist(query[:, :47], query[:, :47]), torch.cdist(value, value) / t.BANDWIDTH
     assert torch.allclose((query @ key.T).softmax(-1), (between_features.square() / -2).softmax(-1), atol=1e-5)

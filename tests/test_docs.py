@@ -17,12 +17,12 @@ from cmab_kernels.intention import variants
 from . import pages
 
 PAGES = {page.name: page for page in pages.docs()}
-SECONDS = {"use_it_in.md": 15.0, "add_an_operator.md": 10.0}  # the one imports five packages, the other runs a whole suite
+SECONDS = {"use_it_in.md": 15.0, "add_an_operator.md": 10.0}  # the first imports five packages, the second runs a whole suite
 
 
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
-    """A page that adds an operator leaves none behind."""
+    """Remove from the tables of `backends` what a page's program has added."""
     before = [(table, dict(table)) for table in (backends.FAMILIES, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
     yield
     for table, entries in before:
@@ -64,7 +64,7 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_every_public_name_is_in_the_api() -> None:
-    """Signatures and docstrings of the site are those of all names that can be imported, and of no others."""
+    """The site's API pages list exactly the public names."""
     listed = {name for page in (pages.DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
     assert listed == {f"{module.__name__}.{name}" for module in (cmab_kernels, nn, variants) for name in module.__all__}
 
@@ -79,7 +79,7 @@ def test_the_tests_that_pages_name_exist() -> None:
 
 
 def test_docstrings_are_statements() -> None:
-    """None begins in the middle of a sentence, such as "Of the keys." or "That was measured."."""
+    """No docstring is a fragment such as "Of the keys." or "That was measured."."""
     fragments = []
     for folder in ("cmab_kernels", "python", "docs", "bench"):
         for path in sorted((pages.ROOT / folder).rglob("*.py")):
@@ -92,12 +92,12 @@ def test_docstrings_are_statements() -> None:
 # ---- environment variables
 
 READS = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["'](\w+)["'](?!\] =)""")
-"""In Python and in C++; an assignment is none."""
+"""Reads of a named variable in Python and in C++; assignments do not count."""
 READS_SOME = re.compile(r"^.*environ(?:\.get\(|\[)[a-z_].*$", flags=re.MULTILINE)
-"""By a variable: its names must stand in the same line."""
+"""Reads in Python whose name is a variable; the possible names must be in the same line."""
 NAMES = re.compile(r"""["']([A-Z]\w+)["']""")
 DEFAULTS = re.compile(r"^(\w+) \?=", flags=re.MULTILINE)
-"""Variables of a Makefile that the environment may set."""
+"""Assignments in a Makefile that the environment may override."""
 
 
 def _variables_in(source: str) -> set[str]:
@@ -118,7 +118,7 @@ def _variables_read() -> set[str]:
 
 
 def _section(page: Path, heading: str) -> str:
-    """What stands under a heading, down to the next."""
+    """Return the text under a heading, down to the next heading."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert found, f"{page.name} has no section {heading!r}"
     return found[1]
@@ -129,7 +129,7 @@ def _first_column(table: str) -> set[str]:
 
 
 def test_environment_variables_are_those_that_are_read() -> None:
-    """Neither one that is not documented, nor one that nobody reads any more."""
+    """The page documents exactly the environment variables that the sources read."""
     documented = _first_column(_section(pages.DOCS / "environment.md", "Read by this project"))
     assert documented == _variables_read()
 

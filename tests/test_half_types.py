@@ -1,9 +1,9 @@
-"""What a half type costs on the CPU: the rounding of the result, and nothing else.
+"""A half type costs the rounding of the result on the CPU, and nothing else.
 
-Kernels widen float16 and bfloat16 to float32, so that results are those of the same numbers in float32, rounded once: to half a step of the
-type. Below 6e-5 float16 has steps of 2^-24 whatever the size, and rounding alone may be any error relative to a small result: gradients of
-small inputs and small scales lie there. A bound on the relative error has to allow for half a step, as that on torch's own error does,
-which has the same rounding in it.
+Kernels widen float16 and bfloat16 to float32. Results are those of the same numbers in float32, rounded once: to half a step of the type.
+Below 6e-5 float16 has steps of 2^-24 whatever the size of the number, and rounding alone may be any error relative to a small result,
+such as a gradient of small inputs and scales. So a bound on the relative error has to allow for half a step, as a bound by torch's own
+error does, which includes the same rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cmab_kernels.testing import oracles
 
 HALF = [torch.float16, torch.bfloat16]
 HALF_STEP = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}
-"""dtype -> half the distance of its subnormal numbers"""
+"""Maps a dtype to half the distance between its subnormal numbers."""
 
 
 def _pick(*choices: float) -> float:
@@ -38,7 +38,7 @@ def _gradients(inputs: list[Tensor], dout: Tensor, scale: float) -> tuple[Tensor
 @pytest.mark.parametrize("keys", [64, 65, 513, 2049])
 @pytest.mark.parametrize("width, value_width", [(1, 64), (4, 100), (16, 256), (64, 129)])
 def test_gradients_are_those_of_float32_rounded(isa: str, width: int, value_width: int, keys: int, dtype: torch.dtype) -> None:
-    """Keys and values of size 0.01 and a scale of 1e-3 among others: gradients of keys from 1e-10 on."""
+    """Gradients are right for values of size 0.01 and a scale of 1e-3 as well, where they are as small as 1e-10."""
     latents = int(_pick(1, 3, 40))
     for size, scale in ((0.01, 1e-3), (0.01, width**-0.5), (1.0, 1e-3), (1.0, width**-0.5)):
         inputs = [(size * torch.randn(1, 2, n, w)).to(dtype) for n, w in ((latents, width), (keys, width), (keys, value_width))]
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_float32_rounded(isa: str, width: int, value_widt
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> None:
-    """Every element, against float64: half a step of the type, and what float32 may be off by."""
+    """Each element is off from float64 by at most half a step of the type, and what float32 may be off by."""
     for _ in range(20):
         latents, keys, width, value_width = (int(_pick(*choices)) for choices in ((1, 3, 40), (64, 200), (1, 8, 64), (64, 128)))
         size, scale = _pick(0.003, 0.01, 0.1), _pick(1e-3, 1e-2, width**-0.5)
@@ -73,7 +73,7 @@ def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("exact", [False, True], ids=["nystrom", "attention"])
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 def test_streams_are_those_of_float32_rounded(isa: str, output: str, exact: bool, dtype: torch.dtype) -> None:
-    """Values of size 1e-4 are subnormal in float16."""
+    """Streams of values of size 1e-4, which are subnormal in float16, are those of float32, rounded."""
     for size, value_size in ((1.0, 1.0), (0.01, 1e-4), (3.0, 1e-2)):
         tokens = [(factor * torch.randn(1, 2, 90, width)).to(dtype) for factor, width in ((size, 8), (size, 8), (value_size, 5))]
         landmarks = None if exact else (size * torch.randn(2, 4, 8), size * torch.randn(2, 4, 8))

@@ -1,4 +1,4 @@
-"""An implementation asked for by name runs or raises; one that the operator does not have is an error that lists what it has."""
+"""An implementation that is asked for by name runs or raises. An unknown name is an error that lists the known ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_unknown_implementation_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 def test_what_the_set_does_not_have_is_an_error_and_what_cannot_run_says_why(name: str, impl: str) -> None:
-    """On a CPU, without Triton's interpreter: nothing else runs in its place."""
+    """On a CPU without Triton's interpreter a named GPU implementation raises; nothing else runs in its place."""
     has = impl in backends.FAMILIES[backends.OPERATORS[name]]
     with pytest.raises(RuntimeError if has else ValueError, match=f"`impl` is '{impl}'"):
         CALLS[name](impl)
@@ -82,7 +82,7 @@ def test_every_implementation_that_explain_calls_usable_runs(name: str) -> None:
 
 
 def test_an_estimator_that_triton_sums_is_solved_by_what_solves_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton has no solve: a composition says in its docstring that its second part then chooses for itself."""
+    """Triton has no solve: an estimator summed by "triton" chooses the implementation of its solve as "auto" does."""
     asked: list[tuple[str, str]] = []
     choose = backends.choose
 

@@ -25,7 +25,7 @@ def test_every_section_is_there(printed: str) -> None:
 
 
 def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
-    """Names longer than their column once ran into the name of the device."""
+    """A name longer than its column does not run into the name of the device."""
     lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines()]
     assert {line[0] for line in lines} == set(OPERATORS)
     for operator, device, *rest in lines:

@@ -1,4 +1,4 @@
-"""The source distribution and the wheels: what is in them, and that they run where the checkout is not."""
+"""The source distribution and the wheels: their contents, and that they run away from the checkout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ assert all(tensor.isfinite().all() for tensor in (out, fit, step, summary))
 print("extension", "cmab_kernels._C" in sys.modules)
 print(info.report())
 """
-"""A call of each family, a module, and what `info` prints, from wherever the package is found."""
+"""A program that calls each family and a module, and prints `info`, with whichever package Python finds."""
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "setup.py").exists() or any(importlib.util.find_spec(name) is None for name in ("ninja", "pybind11", "setuptools")),
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _build(what: str, source: Path, target: Path, **variables: str) -> Path:
-    """`what` is "sdist" or "wheel"; the file that setuptools writes to `target`."""
+    """Build `what`, "sdist" or "wheel", in `source`; return the file that setuptools writes to `target`."""
     target.mkdir(parents=True)
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(target)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source, env={**_outside(), **variables}, check=True, capture_output=True)
@@ -53,12 +53,12 @@ def _build(what: str, source: Path, target: Path, **variables: str) -> Path:
 
 
 def _outside() -> dict[str, str]:
-    """The environment without what leads Python to the checkout or setup.py to a compiler of the tests."""
+    """Return the environment without variables that lead Python to the checkout, or setup.py to a compiler of the tests."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CUDA_HOME", "CMAB_KERNELS_BUILD")}
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    """What Python prints where the package is to be had from `folder` alone: -S keeps the finder of an editable installation away."""
+    """Return what Python prints when the package is found in `folder` only: -S turns off an editable installation's finder."""
     environment = {**_outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(DEPENDENCIES)])}
     done = subprocess.run([sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def _run(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that the checkout stays as it is; unpacked."""
+    """Build a source distribution from a copy, so that the checkout does not change; return the unpacked folder."""
     copy = tmp_path_factory.mktemp("checkout") / "copy"
     copy.mkdir()
     for name in ("csrc", "cmab_kernels", "tests"):
@@ -90,7 +90,7 @@ def test_the_source_distribution_holds_what_it_needs(sdist: Path) -> None:
 
 
 def test_the_source_distribution_holds_nothing_else(sdist: Path) -> None:
-    """No tests (they would be without their data), and nothing that an earlier build left in the checkout."""
+    """There are no tests, whose data are missing, and nothing that an earlier build left in the checkout."""
     top = {path.name for path in sdist.iterdir() if path.is_dir()}
     assert top == {"csrc", "cmab_kernels", "cmab_kernels.egg-info"}
     assert not [path for path in sdist.rglob("*") if path.suffix in (".so", ".pyc") or path.name == "_build.json"]
@@ -123,7 +123,7 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
 
 @pytest.mark.nightly
 def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Path) -> None:
-    """Installed by pip into an environment of its own, which borrows torch and the other dependencies from this one."""
+    """pip installs the wheel into its own environment, which takes torch and other dependencies from this one."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("there is no compiler on the PATH")
     wheel = _build("wheel", sdist, tmp_path / "wheel", CMAB_KERNELS_BUILD="1")

@@ -1,4 +1,4 @@
-"""The README's programs run as they stand, and what it names is there."""
+"""The README's programs run as they stand, and what it names exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import pages
 
 
 def test_it_is_short() -> None:
-    """A newcomer reads one page, one program and one table of seven rows; what is longer belongs to docs/."""
+    """The README is one page with one program and two short tables; everything longer belongs to docs/."""
     assert len(pages.README.read_text().splitlines()) <= 120
     (program,) = pages.programs(pages.README)
     assert len(program.strip().splitlines()) <= 24

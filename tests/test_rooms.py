@@ -1,4 +1,4 @@
-"""What each room of the house may import, and that every operator set has its rooms: docs/architecture.md as a test."""
+"""Every operator set has its rooms, and each room imports only what it may: docs/architecture.md as a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cmab_kernels.backends import FAMILIES, SETS
 
 HOUSE = Path(cmab_kernels.__file__).parent
 SHARED = {"checks", "dtypes", "tracing"}
-"""Shared modules that know nothing of operators."""
+"""Shared modules that do not know the operators."""
 
 MAY = {
     "api": {"api", "schema", "reference", "state", "dual", "backends", "public", *SHARED},
@@ -26,11 +26,11 @@ MAY = {
     "kernels": {"kernels", "triton_common", "tiles", "dtypes"},
     "costs": {"reference", "constants"},
 }
-"""room -> what it may import of this package, in its own family; "public" is what another family exports to users"""
+"""What each room may import from its own family; "public" stands for the names that another family exports to users."""
 
 
 def _imports(file: Path) -> Iterator[tuple[str, ...]]:
-    """What a file imports of this package, as paths from its root: ("intention", "solve", "api")."""
+    """Return what a file imports from this package, as paths from its root, such as ("intention", "solve", "api")."""
     inside = file.relative_to(HOUSE).parts[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -42,7 +42,7 @@ def _imports(file: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _room(path: tuple[str, ...], family: str) -> str:
-    """Which room, or shared module, an import goes to."""
+    """Return the room, or the shared module, that an import belongs to."""
     if path[0] not in {name.split(".")[0] for name in SETS}:
         return path[0]
     if path[0] != family:
@@ -51,7 +51,7 @@ def _room(path: tuple[str, ...], family: str) -> str:
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:
-    """(family, room, file) of every room of every set."""
+    """Yield (family, room, file) for each room of each set."""
     for name in SETS:
         folder = HOUSE.joinpath(*name.split("."))
         for room in MAY:

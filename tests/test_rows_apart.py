@@ -1,7 +1,7 @@
-"""Promises P1 and P3: what stands in one row of queries changes no bit of another row, in every operator that takes queries.
+"""Promises P1 and P3: a row of queries changes no bit of another row, in every operator that takes queries.
 
-The kernels work on blocks of rows, one row a vector lane or one a row of a tile. A row that is poisoned, rescaled or slow must leave the
-order in which its neighbours are added up as it was.
+The kernels work on blocks of rows, a row to each vector lane or to each row of a tile. A NaN, a rescaling or a slow path in one row must
+not change the order in which the rows beside it are added up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "opposite": torch.neg,
     "huge": lambda row: 300 * row,
 }
-"""What a row is replaced by."""
+"""Functions that make the replacement of a row."""
 
 FINITE = {name: CHANGES[name] for name in ("zero", "opposite", "huge")}
 
@@ -41,14 +41,14 @@ def _instruction_sets() -> list[str]:
 
 @pytest.fixture(params=_instruction_sets())
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every instruction set of this processor, and AMX in software."""
+    """Run a test for every instruction set of this processor, and for AMX in software."""
     monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
     assert load().instruction_set() == request.param
     return request.param
 
 
 Operator = Callable[[Tensor], tuple[Tensor, ...]]
-"""From queries (.., L, D) to results whose rows are those of the queries: (.., L) or (.., L, width)."""
+"""Maps queries (.., L, D) to results with a row for each query: (.., L) or (.., L, width)."""
 
 
 def _rows(results: tuple[Tensor, ...], length: int, kept: Tensor) -> list[Tensor]:
@@ -56,7 +56,7 @@ def _rows(results: tuple[Tensor, ...], length: int, kept: Tensor) -> list[Tensor
 
 
 def _check(operator: Operator, query: Tensor, row: int, changes: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Replaces `row`, a row of large logits, by each of the changes; and then all others, while it stays."""
+    """Replace `row`, which has large logits, by each of the changes, and then all other rows: the rows that stay keep their bits."""
     length = query.shape[-2]
     query[..., row, :] *= 30
     others = torch.arange(length) != row
@@ -73,7 +73,7 @@ def _check(operator: Operator, query: Tensor, row: int, changes: dict[str, Calla
 
 
 def _differentiated(operator: Callable[..., tuple[Tensor, ...]], query: Tensor) -> tuple[Tensor, ...]:
-    """The results, and the gradient of the queries for a cotangent of ones."""
+    """Return the results, and the gradient with respect to the queries for incoming gradients of 1."""
     leaf = query.detach().requires_grad_()
     results = operator(leaf)
     (gradient,) = torch.autograd.grad(results, leaf, tuple(torch.ones_like(t) for t in results))
@@ -128,7 +128,7 @@ def test_nystrom_attention(engine: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_continual_nystrom_attention(engine: str, dtype: torch.dtype) -> None:
-    """A query of the first window; the window is shown to the end."""
+    """One query of the window changes; the outputs of all tokens of the window are compared."""
     q, k, v = (_random(1, 2, 43, 8, dtype=dtype) for _ in range(3))
     landmarks = (_random(2, 4, 8, dtype=dtype), _random(2, 4, 8, dtype=dtype))
 
@@ -143,7 +143,7 @@ def test_continual_nystrom_attention(engine: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_landmarks(engine: str, dtype: torch.dtype) -> None:
-    """The rows of a stream's sums are its landmarks; some are made from the window again while others are updated."""
+    """A stream has a row of sums for each landmark; some are recomputed from the window while others are updated."""
     tokens = [_random(1, 2, 90, 8, dtype=dtype) for _ in range(3)]
     far = _random(2, 9, 8, dtype=dtype)
 
@@ -158,7 +158,7 @@ def test_sums_of_landmarks(engine: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_continual_attention(engine: str, dtype: torch.dtype) -> None:
-    """A query of the first window, after thirty steps: the rows are those of the window's queries."""
+    """A query of the first window changes; after thirty steps the other rows, one for each query of the window, are compared."""
     q, k, v = (_random(1, 2, 70, 8, dtype=dtype) for _ in range(3))
 
     def attend(query: Tensor) -> tuple[Tensor, ...]:

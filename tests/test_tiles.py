@@ -1,4 +1,4 @@
-"""The table of tuned block sizes: what it names is launched, what it does not falls back, and what is no tile is refused."""
+"""The table of tuned block sizes: an entry is used, a missing one falls back to the default, and an invalid one is refused."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ LAUNCHED = {
 
 
 def _everything(dtype: torch.dtype) -> None:
-    """Each kernel that has a table."""
+    """Launch each kernel that has a table."""
     from cmab_kernels.attention import kernels as attention
     from cmab_kernels.intention import kernels as intention
     from cmab_kernels.nystrom import kernels as nystrom
@@ -239,7 +239,7 @@ print(json.dumps({
 
 
 def test_results_are_right_with_other_tiles() -> None:
-    """Each kernel that has a table, in the interpreter: several blocks of queries, ragged runs."""
+    """Each kernel that has a table is right with other tiles, in the interpreter, over several blocks of queries and runs of any length."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,4 +1,4 @@
-"""Whoever watches a call sees it: `torch.jit.trace`, fake and meta tensors, `torch.export` of every module."""
+"""Calls are visible to `torch.jit.trace`, to fake and meta tensors, and to `torch.export`, for every operator and module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cmab_kernels import backends
 from cmab_kernels import nn as modules
 
 SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
-"""Of query, key and value."""
+"""Shapes of query, key and value."""
 
 
 def _remove(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -60,7 +60,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 class SelfAttended(nn.Module):
-    """A module that attends, on one sequence: its output alone."""
+    """A module that calls an attention module on one sequence, and returns the output alone."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     ),
     "CircularPositionalEncoding": (lambda: modules.CircularPositionalEncoding(16, 12, batch_first=True), 1),
 }
-"""module -> (how it is made, how many inputs (B, N, 16) it takes)"""
+"""Maps the name of a module to (its constructor, its number of inputs of shape (B, N, 16))."""
 
 
 def _inputs(seed: int = 0) -> tuple[Tensor, ...]:
@@ -108,7 +108,7 @@ def test_every_operator_is_traced_here() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_a_traced_function_computes_what_it_traced(name: str, impl: str) -> None:
-    """On inputs that the trace has not seen, and with memory that is poisoned before it is written."""
+    """A traced function is right on inputs that the trace has not seen, and writes all memory: uninitialised memory is NaN."""
     function = OPERATORS[name]
     with ck.use_impl(impl):
         traced = torch.jit.trace(function, _inputs(), check_trace=False)
@@ -131,7 +131,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str, impl: str) -> None
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_meta_tensors_have_the_shapes_of_real_ones(name: str) -> None:
-    """Nothing is computed: so nothing warns of what computing it would cost."""
+    """Meta tensors compute nothing, so there is no warning of the cost either."""
     wanted = list(_flat(OPERATORS[name](*_inputs())))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,10 @@ def test_every_module_is_exported_here() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_export_of_a_module(name: str) -> None:
-    """Parameters record gradients, so the program has the operators that dispatch in it, and computes what the module does."""
+    """The exported program computes what the module does.
+
+    Parameters record gradients, so that calls reach the dispatcher and the program has the operators in it.
+    """
     module, inputs = _module(name)
     program = torch.export.export(module, inputs, strict=False)
     fresh = tuple(torch.randn_like(t) for t in inputs)
@@ -193,7 +196,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize(("name", "options"), [("NystromAttention", "num_landmarks=4"), ("MultiheadIntention", "")])
 def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: str) -> None:
-    """Implementations are imported while the compiler traces: it must see those that it did not know when it began."""
+    """The first call imports implementations while the compiler traces; it must see those it did not know when it began."""
     program = _FIRST_CALL.format(name=name, options=options)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

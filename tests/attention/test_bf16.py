@@ -23,7 +23,7 @@ WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100
 
 
 def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs what follows on one engine, or skips the test where this processor has none of the kind; all need AVX512-BF16."""
+    """Run what follows on one engine, or skip the test where this processor lacks it; all engines need AVX512-BF16."""
     extension = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
     needed = "amx" if name == "amx" else "avx512bf16"
     if needed not in extension.instruction_sets():
@@ -34,7 +34,7 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["avx512bf16", "amx", "amx_emulated"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test on each engine."""
+    """Run a test once on each engine."""
     _use(request.param, monkeypatch)
     return request.param
 
@@ -52,7 +52,7 @@ def _integers(low: int, high: int, *shape: int) -> Tensor:
 
 
 def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: Tensor | None = None, offsets: Tensor | None = None) -> None:
-    """Four times the rounding of the format, of what a gradient's terms add up to."""
+    """Check that each row of a gradient is within four roundings of bfloat16, relative to the terms that it adds up."""
     dout, dlse = _random(*state.out.shape).float(), torch.randn(state.lse.shape, dtype=torch.float64)
     dlse = torch.where(state.lse.isinf(), 0.0, dlse)
     mine = torch.autograd.grad((state.out, state.lse), inputs, (dout, dlse))
@@ -70,7 +70,7 @@ def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: T
 def test_hardware_tiles_give_the_bits_of_tiles_in_software(
     latents: int, keys: int, width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and gradients of AMX are those of the emulation that other machines test."""
+    """AMX gives the same bits as its emulation, which is what other machines test."""
     inputs = [_random(1, 2, *shape).requires_grad_() for shape in ((latents, width), (keys, width), (keys, value_width))]
     results = []
     for name in ("amx", "amx_emulated"):
@@ -137,7 +137,7 @@ def test_scales(engine: str, scale: float) -> None:
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_large_logits(engine: str, size: float) -> None:
-    """lse stays exact to float32 of the logits, weights to their differences."""
+    """At large logits lse is as exact as float32 logits are, and weights are as exact as the differences of logits."""
     q, k, v = torch.full((1, 1, 2, 1), 1.0), size + torch.randn(1, 1, 100, 1), torch.randn(1, 1, 100, 4)
     inputs = [t.bfloat16().requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, scale=1.0)
@@ -146,13 +146,13 @@ def test_large_logits(engine: str, size: float) -> None:
 
 
 def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
-    """Weights are divided by the sum of the weights as they were rounded."""
+    """Weights are divided by the sum of the rounded weights, so that the mean of equal values is that value."""
     q, k, v = _random(1, 2, 20, 8), _random(1, 2, 7, 8), torch.full((1, 2, 7, 3), 0.75).bfloat16()
     assert (_state(q, k, v).out - 0.75).abs().max() < 1e-6
 
 
 def test_gradients_take_lse_in_two_parts(engine: str) -> None:
-    """At logits of 1e6 a float32 lse is off by 3 %, and with it every weight."""
+    """At logits of 1e6 a float32 lse is off by 3 %, and every weight with it: the backward pass takes lse as two float32 numbers."""
     q = torch.stack([torch.linspace(1.0, 1.9, 8), torch.ones(8)], -1)[None, None].bfloat16()
     k = torch.stack([torch.full((40,), 2.0**20), torch.randint(0, 3, (40,)).float()], -1)[None, None].bfloat16()
     v = _random(1, 1, 40, 1).requires_grad_()
@@ -164,7 +164,7 @@ def test_gradients_take_lse_in_two_parts(engine: str) -> None:
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e9, -1e9, 1e38, -1e38])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
-    """Every key at the logit, or one among keys at 0: the rounding of a large logit is no weight."""
+    """All keys have the extreme logit, or one key among keys of logit 0; the rounding of a large logit must not change weights."""
     k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
     k[:, :, 33] = logit
     inputs = [t.bfloat16().requires_grad_() for t in (torch.ones(1, 1, 2, 1), k, torch.randn(1, 1, 70, 3))]
@@ -174,7 +174,7 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
     assert (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * abs(logit)
     dquery, *others = torch.autograd.grad(tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse)))
     assert not any(g.isnan().any() for g in others)
-    if among or abs(logit) < 1e38:  # else log 70 is beneath lse's last bit, every P is 1, and the sum of dS K overflows
+    if among or abs(logit) < 1e38:  # else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows
         assert not dquery.isnan().any()
 
 
@@ -183,7 +183,10 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
 
 @pytest.mark.parametrize("keys", [*range(1, 35), 47, 48, 49, 63, 64, 65, 66, 95, 96, 97, 127, 128, 129, 191, 193, 1023, 1025])
 def test_every_key_counts_once(engine: str, keys: int) -> None:
-    """Keys of 0 weigh 1: a mean of integers and log N, to float32's last bits, with and without a mask."""
+    """Keys of 0 have weight 1.
+
+    So the result is a mean of integers, and lse is log N, to the last bits of float32, with and without a mask.
+    """
     q, k, v = _random(1, 1, 3, 5), torch.zeros(1, 1, keys, 5).bfloat16(), _integers(-8, 9, 1, 1, keys, 3)
     for mask in (None, torch.rand(1, keys) < 0.4):
         seen = torch.ones(keys, dtype=torch.bool) if mask is None else ~mask[0]
@@ -197,7 +200,7 @@ def test_every_key_counts_once(engine: str, keys: int) -> None:
 
 @pytest.mark.parametrize("keys, masked", [(32, False), (64, False), (100, True), (128, True), (1000, True)])
 def test_exact_gradients(engine: str, keys: int, masked: bool) -> None:
-    """A power of two of equal weights makes P and dS representable: gradients are exact but for the rounding of the result."""
+    """A number of equal weights that is a power of two makes P and dS exact in bfloat16, so only the result of a gradient is rounded."""
     visible = keys if not masked else 64
     mask = None
     if masked:
@@ -339,7 +342,7 @@ def test_same_bits_alone_and_for_any_thread_count(engine: str, latents: int, key
 
 
 def test_the_engines_agree(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """Both round the same operands and differ in the order of float32 sums alone."""
+    """Both engines round the same operands, and differ only in the order of float32 sums."""
     inputs = [_random(1, 2, n, 24) for n in (50, 500, 500)]
     mine = _state(*inputs)
     monkeypatch.setenv("CMAB_KERNELS_ISA", "avx512bf16")

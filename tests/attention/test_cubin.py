@@ -27,12 +27,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys")
 ORDINARY = [("bf16", 16, 90), ("bf16", 128, 90), ("bf16", 64, 100), ("fp32", 64, 100), ("fp16", 64, 80), ("fp32", 16, 90), ("fp64", 16, 90)]
 SPILLING = {("bf16", 64, 80), ("bf16", 128, 80), *(("fp64", 256, capability) for capability in (80, 90, 100))}
-"""Known to spill, 2 % of the instructions in float64 and in heads of 64, a tenth in the other backward: no tile was found that does not."""
+"""Kernels known to spill, 2 % to 10 % of the instructions; no tile was found that avoids it."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
 def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = False, state: bool = False) -> list[Launch]:
-    """Of a forward and a backward: several runs, ragged, and where asked for with a mask and an incoming state."""
+    """Record the launches of a forward and a backward pass over several runs of keys, on request with a mask and an incoming state."""
     q, k, v = (torch.empty(1, 4, n, width, dtype=dtype) for n in (latents, 5003, 5003))
     out, lse = torch.empty(1, 4, latents, width, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 4, latents).double()
     ignore = torch.zeros(1, 5003, dtype=torch.bool) if mask else None
@@ -57,7 +57,10 @@ def _check(found: list[Launch], capability: int, folder: Path) -> list[str]:
 
 
 def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
-    """One block of queries, and several. Wide float32 is multiplied in float32: its parts would not fit in registers."""
+    """Check what is launched for one block of queries and for several.
+
+    Float32 heads are not split into bfloat16 parts where they are wide: the parts would not fit in registers.
+    """
     with as_if_on(capability):
         found = {launch.kernel.__name__: launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)}
     assert set(found) == {"_forward", "_merge", "_row_terms", "_backward_keys", "_backward", "_sum_runs"}
@@ -89,15 +92,15 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path, request
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> None:
-    """In float64 Triton's own assertion failed: a mask of bytes is not to be seen by the product."""
+    """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernel must keep them apart."""
     assert _check(_launches(dtype, 16, mask=True, state=True), 90, tmp_path) == []
 
 
 def test_one_multiply_add_a_score(tmp_path: Path) -> None:
-    """Scale and maximum meet a score in one instruction, and no other product comes with a score."""
+    """The scale and the maximum are applied to a score in one multiply-add, and scores are multiplied by nothing else."""
     launch = _launches(torch.bfloat16, 16)[0]
     figures = compiled(launch, 90, tmp_path)
-    scores = 2 * 128 * 64 // 128  # of a thread, in the loop and in the tail
+    scores = 2 * 128 * 64 // 128  # for each thread, in the loop and in the tail
     assert scores <= figures.count("MUFU.EX2") <= 1.1 * scores
     assert figures.count("FFMA") <= 1.15 * scores and figures.count("FMUL") <= 0.8 * scores
     split = compiled(launch._replace(options=launch.options | {"enable_fp_fusion": False}), 90, tmp_path)
@@ -125,7 +128,7 @@ def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
 
 
 def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
-    """Triton compiles it all the same; its launcher then refuses."""
+    """Triton compiles a kernel that needs too much tensor memory, and fails only at its launch; the check sees it before."""
     with mock.patch.object(launches, "_FORWARD", {"bf16x6": {64: Tiles(128, 32, 8, 2)}}):
         launch = _launches(torch.float32, 64)[0]
     assert any("columns of tensor memory" in fault for fault in faults(compiled(launch, 100, tmp_path), True))
@@ -153,13 +156,13 @@ def _wide(pointer, stride, ROWS: tl.constexpr):
 
 @pytest.mark.parametrize("kernel, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
 def test_narrow_offsets_are_seen(kernel: triton.JITFunction, sound: bool, tmp_path: Path) -> None:
-    """A stride of 2**30 elements fits in 32 bits, and so Triton passes it; its multiples do not."""
+    """Triton passes a stride of 2^30 as 32 bits, in which its multiples overflow; the check sees a kernel that multiplies so."""
     (launch,) = record(lambda: kernel[(1,)](torch.empty(1), 2**30, 64))
     assert (narrow_offsets(compiled(launch, 90, tmp_path).ttir) == []) == sound
 
 
 def test_strides_beyond_32_bits_reach_the_kernel(tmp_path: Path) -> None:
-    """On meta tensors: no memory is behind them."""
+    """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         q, k = torch.empty(1, 1, 4, 8), torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
         (launch,) = record(lambda: kernels.attention_forward(q, k, k, None, None, None, None, 1.0))

@@ -25,7 +25,7 @@ EVERYTHING = (True, True, True)
 
 @pytest.fixture(autouse=True)
 def margins() -> Iterator[None]:
-    """Results lie between margins that must stay as they were."""
+    """Put results between margins of memory, and check at the end of the test that no kernel wrote to the margins."""
     with guarded_results():
         yield
 
@@ -63,7 +63,10 @@ class Case:
         )
 
     def check(self, tolerance: float) -> None:
-        """Every row within `tolerance` of its size; lse likewise; a gradient's row of its tensor's median row too, as rows may cancel."""
+        """Check each row within `tolerance` of its size, and lse likewise.
+
+        Rows of gradients may cancel, so their size is at least the median row's.
+        """
         (out, lse), grads = self.expected()
         assert not self.out.isnan().any() and (row_error(self.out, out) <= tolerance).all(), "out"
         assert torch.equal(self.lse == -math.inf, lse == -math.inf) and self.lse.dtype == torch.float64
@@ -109,7 +112,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3}
     ],
 )
 def test_shapes(dtype: torch.dtype, latents: int, keys: int, width: int, value_width: int) -> None:
-    """Ragged tiles of queries and keys, odd widths."""
+    """The last tile of queries and of keys is not full, and widths are odd."""
     Case(*_inputs(2, 2, latents, keys, width, value_width, dtype)).check(TOLERANCE[dtype])
 
 
@@ -125,7 +128,7 @@ def test_several_blocks_of_queries(latents: int, keys: int) -> None:
 
 @pytest.mark.parametrize("masked", [slice(0, 64), slice(64, 128), slice(1024, 1100), slice(1, None), slice(None)])
 def test_masks_hide_nan(masked: slice) -> None:
-    """A first, middle and last tile, a whole run, all keys but one, all keys, none."""
+    """Masks hide a first, middle or last tile, a whole run, all keys but one, all keys, or none; hidden keys are NaN."""
     q, k, v = _inputs(2, 1, 5, 1100, 8, 4, torch.float64)
     mask = torch.zeros(2, 1100, dtype=torch.bool)
     mask[1, masked] = True
@@ -144,7 +147,7 @@ def test_a_mask_of_any_strides() -> None:
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [1030, 7, 0, 1100], [1], [0], [1100]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
-    """Slots by set and slots by offset; a set gives the same bits packed and alone."""
+    """Packed sets are right, whether slots are counted by set or by offset, and have the same bits as each set alone."""
     offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype)
     q, k, v = torch.randn(len(sizes), 1, 6, 8).double(), *_inputs(1, 1, sum(sizes), sum(sizes), 8, 5, torch.float64)[1:]
     packed = Case(q, k, v, torch.rand(1, sum(sizes)) < 0.1, offsets)
@@ -160,7 +163,7 @@ def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
 
 
 def test_wrong_offsets_read_nothing_out_of_bounds() -> None:
-    """On a GPU nobody looks at them. Every number is finite: no margin was read."""
+    """Offsets are not checked on a GPU: wrong ones must be clamped. A finite result shows that no margin, which is NaN, was read."""
     q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, 70, 8, 8, torch.float32)[1:]
     for offsets in ([-5, 900, 20, 3, 70], [70, 0, 70, 0, 70], [2**40, -(2**40), 10, 20, 1000]):
         out, _ = kernels.attention_forward(q, k, v, None, torch.tensor(offsets), None, None, 1.0)
@@ -169,7 +172,7 @@ def test_wrong_offsets_read_nothing_out_of_bounds() -> None:
 
 @pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])
 def test_states(keys: int, packed: bool) -> None:
-    """Merged with a state of any strides, some rows of which, and then all, are empty."""
+    """Keys merge with an incoming state of any strides, of which some rows, or all, are empty."""
     q, k, v = _inputs(1, 2, 5, keys, 8, 6, torch.float64)
     offsets = torch.tensor([0, keys]) if packed else None
     out = torch.randn(2, 1, 6, 5).double().transpose(0, 1).mT
@@ -184,7 +187,7 @@ def test_states(keys: int, packed: bool) -> None:
 
 @pytest.mark.parametrize("latents", [5, 129])
 def test_needs(latents: int) -> None:
-    """What is not needed is not computed, and the rest has the same bits; one block of queries and several."""
+    """Gradients that are not asked for are not computed, and the others keep their bits, for one block of queries and for several."""
     inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
     for needs in itertools.product((False, True), repeat=3):
@@ -203,7 +206,7 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("latents, keys, width, value_width", [(2, 1100, 16, 16), (17, 197, 8, 24)])
 def test_accuracy(law: str, latents: int, keys: int, width: int, value_width: int) -> None:
-    """float32 within the bounds of every other implementation."""
+    """Float32 results stay within the bounds that hold for every implementation."""
     q, k, v = (LAWS[law](1, 2, n, w) for n, w in ((latents, width), (keys, width), (keys, value_width)))
     case = Case(q, k, v, cotangents=(torch.randn(1, 2, latents, value_width), torch.zeros(1, 2, latents).double()))
     (out, lse), grads = case.expected()
@@ -223,7 +226,7 @@ def test_accuracy(law: str, latents: int, keys: int, width: int, value_width: in
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(logit: float, among: bool) -> None:
-    """Every key at the logit, or one among keys at 0."""
+    """All keys have the extreme logit, or one key among keys of logit 0."""
     k = torch.full((1, 1, 70, 1), 0.0 if among else logit)
     k[:, :, 33] = logit
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
@@ -236,7 +239,10 @@ def test_extreme_logits(logit: float, among: bool) -> None:
 
 
 def test_small_weights_in_float16() -> None:
-    """Two thousand keys of weight 1e-7 beside one of weight 1: about the smallest number of float16, and all of the result."""
+    """Two thousand keys of weight 1e-7 beside one of weight 1.
+
+    Weights near the smallest float16 number make up the whole result, and must not be flushed to 0.
+    """
     k = torch.zeros(1, 1, 2000, 1, dtype=torch.float16)
     k[:, :, 0] = 16.0
     v = torch.full((1, 1, 2000, 1), 1000.0, dtype=torch.float16)
@@ -247,7 +253,7 @@ def test_small_weights_in_float16() -> None:
 
 
 def test_large_gradients_in_float16() -> None:
-    """A scaled loss: dout beyond float16, the gradients within."""
+    """The loss is scaled: incoming gradients exceed float16, the gradients of the inputs do not."""
     q, k, v = _inputs(1, 1, 4, 1000, 8, 8, torch.float16)
     Case(q, k, v, cotangents=(torch.randn(1, 1, 4, 8) * 1e5, torch.zeros(1, 1, 4).double())).check(4e-3)
 
@@ -259,7 +265,10 @@ def test_scales(scale: float) -> None:
 
 
 def test_infinities_stay_in_their_row() -> None:
-    """A NaN query, and a score of +inf, spoil one row; the keys' gradients lose nothing but that row's share."""
+    """A NaN in a query, or a score of +inf, makes one row NaN.
+
+    Other rows keep their bits, and gradients of keys lose that row's share only.
+    """
     q, k, v = _inputs(1, 2, 40, 100, 8, 4, torch.float32)
     clean = Case(q, k, v)
     for poison in (math.nan, math.inf):
@@ -274,7 +283,7 @@ def test_infinities_stay_in_their_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_large_query_changes_no_other_row(dtype: torch.dtype) -> None:
-    """Its logits grow all along; the rows of its block keep their bits."""
+    """One query's running maximum is rescaled at every block of keys; the other rows of its tile keep their bits."""
     q, k, v = _inputs(1, 2, 40, 300, 8, 8, dtype)
     clean = Case(q, k, v)
     large = q.clone()
@@ -296,7 +305,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    """Inputs, and gradients of a sum, of any strides."""
+    """Inputs and incoming gradients may have any strides; the gradient of a sum has stride 0."""
     inputs = tuple(LAYOUTS[layout](t) for t in _inputs(2, 2, 5, 133, 16, 7, torch.float64))
     dout, dlse = torch.randn(2, 2, 5, 7).double(), torch.randn(2, 2, 5).double()
     Case(*inputs, cotangents=(LAYOUTS[layout](dout), LAYOUTS[layout](dlse[..., None])[..., 0])).check(1e-12)
@@ -304,7 +313,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_same_bits_again_and_alone() -> None:
-    """On every run, and for a batch element by itself: mask, several runs."""
+    """Bits are the same on every run, and for a batch element by itself, with a mask and several runs of keys."""
     q, k, v = _inputs(2, 1, 5, 1100, 8, 8, torch.float32)
     mask = torch.rand(2, 1100) < 0.2
     whole = Case(q, k, v, mask)
@@ -320,7 +329,7 @@ def test_same_bits_again_and_alone() -> None:
 
 @pytest.mark.parametrize("queries", [1, 128, 129, 1000, 10**6])
 def test_runs_cover_the_keys(queries: int) -> None:
-    """At most `most_runs`, none but the last short, whatever the number of keys; slots by offset never meet."""
+    """Runs cover every key, for any number of keys: at most `most_runs` of them, of which only the last may be short."""
     for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
         cut = runs.cut_keys(1, queries, keys, packed=False)
         length = int(runs.run_length.fn(keys, cut.most_runs))

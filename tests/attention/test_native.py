@@ -19,7 +19,7 @@ native = pytest.importorskip("cmab_kernels.attention.native", reason="the extens
 
 ALL = (True, True, True)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Of the largest entry of a result's row, beyond what rounding the inputs' type allows for.
+# The error allowed, relative to the largest entry of a result's row, beyond the rounding of the inputs' type.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 32 * 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
@@ -43,7 +43,10 @@ def _case(batch: int, heads: int, latents: int, keys: int, width: int, value_wid
 
 
 def _row_error(ours: Tensor, right: Tensor, floor: float = 1e-2) -> float:
-    """The largest difference in a row, by the row's largest entry, or by `floor` of the tensor's: terms may cancel in a row."""
+    """Return the largest error of an element, relative to the largest element of its row.
+
+    Terms may cancel in a row, so this is at least `floor` times the largest element of the tensor.
+    """
     if right.numel() == 0:
         return 0.0
     size = right.abs().amax(-1, keepdim=True).clamp(min=floor * float(right.abs().max()) + 1e-300)
@@ -54,7 +57,7 @@ def _row_error(ours: Tensor, right: Tensor, floor: float = 1e-2) -> float:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu: Tensor | None = None, scale: float | None = None
 ) -> None:
-    """Forward and backward against the definition in float64, row by row."""
+    """Compare forward and backward with the definition in float64, row by row."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tolerance = TOLERANCE[query.dtype]
     out, lse = native.attention_forward(query, key, value, mask, cu, None, None, scale)
@@ -202,7 +205,7 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38])
 @pytest.mark.parametrize("at", [0, 63, 64, 130])
 def test_a_key_of_another_size(isa: str, dtype: torch.dtype, logit: float, at: int) -> None:
-    """One key whose logit is far from the others', early or late: the running reference must follow, in either direction."""
+    """One key's logit is far above or below the others', early or late: the running reference of the exponentials must cope with both."""
     query = torch.ones(1, 1, 5, 1, dtype=dtype)
     key = torch.linspace(-1, 1, 150, dtype=torch.float64).to(dtype).view(1, 1, 150, 1).clone()
     key[0, 0, at] = logit
@@ -274,7 +277,7 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-    """(out, lse, dquery, dkey, dvalue) for gradients that depend on the shapes alone."""
+    """Return (out, lse, dquery, dkey, dvalue); incoming gradients depend on the shapes alone, so that parts of a batch can be compared."""
     scale = query.shape[-1] ** -0.5
     out, lse = native.attention_forward(query, key, value, mask, None, None, None, scale)
     dout = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out.shape[1:]).expand_as(out)
@@ -311,7 +314,7 @@ def test_more_than_65535_heads() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Two keys 2^31 elements apart in memory that is reserved and, but for them, never touched."""
+    """Two keys lie 2^31 elements apart: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
     query = torch.randn(1, 1, 3, 2, dtype=torch.float32)
     with tempfile.TemporaryFile() as sparse:
         sparse.truncate((2**31 + 2) * 4)

@@ -23,7 +23,7 @@ def _gradients(state: ck.AttentionState, inputs: tuple[Tensor, ...], weights: tu
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(impl: str, logit: float, among: bool) -> None:
-    """Every key at the logit, or one among keys at 0."""
+    """All keys have the extreme logit, or one key among keys of logit 0."""
     k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
     k[:, :, 33] = logit
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)
@@ -65,7 +65,10 @@ def test_a_bad_key_stays_in_its_set(impl: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_beyond_two_to_the_31_elements(dim: int) -> None:
-    """Batch elements, heads or keys 2^30 elements apart, the third beyond the reach of 32 bits; the memory between is never touched."""
+    """Batch elements, heads or keys lie 2^30 elements apart, so that the offset of the third exceeds 32 bits.
+
+    Memory between them is never touched.
+    """
     step = 2**30
     storage = torch.empty(0, dtype=torch.float16).set_(torch.UntypedStorage(2 * (2 * step + 64)))
     shape, strides = [1, 1, 1, 8], [8, 8, 8, 1]

@@ -12,7 +12,7 @@ from cmab_kernels.attention.reference import attention_backward_reference, atten
 
 
 def test_by_hand() -> None:
-    """Two keys of scores 0 and log 3: weights 1/4 and 3/4, lse = log 4."""
+    """Two keys of scores 0 and log 3 have weights 1/4 and 3/4, and lse = log 4."""
     query, key = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [math.log(3.0)]]]])
     value = torch.tensor([[[[4.0], [8.0]]]])
     out, lse = attention_reference(query, key, value, None, None, 1.0)

@@ -41,7 +41,7 @@ def test_empty_is_the_identity() -> None:
 
 
 def test_merge_is_exact_at_huge_logits() -> None:
-    """A float32 lse of 1e4 would be off by 5e-4; a double is not."""
+    """States whose lse is about 1e4 merge exactly, since lse is float64: float32 would be off by 5e-4."""
     out = torch.randn(1, 1, 1, 3)
     a = AttentionState(out, torch.full((1, 1, 1), 1e4, dtype=torch.float64))
     b = AttentionState(-out, torch.full((1, 1, 1), 1e4 - 1e-4, dtype=torch.float64))
@@ -129,7 +129,7 @@ def test_chunks_of_one_with_gradients() -> None:
 
 
 def _logits(law: str, steps: int) -> torch.Tensor:
-    """The four laws of a stream's logits."""
+    """Return a stream's logits by one of four laws: N(0, 1), N(0, 10^2), and N(0, 1) with rare spikes of 20 or 40."""
     logits = torch.randn(steps)
     if law == "ten":
         logits *= 10
@@ -143,7 +143,7 @@ def _logits(law: str, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("law", ["one", "ten", "spikes of 20", "spikes of 40"])
 @pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_long_stream_equals_one_pass(law: str, steps: int) -> None:
-    """One key at a time in float32, saved and restored at random steps, against one pass in float64."""
+    """A float32 stream of single keys, saved and restored now and then, equals one pass in float64."""
     logits, value = _logits(law, steps), torch.randn(steps, 2)
     query = torch.ones(1, 1, 1, 1)
     state = ck.empty_state(1, 1, 1, 2)

@@ -52,7 +52,7 @@ class TestAttentionState(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def incoming(self, results: Results) -> Results:
-        """torch's attention has no lse, and no gradient through it."""
+        """Return random gradients of `out` and zeros for `lse`: torch's attention has no `lse` to send a gradient through."""
         out, *lse = results
         return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
 
@@ -60,7 +60,7 @@ class TestAttentionState(OperatorSuite):
         return oracles.largest_score(inputs["query"], inputs["key"])
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Gradients' rows are sums of terms that may cancel."""
+        """Measure the rows of gradients by the terms that they add up, which may cancel."""
         size = found.right.norm(dim=-1)
         if not found.is_gradient:
             return size
@@ -70,7 +70,7 @@ class TestAttentionState(OperatorSuite):
         return torch.maximum(size, 0.05 * term).clamp(min=1e-30 * float(term.max()))
 
     def check_rows(self, found: Measured) -> None:
-        """lse is no row: 4 eps max abs(S) of the kernel, and as much of the oracle."""
+        """Check `lse` by its absolute error: 4 eps max abs(S) for the kernel, and as much for the oracle."""
         if found.name != "lse":
             return super().check_rows(found)
         eps = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
@@ -78,7 +78,7 @@ class TestAttentionState(OperatorSuite):
 
 
 class Variant(TestAttentionState):
-    """Another way to call it: accuracy for one shape and the usual law."""
+    """Another way to call the operator, for which accuracy is checked with one shape and normal inputs."""
 
     dtypes = (torch.float64, torch.float32)
     shapes = ({},)
@@ -187,7 +187,7 @@ class TestRemoval(TestIncomingState):
         return oracles.attention(query, key, value)
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Gradients of what was removed are differences that vanish."""
+        """Leave gradients of removed keys unchecked: they are differences that vanish."""
         return not (is_gradient and name.startswith("other"))
 
 
@@ -203,7 +203,7 @@ def _leaves() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_compile_of_several_calls() -> None:
-    """States and results in one graph, by the implementation that `use_impl` names."""
+    """States and results compile into one graph, whichever implementation `use_impl` names."""
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         state = ck.attention_state(q[0], k, v)
@@ -230,7 +230,7 @@ def test_flops() -> None:
 
 
 def test_forward_mode_raises() -> None:
-    """A gradient is right or it raises."""
+    """Forward-mode differentiation raises instead of returning a wrong gradient."""
     q, k, v = (t.detach() for t in _leaves())
     with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jvp(lambda q: ck.latent_attention(q, k, v, impl="native"), (q,), (q,))

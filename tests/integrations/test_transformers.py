@@ -1,4 +1,4 @@
-"""Models of `transformers` compute with `attn_implementation="cmab"` what they compute with "eager" and "sdpa", gradients included."""
+"""Models of `transformers` give the same results and gradients with `attn_implementation="cmab"` as with "eager" and "sdpa"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def registered(threads: Callable[[int], None]) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of the queries that our operator is called with."""
+    """Record the shape of the queries of every call of our operator."""
     shapes: list[tuple[int, ...]] = []
     operator = integration.latent_attention
 
@@ -77,7 +77,7 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def bert_decoder() -> tuple[nn.Module, dict[str, Any]]:
-    """Causal attention to itself, and attention to what an encoder has read, some of it padding."""
+    """Return a decoder with causal self-attention, and cross-attention to what an encoder has read, some of it padding."""
     config = transformers.BertConfig(**TINY, vocab_size=50, max_position_embeddings=16, is_decoder=True, add_cross_attention=True)
     read = {"encoder_hidden_states": torch.randn(2, 9, 16), "encoder_attention_mask": PADDED}
     return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids(4), "use_cache": False, **read}
@@ -108,10 +108,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = 
 
 
 def results(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The last hidden state, and the gradients of its sum of squares."""
+    """Return the last hidden state, and the gradients of its sum of squares."""
     out = model(**inputs).last_hidden_state
     if "attention_mask" in inputs and out.shape[1] == PADDED.shape[1]:
-        out = out * PADDED[..., None]  # what padding is mapped to means nothing
+        out = out * PADDED[..., None]  # results at padded positions have no meaning
     model.zero_grad()
     (out**2).sum().backward()
     return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -123,7 +123,7 @@ def in_dtype(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, fused: list[tuple[int, ...]]) -> None:
-    """In float64 to rounding; in float32, where the gradients of DETR cancel digits in every implementation, as near as the others are."""
+    """Results agree in float64 to rounding. In float32, where gradients of DETR cancel, ours are as exact as the others."""
     make, calls = MODELS[name]
     model, inputs = make()
     precise, precise_inputs = copy.deepcopy(model).double().eval(), in_dtype(torch.float64, inputs)
@@ -157,7 +157,7 @@ def test_models_are_made_with_it() -> None:
 
 
 def test_training_with_dropout_is_that_of_sdpa(fused: list[tuple[int, ...]]) -> None:
-    """To the bit, since it is the same function with the same random numbers."""
+    """Training with dropout has the bits of "sdpa", since such calls are handed to it, with the same random numbers."""
     model, inputs = bert()
     outs = []
     for name in ("sdpa", "cmab"):
@@ -170,7 +170,7 @@ def test_training_with_dropout_is_that_of_sdpa(fused: list[tuple[int, ...]]) -> 
 
 @torch.no_grad()
 def test_generation(fused: list[tuple[int, ...]]) -> None:
-    """The one query of each new token sees all keys; two query heads share a key head, and the first prompt is padded on the left."""
+    """Generation works: one new query sees all keys, two query heads share a key head, and the first prompt is padded on the left."""
     model, inputs = llama()
     causal = transformers.LlamaForCausalLM(model.config).eval()
     for mask in (torch.ones(2, 9, dtype=torch.long), PADDED.flip(0, 1)):
@@ -209,7 +209,7 @@ CALLS: dict[str, tuple[Tensor | None, dict[str, Any], bool]] = {
     "padding for all heads": (SEEN.expand(2, 4, 5, 7), {}, True),
     "padding of one row": (SEEN, {}, True),
     "causal": (None, {"is_causal": True}, False),
-    "causal with a mask": (SEEN.expand(2, 1, 5, 7), {"is_causal": True}, True),  # as in transformers, the mask says all
+    "causal with a mask": (SEEN.expand(2, 1, 5, 7), {"is_causal": True}, True),  # as in transformers, a given mask overrides is_causal
     "by query": (BY_QUERY, {}, False),
     "padding written out": (SEEN.expand(2, 1, 5, 7).contiguous(), {}, False),
     "by head": (BY_QUERY.expand(2, 4, 5, 7), {}, False),
@@ -238,7 +238,7 @@ def test_calls(mask: Tensor | None, options: dict[str, Any], is_fused: bool, gro
 
 
 def test_modules_are_causal_unless_they_say_otherwise(fused: list[tuple[int, ...]]) -> None:
-    """As for "sdpa": the flag of the call counts before that of the module, and one query sees all keys."""
+    """As for "sdpa", `is_causal` of the call has precedence over that of the module, and a single query sees all keys."""
     for module, options, length, is_fused in (
         (SimpleNamespace(), {}, 5, False),
         (SimpleNamespace(), {"is_causal": False}, 5, True),
@@ -265,7 +265,7 @@ def test_compiled() -> None:
 
 
 def test_perceiver_has_an_attention_of_its_own(fused: list[tuple[int, ...]]) -> None:
-    """It does not ask the interface, in no implementation: the name is accepted, and changes nothing."""
+    """Perceiver never asks the attention interface: the name "cmab" is accepted and changes nothing."""
     heads_of = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2}
     config = transformers.PerceiverConfig(num_latents=4, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=1, **heads_of)
     model = transformers.AutoModel.from_config(config, attn_implementation="cmab").eval()

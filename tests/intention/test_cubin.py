@@ -25,14 +25,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 WITH_PRODUCTS = ("_gram", "_gram_backward", "_apply")
 ORDINARY = [("bf16", 64, 90), ("fp32", 64, 90), ("fp64", 32, 90), ("bf16", 128, 80), ("fp32", 16, 100)]
 SPILLING = [*(("fp64", width, 100) for width in (16, 32, 64, 128, 256)), ("fp32", 128, 100), ("fp32", 256, 100)]
-"""Known to: there Triton 3.6 multiplies float64 without matrix units, whole tiles in registers; float32 2 % of `_gram_backward`."""
+"""Kernels known to spill: float64 on sm_100, where Triton 3.6 uses no matrix units, and 2 % of float32 `_gram_backward`."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (1, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
 def _launches(
     dtype: torch.dtype, width: int, capability: int, value_width: int | None = None, masked: bool = False, exact: bool = False
 ) -> list[Launch]:
-    """Of both sums, their gradients and rows times a solution: several runs, ragged, and where asked for with a mask and weights."""
+    """Record the launches of both sums, their gradients, and rows times a solution, on request with a mask and weights.
+
+    There are several runs of keys, of which the last is short.
+    """
     value_width = value_width or width
     k, v = (torch.empty(1, 4, 5003, n, dtype=dtype) for n in (width, value_width))
     weights = torch.empty(1, 4, 5003, dtype=torch.promote_types(dtype, torch.float32)) if masked else None
@@ -101,12 +104,12 @@ def test_compiled_uneven(name: str, width: int, value_width: int, tmp_path: Path
 
 
 def test_float64_behind_a_mask_compiles(tmp_path: Path) -> None:
-    """Triton's own assertion fails on a float64 product of numbers that were narrower, or that a mask of bytes lets pass."""
+    """Triton's own assertion fails on a float64 product of converted or masked operands: the kernel must keep these apart."""
     assert _check(_launches(torch.float32, 16, 90, masked=True, exact=True), 90, tmp_path) == []
 
 
 def test_both_sums_in_one_pass() -> None:
-    """Up to 64 columns on Hopper, 32 elsewhere and in float64: one launch over the keys, else two."""
+    """Both sums take one launch over the keys for up to 64 columns on Hopper, or 32 on other GPUs and in float64; else two."""
     for dtype, width, capability, passes in (
         (torch.float32, 64, 90, 1),
         (torch.float32, 65, 90, 2),
@@ -148,7 +151,7 @@ def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
 
 
 def test_strides_beyond_32_bits_reach_the_kernel() -> None:
-    """On meta tensors: no memory is behind them."""
+    """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         k = torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
         (one,) = record(lambda: kernels.gram(k, k, None, None, (True, True), False))

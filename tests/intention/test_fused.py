@@ -1,4 +1,7 @@
-"""An implementation that has sums and solve in one kernel, played by the native ones: results and gradients are those of the composed."""
+"""An implementation that has sums and solve in one kernel gives the results and gradients of the composed one.
+
+The native kernels stand in for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """ "cuda" of Intention runs here, and has its one kernel; "triton", which completes it, is the native code. What ran is listed."""
+    """Let "cuda" and "triton" of Intention run native code on the CPU, "cuda" with the fused `ridge_solve`; return the list of what ran."""
     ran: list[str] = []
 
     def ridge_solve(*rows: Any) -> tuple[Tensor, ...]:

@@ -27,13 +27,13 @@ EVERYTHING = (True, True, True)
 
 @pytest.fixture(autouse=True)
 def margins() -> Iterator[None]:
-    """Results lie between margins that must stay as they were."""
+    """Put results between margins of memory, and check at the end of the test that no kernel wrote to the margins."""
     with guarded_results():
         yield
 
 
 def _close(ours: Tensor, right: Tensor, terms: Tensor, tolerance: float) -> None:
-    """Every element within `tolerance` of what its terms add up to when nothing cancels."""
+    """Check that each element is within `tolerance`, relative to the sum of the sizes of its terms."""
     assert ours.shape == right.shape and ours.is_contiguous()
     assert ((ours.double() - right).abs() <= tolerance * terms).all(), f"{float(((ours.double() - right).abs() / terms).max()):.1e}"
 
@@ -95,7 +95,7 @@ def _weights(batch: int, heads: int, keys: int, dtype: torch.dtype) -> Tensor:
 
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
-"""Of sums that are formed in float32 where the inputs are narrower."""
+"""The error allowed in a sum, by the type of the inputs; half types are summed in float32."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -103,7 +103,7 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
     "keys, width, value_width", [(70, 8, 8), (1, 1, 1), (65, 3, 17), (40, 16, 65), (63, 64, 1), (33, 100, 7), (17, 65, 130)]
 )
 def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> None:
-    """Ragged tiles of keys, odd widths, widths of several tiles; with weights and mask, and without."""
+    """The last tile of keys is not full, and widths are odd or span several tiles; with weights and a mask, and without."""
     batch = 2 if width < 32 else 1
     given = _inputs(batch, 1, keys, width, value_width, dtype)
     for weights, mask in ((None, None), (_weights(batch, 1, keys, dtype), torch.rand(batch, keys) < 0.3)):
@@ -119,7 +119,7 @@ def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_exact_sums(dtype: torch.dtype) -> None:
-    """Every product and sum in float64, whatever the inputs."""
+    """With `exact` every product and sum is float64, whatever the type of the inputs."""
     case = Case(*_inputs(1, 2, 70, 9, 33, dtype), _weights(1, 2, 70, dtype), torch.rand(1, 70) < 0.3)
     case.gram(True, 1e-15)
     case.gradients(True, 1e-15)
@@ -133,7 +133,7 @@ def test_several_runs(dtype: torch.dtype, keys: int) -> None:
 
 
 def test_runs_of_tiles() -> None:
-    """Wide sums are formed tile by tile, in runs of their own."""
+    """Keys wider than a tile are summed tile by tile, each over its own runs of keys."""
     Case(*_inputs(1, 1, 1100, 70, 3, torch.float32)).gram(False, TOLERANCE[torch.float32])
 
 
@@ -155,7 +155,10 @@ def test_unneeded_gradients(needs: tuple[bool, bool, bool]) -> None:
     "keys, masked", [(200, slice(0, 64)), (200, slice(64, 128)), (1100, slice(1024, 1100)), (70, slice(1, None)), (70, slice(None))]
 )
 def test_masks_hide_nan(keys: int, masked: slice) -> None:
-    """A first and a middle tile, a whole run, all keys but one, all keys; NaN in keys, values and weights, then in gradients."""
+    """Masks hide a first or middle tile, a whole run, all keys but one, or all keys.
+
+    Hidden keys, values, weights and then gradients are NaN.
+    """
     key, value = _inputs(2, 1, keys, 3, 2, torch.float32)
     weights = _weights(2, 1, keys, torch.float32)
     mask = torch.zeros(2, keys, dtype=torch.bool)
@@ -181,14 +184,14 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("dtype, big", [(torch.float32, 3e19), (torch.float32, 3e38), (torch.float16, 6e4)])
 @pytest.mark.parametrize("keys", [3, 1100])
 def test_finite_keys_have_finite_sums(dtype: torch.dtype, big: float, keys: int) -> None:
-    """What overflows in float32 is added up again in float64; a run that does not is left as it was."""
+    """A run that overflows float32 is summed again in float64; the other runs keep their sums."""
     key, value = _inputs(1, 1, keys, 4, 3, dtype)
     key[0, 0, keys // 2] = big
     Case(key, value).gram(False, TOLERANCE[dtype])
 
 
 def test_a_nan_stays_in_its_matrix() -> None:
-    """In its row and column of the sum of its own batch element."""
+    """A NaN in a key reaches only its row and column of the sum of its own batch element."""
     key, value = _inputs(2, 1, 40, 4, 3, torch.float32)
     clean = kernels.gram(key, value, None, None, (True, True), False)
     key[1, 0, 7, 2] = math.nan
@@ -200,7 +203,7 @@ def test_a_nan_stays_in_its_matrix() -> None:
 
 
 def test_long_runs_lose_no_digits() -> None:
-    """A run of 20,000 keys, whose sum in float32 would round each tile's share the same way: every 512 keys it goes to a float64 total."""
+    """A float32 sum of 20,000 equal keys always rounds in one direction, so it must be added to a float64 total every 512 keys."""
     key = torch.full((1, 1, 20_000, 1), 1 + 1.33e-5)
     with mock.patch.object(sums, "cut_keys", lambda keys, *_: launch.Cut(1, keys)):
         gram, _ = kernels.gram(key, key, None, None, (True, False), False)
@@ -218,7 +221,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
-    """Inputs, weights, matrices and gradients of a sum, of any strides."""
+    """Inputs, weights, matrices and incoming gradients may have any strides; the gradient of a sum has stride 0."""
     arrange = LAYOUTS[layout]
     key, value = (arrange(t) for t in _inputs(2, 2, 70, 16, 7, torch.float64))
     weights, mask = arrange(_weights(2, 2, 70, torch.float64)[..., None])[..., 0], (torch.rand(1, 70, 2) < 0.3)[..., 0].expand(2, 70)
@@ -233,7 +236,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_same_bits_again_and_alone() -> None:
-    """On every run, and for a batch element by itself: weights, mask, several runs."""
+    """Bits are the same on every run, and for a batch element by itself, with weights, a mask and several runs of keys."""
     key, value = _inputs(2, 1, 1100, 5, 3, torch.float32)
     weights, mask = _weights(2, 1, 1100, torch.float32), torch.rand(2, 1100) < 0.2
     cotangents = torch.randn(2, 1, 5, 5).double(), torch.randn(2, 1, 5, 3).double()
@@ -252,7 +255,7 @@ def test_same_bits_again_and_alone() -> None:
 
 @pytest.mark.parametrize("width, programs", [(1, 1), (64, 1), (128, 4), (256, 16), (256, 64)])
 def test_runs_cover_the_keys(width: int, programs: int) -> None:
-    """No run but the last is short, and the partial sums stay within bounds, whatever the number of keys."""
+    """For any number of keys only the last run may be short, and the memory of partial sums is bounded."""
     for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
         runs, length = launch.cut_keys(keys, width, programs)
         assert length % 128 == 0 and runs * length >= keys and (runs == 1 or (runs - 1) * length < keys)
@@ -261,7 +264,7 @@ def test_runs_cover_the_keys(width: int, programs: int) -> None:
 
 
 def test_the_public_functions() -> None:
-    """Streams, the solution and its gradient through the operators."""
+    """The operators stream, solve and differentiate with these kernels."""
     q, k, v = torch.randn(2, 2, 5, 6).double(), torch.randn(2, 2, 40, 6).double(), torch.randn(2, 2, 40, 3).double()
     mask, weights = torch.rand(2, 40) < 0.2, torch.rand(2, 2, 40).double()
     leaves = [t.clone().requires_grad_() for t in (q, k, v, weights)]

@@ -20,7 +20,7 @@ native = pytest.importorskip("cmab_kernels.intention.native", reason="the extens
 BOTH = (True, True)
 ALL = (True, True, True)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Of the sum of the sizes of an entry's terms: products are summed in the second type, and rounded to the first where results are rows.
+# The error allowed, relative to the sum of the sizes of an element's terms. Sums are in the second type; rows are rounded to the first.
 SUMS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def _case(batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype, weighted: bool = False) -> Case:
-    """Columns have means of their own: sums of many keys do not cancel."""
+    """Return random rows whose columns have different means, so that sums of many keys do not cancel."""
     key, value = (
         (torch.randn(batch, heads, keys, w, dtype=torch.float64) + torch.linspace(-2, 2, w, dtype=torch.float64)).to(dtype)
         for w in (width, value_width)
@@ -50,19 +50,19 @@ def _present(rows: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _wide(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and weights (a column) in float64, zero where they are masked."""
+    """Return keys, values and weights (as a column) in float64, with zeros where keys are masked."""
     weights = torch.ones(case.key.shape[:-1]) if case.weights is None else case.weights
     return _present(case.key, case.mask), _present(case.value, case.mask), _present(weights.unsqueeze(-1), case.mask)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left' right, summed in parts: over 1e5 keys BLAS errs by 1e-13, ten times what is allowed here."""
+    """Return left' right, added up in parts: over 1e5 keys BLAS is off by 1e-13, ten times what is allowed here."""
     parts = zip(left.split(256, 2), right.split(256, 2), strict=True)
     return torch.stack([a.mT @ b for a, b in parts]).sum(0)
 
 
 def _within(ours: Tensor, right: Tensor, sizes: Tensor, tolerance: float) -> None:
-    """Every entry for itself, by the sizes of its terms."""
+    """Check every element by itself, relative to the sizes of its terms."""
     assert ours.shape == right.shape and ours.is_contiguous()
     excess = (ours.double() - right).abs() - tolerance * sizes
     assert (excess <= 1e-300).all(), float(((ours.double() - right).abs() / sizes).nan_to_num(0.0).max())
@@ -78,7 +78,7 @@ def _check_sums(case: Case, exact: bool) -> None:
 
 
 def _slopes(case: Case) -> tuple[Tensor, Tensor]:
-    """For sums of all heads alike: a slice of a batch must give the same bits."""
+    """Return incoming gradients that are the same for all heads, so that a slice of a batch must give the same bits."""
     width, value_width = case.key.shape[-1], case.value.shape[-1]
     make = torch.Generator().manual_seed(1)
     shapes = (*case.key.shape[:2], -1, -1)
@@ -145,7 +145,7 @@ def test_borders_of_blocks_runs_and_pieces(isa: str, keys: int) -> None:
     _check(_case(1, 1, keys, 64, 16, torch.float32))
 
 
-# In units of eps. The roundings of equal terms all go one way: after n of them a sum is off by up to n / 4 eps, and n is 128.
+# In units of eps. Equal terms are all rounded in the same direction: after n of them a sum is off by up to n / 4 eps, and n is 128.
 LAWS = {"normal": 4, "shifted": 4, "outlier": 4, "equal": 16}
 
 
@@ -270,7 +270,7 @@ def test_weights_of_zero_and_of_one(isa: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_beyond_float32(isa: str, size: float, weighted: bool, dtype: torch.dtype) -> None:
-    """A run that overflows is summed in float64; the others are as they would have been."""
+    """A run of keys that overflows float32 is summed in float64; the other runs keep their bits."""
     case = _case(1, 1, 1200, 40, 9, dtype, weighted)
     key, value = (rows.clone() for rows in case[:2])
     key[0, 0, 700, 5], value[0, 0, 30, 3] = size, size
@@ -300,7 +300,7 @@ def test_needs(isa: str, needs: tuple[bool, bool, bool], weighted: bool) -> None
 @pytest.mark.parametrize("extents", list(product((0, 2), (0, 2), (0, 3), (0, 5))))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_empty_extents(extents: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Of batch, heads, keys and columns of the values; sums over no keys are zeros."""
+    """Batch, heads, keys or columns of the values may be empty; sums over no keys are zeros."""
     batch, heads, keys, value_width = extents
     _check(_case(batch, heads, keys, 4, value_width, dtype, weighted=True))
     _check(_case(batch, heads, keys, 4, value_width, dtype))
@@ -330,7 +330,10 @@ def test_more_than_65535_heads(threads: Callable[[int], None]) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Rows, columns, heads or batch elements 2^31 elements apart, in memory that is reserved and, but for them, never touched."""
+    """Rows, columns, heads or batch elements lie 2^31 elements apart: an offset of 32 bits would wrap.
+
+    Memory between them is reserved and never touched.
+    """
     plain = _case(2, 2, 2, 2, 2, torch.float32)
     with tempfile.TemporaryFile() as sparse:
         sparse.truncate((2**31 + 64) * 4)

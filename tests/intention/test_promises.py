@@ -1,4 +1,7 @@
-"""What the promises mean for intention alone: keys of any size, condition, memory, and P6, what a solve is worth; else test_suite.py."""
+"""What the promises mean for Intention alone: keys of any size, condition numbers, memory, and the `info` of a solve (P6).
+
+Everything else is in test_suite.py.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("size", [1e-10, 1.0, 1e4, 1e15, 1e25])
 def test_keys_of_any_size(impl: str, size: float) -> None:
-    """Products of float32 keys beyond 1e19 overflow in float32; the sums do not."""
+    """Products of float32 keys beyond 1e19 overflow float32, but the sums do not: they are formed in float64."""
     q, k, v = torch.randn(1, 2, 5, 4), size * torch.randn(1, 2, 700, 4), torch.randn(1, 2, 700, 3)
     state = ck.ridge_state(k, v, impl=impl)
     assert state.gram.isfinite().all()
     if impl == "reference" and size > 1e19:
-        return  # dense float32 products: the definition does not survive what the kernels do
+        return  # the definition overflows in float32 where the kernels do not
     out = ck.intention(size * q, k, v, size**2, impl=impl)
     wanted = oracles.intention(q.double(), k.double() / size, v.double(), 1.0)
     assert row_error(out, wanted).max() < 2e-4
@@ -48,7 +51,7 @@ def test_a_bad_key_stays_in_its_head(impl: str, poison: float) -> None:
 
 @pytest.mark.parametrize("exponent", [1, 3, 5, 7, 9, 11])
 def test_float64_through_a_condition_of(impl: str, exponent: int) -> None:
-    """Backward stable: what the normal equations lose is the condition number's and nothing else's."""
+    """The solution is backward stable: its error is that of the condition number of the normal equations, and no more."""
     basis = torch.linalg.qr(torch.randn(2, 1, 50, 8, dtype=torch.float64))[0]
     key = basis * torch.logspace(0, -exponent / 2, 8, dtype=torch.float64)
     value = torch.randn(2, 1, 50, 3, dtype=torch.float64)
@@ -61,7 +64,7 @@ def test_float64_through_a_condition_of(impl: str, exponent: int) -> None:
 
 
 def test_expanded_tensors(impl: str) -> None:
-    """Stride 0 in the inputs, and in the gradient of a sum."""
+    """Inputs of stride 0, and the gradient of a sum, which has stride 0."""
     q, k, v, alpha = (torch.randn(s).double() for s in ((3, 5, 8), (1, 1, 70, 8), (2, 1, 70, 1), ()))
     inputs = tuple(t.requires_grad_() for t in (q, k, v, alpha.abs()))
 
@@ -85,14 +88,14 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
 
 
 def _read_off(rows: int):
-    """A ridge regression over `rows` keys, read off at one point; its gradient to alpha and to the query."""
+    """Fit a ridge regression to `rows` keys, and return its value at one point and the gradients with respect to alpha and the query."""
     k, v = torch.randn(1, 1, rows, 32), torch.randn(1, 1, rows, 32)
     q, alpha = torch.randn(1, 1, 1, 32, requires_grad=True), torch.ones((), requires_grad=True)
     return lambda: torch.autograd.grad(ck.intention(q, k, v, alpha, impl="native").sum(), (q, alpha))
 
 
 def test_constant_memory() -> None:
-    """A million keys, forward and backward: nothing of size N beside what was asked for."""
+    """Forward and backward over a million keys allocate nothing of size N but the gradients asked for."""
     few, many = (measure.peak_memory(_read_off, rows, warm_up=(1000,)).extra / 2**20 for rows in (10_000, 1_000_000))
     assert many < few + 1.0, f"{few:.1f} MiB, {many:.1f} MiB"
 

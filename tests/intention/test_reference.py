@@ -1,4 +1,4 @@
-"""The definition: its two forms, its limits, its gradients, and what a solve says of itself."""
+"""The definition: its two forms, its limits, its gradients, and the `info` of a solve."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_sigma_is_the_formula(impl: str, width: int, weighted: bool, masked: boo
 
 @pytest.mark.parametrize("length", [9, 3])
 def test_the_limits_of_a_large_penalty(impl: str, length: int) -> None:
-    """With queries scaled by alpha: linear attention, and attention; the next term is K'K / alpha away."""
+    """For a large alpha, and queries scaled by it, results tend to linear attention and to attention.
+
+    The error is of the size of K'K / alpha.
+    """
     q, k, v = _inputs(length)
     alpha = 1e8
     torch.testing.assert_close(ck.intention(alpha * q, k, v, alpha, impl=impl), q @ k.mT @ v, rtol=1e-6, atol=1e-5)
@@ -61,7 +64,7 @@ def test_the_limits_of_a_large_penalty(impl: str, length: int) -> None:
 
 
 def test_interpolation_without_penalty(impl: str) -> None:
-    """alpha = 0 and fewer keys than they are wide: the dual passes through every point; masked and weightless keys are no points."""
+    """With alpha = 0 and fewer keys than columns the dual form fits every point exactly; masked keys and keys of weight 0 do not count."""
     _, k, v = _inputs(length=3, width=8)
     torch.testing.assert_close(ck.intention(k, k, v, 0.0, impl=impl), v)
     mask = torch.tensor([[False, True, False], [False, False, False]])

@@ -94,7 +94,7 @@ def test_gradients_through_updates_merges_and_removals(impl: str) -> None:
 
 
 def _drift(law: str, steps: int) -> tuple[float, float]:
-    """The relative error that `steps` updates of a sliding window leave in the Gram matrix: ours, and that of sums in float32."""
+    """Return the relative errors of the Gram matrix after `steps` updates of a sliding window: ours, and that of float32 sums."""
     window, width = 100, 4
     rows, targets = LAWS[law](steps, width), torch.randn(1, 1, steps, 2)
     state, single = ck.empty_ridge(1, 1, width, 2), torch.zeros(width, width)
@@ -126,7 +126,7 @@ def test_a_million_steps_do_not_drift(law: str) -> None:
 
 
 def test_a_million_additions_in_one_call_and_in_many(impl: str) -> None:
-    """float32 rows of mean 1: a naive float32 sum of a million is off by 1e-4 and more."""
+    """Sums of a million float32 rows of mean 1 are right in float64; summed in float32 they would be off by more than 1e-4."""
     key, value = 1 + torch.randn(1, 1, 1_000_000, 2), torch.randn(1, 1, 1_000_000, 1)
     gram = key[0, 0].double().T @ key[0, 0].double()
     state = None

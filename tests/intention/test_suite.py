@@ -18,9 +18,10 @@ ALPHA = 10.0
 
 
 class IntentionSuite(OperatorSuite):
-    """Rows of a head share one solution, whose error all of them show: torch's own error is the largest of a head's rows.
+    """Intention, whose rows of a head share one solution.
 
-    Where torch's own products are not positive definite any more, or overflow, it has no digit right, and neither must we.
+    Its error shows in all of them, so torch's own error is the largest of a head's rows. Where torch's own products overflow or are no
+    longer positive definite it has no digit right, and none is asked of the kernels.
     """
 
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
@@ -44,7 +45,7 @@ class IntentionSuite(OperatorSuite):
         return size.clamp(min=0.05 * float(size.max()))
 
     def bad_arguments(self) -> list[str]:
-        """test_errors.py has them all."""
+        """Return none: test_errors.py has them all."""
         return []
 
 
@@ -97,7 +98,7 @@ class TestWeighted(IntentionSuite):
 
 
 class TestWeightedDual(TestWeighted):
-    """The same by its dual form: fewer keys than columns."""
+    """`intention` with weights by its dual form: fewer keys than columns."""
 
     extents = {**IntentionSuite.extents, "N": 9}
     small = {**IntentionSuite.small, "N": 2, "D": 3}
@@ -107,7 +108,7 @@ class TestWeightedDual(TestWeighted):
 
 
 class TestSigma(TestWeighted):
-    """`sigma_intention`: softmax scores of the ridge's rows."""
+    """`sigma_intention`: attention with queries that the inverse has been applied to."""
 
     operator = "sigma_intention"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "alpha": "BH"}
@@ -119,7 +120,7 @@ class TestSigma(TestWeighted):
         if key.shape[2] == 0:
             return (query @ key.mT @ value,)
         out = oracles.sigma_intention(query, key, value, alpha, mask=key_padding_mask)
-        return (out.nan_to_num(0.0),)  # no key is left
+        return (out.nan_to_num(0.0),)  # no key is left: a softmax over nothing is NaN
 
 
 class TestRidgeState(IntentionSuite):
@@ -161,7 +162,7 @@ class TestRemoval(TestRidgeState):
         return key.mT @ key, key.mT @ value
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Gradients of what was removed are differences that vanish."""
+        """Leave gradients of removed keys unchecked: they are differences that vanish."""
         return not (is_gradient and name.startswith("other"))
 
 
@@ -185,7 +186,7 @@ def _rows(width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
-    """A key about to enter has a say already: its weight's derivative is one-sided there, and finite."""
+    """The gradient at a weight of 0 is finite, and is the one-sided derivative: it says what adding the key would change."""
     q, k, v = (t.detach() for t in _rows())
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
 
@@ -216,7 +217,7 @@ def test_flops() -> None:
 
 
 def test_forward_mode_raises() -> None:
-    """A gradient is right or it raises."""
+    """Forward-mode differentiation raises instead of returning a wrong gradient."""
     q, k, v = (t.detach() for t in _rows())
     with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jvp(lambda k: ck.intention(q, k, v, 0.1, impl="native"), (k,), (k,))

@@ -21,7 +21,7 @@ DIM, BLOCK, HEADS, BATCH, INPUTS, LATENTS = 12, 5, 3, 2, 41, 4
 
 
 def block(dtype: torch.dtype = torch.float64) -> CMAB:
-    """A block whose every parameter matters: no zero bias, no unit norm, sharp attention."""
+    """Return a block in which every parameter matters: no bias is 0, no norm is 1, and attention is sharp."""
     made = CMAB(DIM, BLOCK, HEADS, dtype=dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
@@ -29,7 +29,7 @@ def block(dtype: torch.dtype = torch.float64) -> CMAB:
 
 
 def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Inputs and latents."""
+    """Return inputs and latents."""
     return 3 * torch.randn(BATCH, INPUTS, DIM, dtype=dtype), torch.randn(BATCH, LATENTS, DIM, dtype=dtype)
 
 
@@ -42,7 +42,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 
 def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
-    """The block from its description in the paper, with nothing of the package but the names of the weights."""
+    """Return the output of the block as the paper describes it, using nothing of the package but the names of the weights."""
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (DIM,), weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -153,7 +153,7 @@ def test_every_split_in_two() -> None:
 
 
 def test_gradient_of_the_states() -> None:
-    """Through `out` and through `lse`: a stream over two chunks differentiated where they meet."""
+    """Gradients flow through `out` and `lse` of a state: a stream of two chunks is differentiated at the state between them."""
     module, (inputs, latents) = block(), points()
     state = module.update(inputs[:, :20], latents, module.init_state(BATCH)).state
 
@@ -175,7 +175,7 @@ def test_chunks_without_gradients_change_nothing(rows: int, monkeypatch: pytest.
 
 
 class LargestAllocation(TorchDispatchMode):
-    """The number of elements of the largest tensor made, views of older ones aside."""
+    """Record the number of elements of the largest new tensor; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_nothing_of_size_n_is_allocated_without_gradients(monkeypatch: pytest.Mo
     monkeypatch.setattr(layers, "CHUNK", 64)
     module = block(torch.float32)
     assert largest_allocation(module, 4 * 64, grad=False) == largest_allocation(module, 50 * 64, grad=False)
-    assert largest_allocation(module, 50 * 64, grad=True) >= 50 * 64 * DIM  # the measure sees what there is to see
+    assert largest_allocation(module, 50 * 64, grad=True) >= 50 * 64 * DIM  # the measurement does see large tensors
 
 
 def test_removal_forgets() -> None:
@@ -322,7 +322,7 @@ def test_compile() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_compiled_stream(own: bool) -> None:
-    """Also the module's own stream, which is a side effect."""
+    """A compiled update works, also of the module's own stream, which is a side effect."""
     module, (inputs, latents) = block(), points()
     step = torch.compile(module.update, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_compiled_stream(own: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_low_precision(dtype: torch.dtype, autocast: bool) -> None:
-    """No worse than the definition in the same precision, and with a state in float32."""
+    """The block is as exact as the definition in the same precision, and its state is float32."""
     module, (inputs, latents) = CMAB(DIM, BLOCK, HEADS), points(torch.float32)
     with torch.no_grad():
         truth = definition({name: p.double() for name, p in module.named_parameters()}, inputs.double(), latents.double())

@@ -1,4 +1,4 @@
-"""Constructors show torch's arguments followed by their own, though torch's are written down once."""
+"""Signatures of constructors show torch's arguments and then our own, though torch's are written down only once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_signatures(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_arguments_arrive(kind: type[nn.Module]) -> None:
-    """By position as by name; one that nobody knows is a `TypeError` that names it."""
+    """Arguments may be given by position or by name; an unknown one is a `TypeError` that names it."""
     torchs, own = OWN[kind]
     named = {name: EXAMPLE[name] for name in own if name in EXAMPLE}
     positional = (16, 2, 0.0, False) if torchs is nn.MultiheadAttention else (16, 2, 32, 0.0, "gelu")

@@ -1,4 +1,4 @@
-"""Continual attention as a module: what continual-inference gives where that is stable, what `forward` gives of a window, at every step."""
+"""Continual attention as a module equals continual-inference where that is stable, and `forward` of its window at every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 
 
 def made(kind: str, **config: Any) -> Continual:
-    """A module in eval mode in which no weight is 0."""
+    """Return a module in eval mode in which no weight is 0."""
     module = KINDS[kind](DIM, HEADS, **{"dtype": torch.float64, "sequence_len": WINDOW, **config}).eval()
     if kind == "fixed":
         tokens = torch.randn(40, DIM, dtype=module.out_proj.weight.dtype)
@@ -39,7 +39,7 @@ def made(kind: str, **config: Any) -> Continual:
 
 
 def stream(length: int, module: Continual, width: int = DIM, batched: bool = True) -> Tensor:
-    """Tokens in the layout of the module."""
+    """Return tokens in the layout of the module."""
     tokens = torch.randn(BATCH, length, width, dtype=torch.float64).to(module.out_proj.weight.dtype)
     if not batched:
         return tokens[1]
@@ -62,7 +62,7 @@ def assert_equal(mine: Tensor, other: Tensor, tolerance: float = 1e-10) -> None:
 
 
 def both(output: str, batch_first: bool, **config: Any) -> tuple[ContinualAttention, Any]:
-    """Ours and theirs, with the same weights."""
+    """Return our module and that of continual-inference, with the same weights."""
     ours = made("exact", output=output, batch_first=batch_first, **config)
     theirs = PEERS[output](DIM, HEADS, batch_first=batch_first, sequence_len=WINDOW, dtype=torch.float64, **config).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -75,7 +75,7 @@ def both(output: str, batch_first: bool, **config: Any) -> tuple[ContinualAttent
 @torch.no_grad()
 def test_what_continual_inference_gives(output: str, batch_first: bool, config: dict[str, Any]) -> None:
     ours, theirs = both(output, batch_first, **config)
-    tokens = [0.3 * stream(3 * WINDOW, ours) for _ in range(3)]  # logits of about 1.5: at 15 their differences of exponentials lose digits
+    tokens = [0.3 * stream(3 * WINDOW, ours) for _ in range(3)]  # logits of about 1.5: at 15 theirs lose digits in a difference
     window = [part(ours, each, 0, WINDOW) for each in tokens]
     for mine, other in zip(ours(*window), theirs(*window), strict=True):
         assert_equal(mine, other)
@@ -92,7 +92,7 @@ def test_what_continual_inference_gives(output: str, batch_first: bool, config: 
         mine, other = ours.forward_steps(*some), theirs.forward_steps(*some)
         assert (mine is None) == (other is None) == (last < WINDOW and first == 0)
         if other is not None:
-            assert_equal(mine, other.squeeze(1) if output == "single" and not batch_first else other)  # theirs has an axis more
+            assert_equal(mine, other.squeeze(1) if output == "single" and not batch_first else other)  # theirs has one more dimension
     ours.clean_state(), theirs.clean_state()
     whole, other = ours.forward_steps(*tokens), theirs.forward_steps(*tokens)
     assert whole.shape[along(ours, whole)] == 2 * WINDOW + 1
@@ -114,7 +114,7 @@ def test_self_attention_of_one_argument_is_theirs() -> None:
 
 @torch.no_grad()
 def test_large_logits_where_theirs_are_lost() -> None:
-    """Raw exponentials: theirs are NaN in float32 from logits of 88 on; ours are what a window by itself gives."""
+    """Raw exponentials of continual-inference are NaN in float32 from logits of 88 on; our stream equals its window."""
     ours, theirs = both("retroactive", True)
     ours, theirs = ours.float(), theirs.float()
     tokens = 3 * stream(4 * WINDOW, ours)
@@ -134,7 +134,7 @@ def test_large_logits_where_theirs_are_lost() -> None:
 @pytest.mark.parametrize("kind, window, landmarks", [("exact", 11, 0), ("fixed", 11, 3), ("continual", 12, 3), ("continual", 11, 3)])
 @torch.no_grad()
 def test_steps_equal_forward(kind: str, window: int, landmarks: int, output: str, batch_first: bool, batched: bool) -> None:
-    """At every step, or where all segments are full: after each where m divides n, else after every n tokens."""
+    """Steps equal `forward`: at every step with fixed landmarks, else after each full segment if m divides n, or after every n tokens."""
     config = {"num_landmarks": landmarks} if landmarks else {}
     module = made(kind, sequence_len=window, output=output, batch_first=batch_first, **config)
     tokens = stream(4 * window + 2, module, batched=batched)
@@ -186,7 +186,7 @@ def test_the_smallest_windows(kind: str, length: int) -> None:
 
 
 def test_forward_is_that_of_the_module_for_whole_windows() -> None:
-    """Retroactive: of all queries, with weights, masks and dropout; single: the last row of it. No stream is touched."""
+    """`forward` equals the module for whole windows, with weights, masks and dropout; "single" returns its last row. No stream changes."""
     whole = Ours(DIM, HEADS, dtype=torch.float64)
     tokens = torch.randn(WINDOW, BATCH, DIM, dtype=torch.float64)
     mask = torch.arange(WINDOW) >= torch.tensor([[WINDOW], [7]])
@@ -230,7 +230,7 @@ def test_compiled_forward() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
 def test_low_precision(kind: str, dtype: torch.dtype, autocast: bool) -> None:
-    """A stream is in the module's dtype, with autocast or without; its sums in float32."""
+    """A stream is in the module's dtype, with autocast or without, and its sums are float32."""
     module = made(kind, output="retroactive", dtype=torch.float32 if autocast else dtype)
     for parameter in module.parameters():
         parameter.mul_(0.5)
@@ -247,7 +247,7 @@ def test_low_precision(kind: str, dtype: torch.dtype, autocast: bool) -> None:
     for mine, other in ((out, expected[:-1]), (last, expected[-1])):
         assert (mine.double() - other).pow(2).mean().sqrt() <= 16 * torch.finfo(dtype).eps * other.pow(2).mean().sqrt()
     if autocast:
-        module.forward_step(tokens[0])  # and goes on without
+        module.forward_step(tokens[0])  # the stream goes on without autocast
 
 
 @torch.no_grad()
@@ -329,7 +329,7 @@ def test_fixed_landmarks_must_be_there() -> None:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Two states, to the bits of all that means something."""
+    """Return whether two states have the same bits in everything that has a meaning."""
     if type(first) is not type(second):
         return False
     if not isinstance(first, FillingWindow) and first is not None:
@@ -342,7 +342,7 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
-    """Whatever is wrong, and wherever among several tokens, it is named, and the next token finds the stream as it was."""
+    """Any error, at any of several tokens, names the argument and leaves the stream as it was."""
     module = made(kind, output=output)
     tokens = stream(filled + 20, module)
     module.forward_steps(tokens[:filled])
@@ -381,7 +381,7 @@ def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
 
 
 def test_replaces_torchs_module() -> None:
-    """With its very parameters, and a stream on their device and in their dtype."""
+    """The module takes over torch's own parameters, and its stream has their device and dtype."""
     for kind in KINDS:
         old = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64)
         model = nn.Sequential(old).eval()

@@ -1,4 +1,4 @@
-"""The window that a continual module keeps: a value, the same bits after saving at any step, refused when no stream leaves it behind."""
+"""The window that a continual module keeps: a value, saved and restored to the same bits, refused where no stream could have led to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIND_OUTPUTS = [(kind, output) for kind in KINDS for output in OUTPUTS]
 
 
 def streaming(kind: str, tokens: int, **config: Any) -> Continual:
-    """A module in the middle of its stream."""
+    """Return a module in the middle of its stream."""
     module = made(kind, **{**SMALL, **config})
     with torch.no_grad():
         module.forward_steps(stream(tokens, module))
@@ -31,14 +31,14 @@ def streaming(kind: str, tokens: int, **config: Any) -> Continual:
 
 
 def fresh(module: Continual) -> Continual:
-    """Another with the same weights, and no stream."""
+    """Return another module with the same weights and no stream."""
     other = copy.deepcopy(module)
     other.clean_state()
     return other
 
 
 def saved(module: nn.Module) -> dict[str, Tensor]:
-    """`state_dict` through a file, in the mode of `torch.load` that runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -58,7 +58,10 @@ def goes_on_alike(first: Continual, second: Continual, steps: int = 12) -> bool:
 
 @pytest.mark.parametrize("kind, output", KIND_OUTPUTS)
 def test_saved_and_restored_at_every_step(kind: str, output: str) -> None:
-    """Before the window is full, when it is, at and between landmarks, and around the ring: to the same bits from there on."""
+    """A stream is saved before its window is full, when it is, at and between landmarks, and past the ring's end.
+
+    It continues with the same bits.
+    """
     for tokens in range(14):
         module = streaming(kind, tokens, output=output)
         entries = saved(module)
@@ -87,7 +90,7 @@ def test_copied_and_pickled_in_midstream(kind: str, output: str, tokens: int) ->
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_window_taken_in_blocks_is_saved_like_any_other(chunk: int) -> None:
-    """Whatever room a step of many tokens left in the ring."""
+    """A step of many tokens leaves a longer ring, and the stream is saved and restored all the same."""
     for kind in KINDS:
         module = made(kind, **SMALL)
         with torch.no_grad():
@@ -238,7 +241,7 @@ def test_what_is_no_window_is_refused_and_the_old_one_stays(
 
 
 def test_windows_of_other_modules_are_refused() -> None:
-    """By shape, by kind, or by what the landmarks are; by assignment as by loading."""
+    """A window of another shape, another kind, or with other landmarks is refused, both by `set_state` and by loading."""
     module = streaming("continual", 9)
     before = module.get_state()
     others = [
@@ -287,7 +290,7 @@ def test_assignment_is_checked() -> None:
 
 
 def test_retroactive_sums_may_come_from_single_outputs() -> None:
-    """A state of single outputs has no rows yet, and a retroactive module makes them."""
+    """A state with single outputs has no sums of rows yet; a module with retroactive outputs makes them after loading it."""
     single = streaming("exact", 9)
     module = ContinualAttention(24, 3, output="retroactive", **SMALL).eval()
     module.load_state_dict(single.state_dict())
@@ -303,7 +306,7 @@ def test_retroactive_sums_may_come_from_single_outputs() -> None:
 @pytest.mark.parametrize("tokens", [0, 3, 5, 9])
 @torch.no_grad()
 def test_get_state_is_a_value_and_update_state_false_leaves_it(kind: str, output: str, tokens: int) -> None:
-    """For one token and for several, that fill the window, cross landmarks, or go around the ring."""
+    """`get_state` returns a value, and `update_state=False` leaves the stream. Steps fill the window, cross landmarks or wrap the ring."""
     module = streaming(kind, tokens, output=output)
     reference = copy.deepcopy(module)
     before = copy.deepcopy(module.get_state())  # nobody else holds the state, so that its memory could be used again
@@ -330,7 +333,7 @@ def test_get_state_is_a_value_and_update_state_false_leaves_it(kind: str, output
 @pytest.mark.parametrize("kind, output", KIND_OUTPUTS)
 @torch.no_grad()
 def test_a_stream_that_nobody_else_holds_keeps_its_memory(kind: str, output: str) -> None:
-    """No copies: the very ring, step after step; one copy after somebody took the state."""
+    """The ring is written in place at every step; it is copied once after somebody took the state."""
     pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
     module = streaming(kind, 9, output=output)
     tokens = stream(20, module)
@@ -368,7 +371,7 @@ def test_memory_is_constant_however_tokens_come() -> None:
 @pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)])
 @torch.no_grad()
 def test_a_cast_stream_goes_on(kind: str, output: str, tokens: int, first: torch.dtype, then: torch.dtype) -> None:
-    """It goes on in the new dtype, with the sums of the tokens as they are now, and an older state does not change."""
+    """After a cast the stream goes on in the new dtype, with sums over the cast tokens, and older states do not change."""
     module = streaming(kind, tokens, output=output, dtype=first)
     older = module.get_state()
     before = copy.deepcopy(older)

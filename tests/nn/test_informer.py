@@ -30,7 +30,7 @@ def source(**factory: Any) -> Tensor:
 
 
 def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Figure 1 of On Layer Normalization in the Transformer Architecture (Xiong et al., 2020), of batch-first inputs."""
+    """Return the layer of figure 1 of "On Layer Normalization in the Transformer Architecture" (Xiong et al., 2020), batch first."""
 
     def norm(module: torch.nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, (DIM,), module.weight, module.bias, module.eps)
@@ -57,7 +57,7 @@ def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: str, config: dict[str, Any], masked: bool, training: bool) -> None:
-    """Without gradients torch's layer in eval mode would run attention, in a kernel of its own; ours does not."""
+    """In eval mode without gradients torch's layer runs attention in a fused kernel of its own; ours must not be bypassed by it."""
     layer, src = made(kind=kind, **config).train(training), source()
     mask = MASK if masked else None
     with torch.set_grad_enabled(training):
@@ -88,7 +88,7 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_torchs_encoder(kind: str, nested: bool, norm_first: bool) -> None:
-    """Also when it is asked for nested tensors, which it then does without, and says so."""
+    """The layer works in torch's encoder, also if that is asked for nested tensors, which it then warns about and does without."""
     layer = made(kind=kind, norm_first=norm_first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

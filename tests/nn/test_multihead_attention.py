@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` is torch's, to 1e-12 in float64, and never silently something else."""
+"""`nn.MultiheadAttention` computes what torch's does, to 1e-12 in float64, and its fused path runs where it should."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention]:
-    """Torch's module and ours with the same weights, biases too (torch starts those at 0, where a lost one is not seen)."""
+    """Return torch's module and ours with the same weights and random biases: torch starts biases at 0, where a missing one is not seen."""
     config = {"dtype": torch.float64, **config}
     theirs = torch.nn.MultiheadAttention(DIM, HEADS, **config).eval()
     for parameter in theirs.parameters():
@@ -39,7 +39,7 @@ def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention
 
 
 def inputs(module: torch.nn.MultiheadAttention, batched: bool = True, **factory: Any) -> list[Tensor]:
-    """Query, key and value in the layout of the module; from query to query, logits grow from nothing to a hundred."""
+    """Return query, key and value in the layout of the module. The logits of successive queries grow from 0 to a hundred."""
     growth = torch.linspace(0.01, 1.0, QUERIES, dtype=torch.float64)[:, None]
     tensors = []
     for length, width in ((QUERIES, DIM), (KEYS, module.kdim), (KEYS, module.vdim)):
@@ -52,7 +52,7 @@ def inputs(module: torch.nn.MultiheadAttention, batched: bool = True, **factory:
 
 
 def outputs_and_gradients(module: torch.nn.Module, tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    """The output, and the gradients of a random weighting of it for every tensor and parameter."""
+    """Return the output, and the gradients of a random weighting of it for all tensors and parameters."""
     out, weights = module(*tensors, need_weights=False, **options)
     assert weights is None
     generator = torch.Generator().manual_seed(1)
@@ -68,7 +68,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.fixture
 def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Called, it makes handing over to torch an error."""
+    """Return a function after whose call any call handed over to torch is an error."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("handed to torch")

@@ -1,4 +1,4 @@
-"""Intention's modules are their definition, to 1e-10 in float64, with torch's weights, as a layer and as a stream."""
+"""The modules of Intention equal their definition to 1e-10 in float64, with torch's weights, as a layer and as a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: type[LearnedRidge], **config: Any) -> LearnedRidge:
-    """A module in which no weight is 0, and no two heads have the same alpha."""
+    """Return a module in which no weight is 0, and each head has another alpha."""
     module = kind(DIM, HEADS, **{"dtype": torch.float64, **config})
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -35,7 +35,7 @@ def made(kind: type[LearnedRidge], **config: Any) -> LearnedRidge:
 
 
 def inputs(module: LearnedRidge, keys: int = KEYS, batched: bool = True) -> list[Tensor]:
-    """Query, key and value in the layout of the module."""
+    """Return query, key and value in the layout of the module."""
     tensors = []
     for length, width in ((QUERIES, DIM), (keys, module.kdim), (keys, module.vdim)):
         tensor = torch.randn(BATCH, length, width, dtype=module.out_proj.weight.dtype)
@@ -46,7 +46,7 @@ def inputs(module: LearnedRidge, keys: int = KEYS, batched: bool = True) -> list
 
 
 def defined(module: LearnedRidge, tensors: list[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, weights of each head) of batched, batch-first tensors by the printed formula, from the module's weights alone."""
+    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula, from the module's weights alone."""
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
@@ -81,7 +81,7 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: type[LearnedRidge], config: dict[str, Any], masked: bool, keys: int) -> None:
-    """Result, weights, and the gradients of all inputs and parameters, alpha among them; more keys than a head is wide, and fewer."""
+    """The result, the weights, and all gradients, alpha's too, equal the definition, with more keys than a head is wide and with fewer."""
     module = made(kind, **config)
     tensors = inputs(module, keys)
     mask = (torch.arange(keys) % 3 == torch.tensor([[1], [2]])) if masked else None
@@ -137,7 +137,7 @@ def test_gradcheck(kind: type[LearnedRidge]) -> None:
 
 
 def test_both_ends_of_alpha() -> None:
-    """a = 0 fits the values where they are linear in the keys; a = 1 is linear attention, without an overflow on the way."""
+    """With a = 0 values that are linear in the keys are fitted exactly; with a = 1 it is linear attention, and nothing overflows."""
     module = made(MultiheadIntention)
     query, key, value = inputs(module)
     q, k, v = (module._project(part, tensor) for part, tensor in enumerate((query, key, value)))
@@ -163,7 +163,7 @@ def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
         kind(DIM, HEADS).load_state_dict({name: entry for name, entry in theirs.state_dict().items() if name != "in_proj_weight"})
     with pytest.raises(RuntimeError, match=r"Unexpected.*log_alpha"):
         kind(DIM, HEADS, alpha=1.0).load_state_dict(kind(DIM, HEADS).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # on the meta device there is nothing to keep
+    with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # a module on the meta device has no value to keep
         kind(DIM, HEADS, device="meta").load_state_dict(torch.nn.MultiheadAttention(DIM, HEADS).state_dict(), assign=True)
 
 
@@ -235,7 +235,7 @@ def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision(kind: type[LearnedRidge], dtype: torch.dtype, autocast: bool) -> None:
-    """As good as the definition evaluated in float64 on heads that were projected in that precision, up to the roundings of the result."""
+    """Projections are rounded to the low precision, and all after them is as exact as in float64, up to the rounding of the result."""
     module = made(kind)
     tensors = inputs(module)
     held = torch.float32 if autocast else dtype
@@ -336,7 +336,7 @@ def test_stream_equals_batch_with_gradients(split: list[int], batch_first: bool)
 def test_own_stream_and_what_is_removed_from_it() -> None:
     module = made(MultiheadIntention, dtype=torch.float32)
     query, key, value = (tensor.detach() for tensor in inputs(module))
-    value[:4] = 1e6  # what is to be forgotten outweighs the rest
+    value[:4] = 1e6  # the rows to be removed outweigh the rest
     for k, v in zip(key.split(10), value.split(10), strict=True):
         held = module.update(k, v)
     assert module.stream.state == held
@@ -395,7 +395,7 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_fast_path_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without weights nothing else is called: no state in float64, no solve of a query."""
+    """If no weights are asked for, the operator alone is called: no float64 state, and no solve for queries."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("another way")

@@ -1,4 +1,4 @@
-"""Nyström attention as a module is its formula, to 1e-10 in float64, with torch's weights, and with landmarks from k-means."""
+"""Nyström attention as a module equals its formula to 1e-10 in float64, with torch's weights and with landmarks from k-means."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def made(**config: Any) -> NystromAttention:
-    """A module in which no weight is 0, with logits of about 3."""
+    """Return a module in which no weight is 0, with logits of about 3."""
     module = NystromAttention(DIM, HEADS, **{"dtype": torch.float64, **config})
     if module.landmarks == "fixed":
         for name in LANDMARKS:
@@ -42,7 +42,7 @@ def made(**config: Any) -> NystromAttention:
 
 
 def inputs(module: NystromAttention, queries: int = TOKENS, batched: bool = True) -> list[Tensor]:
-    """Query, key and value in the layout of the module."""
+    """Return query, key and value in the layout of the module."""
     tensors = []
     for length, width in ((queries, DIM), (TOKENS, module.kdim), (TOKENS, module.vdim)):
         tensor = torch.randn(BATCH, length, width, dtype=torch.float64).to(module.out_proj.weight.dtype)
@@ -53,7 +53,7 @@ def inputs(module: NystromAttention, queries: int = TOKENS, batched: bool = True
 
 
 def means(tokens: Tensor, number: int) -> Tensor:
-    """Return the means of segments of the tokens (N, D) that are not masked; as numpy splits, the first segments have one more."""
+    """Return the means of segments of the tokens (N, D) that are not masked; as in numpy's split, the first segments have one more."""
     return torch.stack([segment.mean(0) for segment in torch.tensor_split(tokens, number)])
 
 
@@ -67,7 +67,7 @@ def iterated(a: Tensor, iterations: int) -> Tensor:
 
 
 def defined(module: NystromAttention, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, weights of each head) of batched, batch-first tensors by the printed formula, head by head, from the weights alone."""
+    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula, head by head, from the weights alone."""
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
@@ -97,7 +97,7 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("queries", [TOKENS, 11])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_definition(config: dict[str, Any], queries: int) -> None:
-    """Result, weights, and the gradients of all inputs and parameters, landmarks among them."""
+    """The result, the weights, and all gradients, those of landmarks too, equal the definition."""
     module = made(**config)
     tensors = inputs(module, queries)
     flip = (lambda t: t) if module.batch_first else (lambda t: t.transpose(0, 1))
@@ -123,7 +123,7 @@ def test_unbatched(batch_first: bool, landmarks: str) -> None:
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_padding_is_as_if_it_were_not_there(batch_first: bool, additive: bool) -> None:
-    """Padding of whole segments at the end, different in each row, a NaN in it: results, and the gradients of weights, too."""
+    """Padding at the end covers whole segments, differs in each row and holds a NaN: it changes no result, and no gradient of a weight."""
     module = made(batch_first=batch_first, num_landmarks=6)
     ends, along = (24, 12), 1 if batch_first else 0
     tokens = torch.randn(BATCH, 24, DIM, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_padding_with_fixed_landmarks_hides_keys_alone() -> None:
 
 
 def test_m_equal_to_n_exact_pinv_is_attention() -> None:
-    """With as many landmarks as tokens they are the tokens, and B pinv(B) B = B: torch's module to what inverting costs."""
+    """With as many landmarks as tokens B pinv(B) B = B, so the module equals torch's, up to the error of the inverse."""
     theirs = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64, batch_first=True)
     ours = NystromAttention(DIM, HEADS, dtype=torch.float64, batch_first=True, num_landmarks=6, pinv="exact")
     ours.load_state_dict(theirs.state_dict())
@@ -242,14 +242,14 @@ def test_what_makes_no_sense_is_refused(name: str, value: Any) -> None:
 
 
 def clustered(tokens: int = 400, groups: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """(tokens (2, N, C), the groups' centres (m, C)): so well apart that k-means finds them."""
+    """Return (tokens (2, N, C), centres (m, C)) of groups so far apart that k-means finds them."""
     centres = 10 * torch.randn(groups, DIM, dtype=torch.float64)
     tokens = centres.repeat(tokens // groups, 1) + 0.01 * torch.randn(tokens // groups * groups, DIM, dtype=torch.float64)
     return tokens.unflatten(0, (2, -1)).to(dtype), centres
 
 
 def matched(found: Tensor, expected: Tensor) -> Tensor:
-    """Rows of `found` in the order of the nearest of `expected`; each is found once."""
+    """Return the rows of `found` in the order of the nearest rows of `expected`; each must be found once."""
     order = torch.cdist(expected, found).argmin(-1)
     assert len(set(order.tolist())) == len(expected)
     return found[order]
@@ -354,7 +354,7 @@ def test_landmarks_are_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_replaces_torchs_module_in_an_encoder(training: bool) -> None:
-    """Also in eval mode without gradients, with padding, where torch's layers would run attention on the weights."""
+    """The module runs in torch's encoder, also in eval mode with padding, where torch's layers would run attention instead."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, dtype=torch.float64)
     model = nn.TransformerEncoder(layer, 2).train(training)
     source, mask = torch.randn(2, 12, 16, dtype=torch.float64), torch.arange(12) >= torch.tensor([[12], [6]])

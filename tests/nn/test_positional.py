@@ -1,4 +1,4 @@
-"""Encodings on a circle: a stream and a window agree, tokens of a window are told apart, and a stream goes on where it was saved."""
+"""Encodings on a circle: a stream and a window agree, tokens of a window have different encodings, a saved stream continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens(length: int) -> Tensor:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_steps_blocks_and_windows_agree(learned: bool) -> None:
-    """Around the circle more than twice."""
+    """Steps, blocks and windows have the same encodings, over more than two turns of the circle."""
     module, x = made(learned=learned), tokens(25)
     expected = x + module.encodings[torch.arange(25) % PERIOD]
     for at, token in enumerate(x.unbind(1)):
@@ -57,7 +57,7 @@ def test_layouts() -> None:
 
 
 def test_what_continual_inference_gives() -> None:
-    """With its `forward` told not to move on, and its channels second."""
+    """Encodings equal those of continual-inference, whose `forward` is told not to advance, and whose channels are the second dimension."""
     theirs = peer.RecyclingPositionalEncoding(DIM, PERIOD, forward_update_index_steps=0).double()
     ours, x = made(), tokens(30)
     ours.encodings = nn.Parameter(theirs.pe.weight.detach().clone())
@@ -123,7 +123,7 @@ def test_saved_at_any_place() -> None:
 
 
 def test_a_window_of_encoded_tokens_through_attention() -> None:
-    """The two together: a stream is `forward` of its windows, at any place of the circle."""
+    """With encoded tokens a stream through attention equals `forward` of its windows, anywhere on the circle."""
     attention = ContinualAttention(DIM, 2, batch_first=True, sequence_len=WINDOW, dtype=torch.float64).eval()
     moving, x = made(learned=False), tokens(24)
     with torch.no_grad():

@@ -34,7 +34,7 @@ STREAMING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 def streaming(name: str) -> tuple[Any, Any]:
-    """A module in the middle of its stream, and another one, with other weights, elsewhere in its own."""
+    """Return a module in the middle of its stream, and another with other weights and another stream."""
     make, advance = STREAMING[name]
     module, other = make().eval(), make().eval()
     with torch.no_grad():
@@ -44,7 +44,7 @@ def streaming(name: str) -> tuple[Any, Any]:
 
 
 def held(module: nn.Module) -> dict[str, Tensor]:
-    """What is saved of the stream, as it is now."""
+    """Return what is saved of the stream as it is now."""
     weights = dict(module.named_parameters())
     return {name: entry.clone() for name, entry in module.state_dict().items() if name not in weights}
 
@@ -54,7 +54,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def in_a_model(module: nn.Module, first: bool) -> nn.Module:
-    """The module beside another layer, which torch loads after it or before it."""
+    """Return the module beside another layer, which torch loads before or after it."""
     parts = {"stream": module, "layer": nn.Linear(3, 3)}
     return nn.ModuleDict({name: nn.Sequential(parts[name]) for name in sorted(parts, reverse=first)})
 
@@ -106,7 +106,10 @@ def test_the_module_itself_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_what_is_not_strict(name: str) -> None:
-    """Unexpected and missing keys are no errors then: the load succeeds, and the stream is the saved one, or none. A wrong shape is one."""
+    """With `strict=False` unexpected and missing keys are no errors: the stream becomes the saved one, or ends.
+
+    A wrong shape still is an error.
+    """
     module, other = streaming(name)
     before, entries = held(module), other.state_dict()
     weight = next(name for name, _ in module.named_parameters())
@@ -122,7 +125,7 @@ def test_what_is_not_strict(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_module_in_two_places(name: str) -> None:
-    """Torch loads it twice; an error in the second place refuses what the first one brought."""
+    """Torch loads a module that occurs twice two times; an error at the second place refuses what was loaded at the first."""
     module, other = streaming(name)
     before = held(module)
     model, source = (nn.ModuleDict({"a": each, "b": each}) for each in (module, other))
@@ -135,7 +138,7 @@ def test_a_module_in_two_places(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_hook_that_looks_while_torch_still_loads(name: str) -> None:
-    """What it sees then does not decide what the stream is afterwards."""
+    """A hook that reads the stream during the load does not decide what the stream is afterwards."""
     module, other = streaming(name)
     before, model = held(module), in_a_model(module, True)
     seen = []

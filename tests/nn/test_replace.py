@@ -1,4 +1,4 @@
-"""`replace_modules` shares the weights, and the model computes what it did."""
+"""`replace_modules` shares the weights, and the model's results stay the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MASK = torch.arange(9) >= torch.tensor([[9], [6]])
 
 
 def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor], int]]:
-    """name -> model, inputs, options, number of attention modules"""
+    """Return name -> (model, inputs, options, number of attention modules)."""
     factory = {"batch_first": True, "dtype": torch.float64}
     source, target = torch.randn(2, 9, 16, dtype=torch.float64), torch.randn(2, 4, 16, dtype=torch.float64)
     encoder_layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, **factory)
@@ -36,7 +36,7 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", models())
 def test_transformers_compute_what_they_did(name: str, training: bool, fast_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on the fast path of eval mode, where torch's layers run kernels of their own and padded inputs become nested tensors."""
+    """Results stay the same, also in eval mode. There torch's layers run fused kernels, and padded inputs become nested tensors."""
     model, tensors, options, count = models()[name]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -184,7 +184,10 @@ def encoder(layers: int = 2, **options: object) -> nn.TransformerEncoder:
 
 @pytest.mark.parametrize("mapping", [INTENTION, SIGMA, INFORMER], ids=["intention", "sigma", "informer"])
 def test_torchs_fast_path_does_not_bypass_intention(mapping: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """In eval mode without gradients, with padding: torch's encoder would make nested tensors, and its layers run attention."""
+    """In eval mode without gradients torch's encoder would make nested tensors of padded inputs, and its layers would run attention.
+
+    Intention must run all the same.
+    """
     model, source = encoder(), torch.randn(2, 9, 16, dtype=torch.float64)
     attention = model(source, src_key_padding_mask=MASK)
     assert replace_modules(model, mapping) == 2

@@ -1,4 +1,4 @@
-"""The running sums of `MultiheadIntention`: untouched by casts, saved with the weights, refused when no keys leave them behind."""
+"""The running sums of `MultiheadIntention`: unchanged by casts, saved with the weights, refused where no keys could have led to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = ("gram", "moment", "count")
 
 
 def streaming(batch: int = 2, dtype: torch.dtype = torch.float32) -> MultiheadIntention:
-    """A module in the middle of its stream, with a row that has seen nothing."""
+    """Return a module in the middle of its stream; one batch element has seen nothing."""
     module = MultiheadIntention(DIM, HEADS, batch_first=True, dtype=dtype)
     if batch:
         mask = torch.zeros(batch, 20, dtype=torch.bool)
@@ -49,7 +49,7 @@ def test_the_state_moves_with_the_module() -> None:
 
 
 def saved(module: torch.nn.Module) -> dict[str, Tensor]:
-    """`state_dict` through a file, in the mode of `torch.load` that runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -127,7 +127,7 @@ def test_what_is_no_state_is_refused_and_the_old_one_stays(name: str, fault: Cal
 
 
 def test_what_a_removal_leaves_is_loaded() -> None:
-    """Rounding may leave next to nothing of the keys, and that not positive definite: it is a state all the same."""
+    """After a removal rounding may leave sums near 0 that are not positive definite: such a state must be accepted."""
     module, inputs = MultiheadIntention(DIM, HEADS, batch_first=True), 1e3 * torch.randn(1, 50, DIM)
     inputs[:, 49] = 1e-6
     with torch.no_grad():

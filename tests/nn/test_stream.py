@@ -1,4 +1,4 @@
-"""The state that a streaming module keeps: untouched by casts, saved with the weights, refused when it cannot be one."""
+"""The state that a streaming module keeps: unchanged by casts, saved with the weights, refused where it cannot be a state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM, LATENTS, HEADS = 12, 5, 3
 
 
 def streaming(batch: int = 2, dtype: torch.dtype = torch.float32) -> CMAB:
-    """A block in the middle of its stream, with a row that has seen nothing."""
+    """Return a block in the middle of its stream; one batch element has seen nothing."""
     module = CMAB(DIM, LATENTS, HEADS, dtype=dtype)
     if batch:
         mask = torch.zeros(batch, 20, dtype=torch.bool)
@@ -57,7 +57,7 @@ def test_the_state_moves_with_the_module() -> None:
 
 
 def saved(module: torch.nn.Module) -> dict[str, Tensor]:
-    """`state_dict` through a file, in the mode of `torch.load` that runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -67,7 +67,7 @@ def saved(module: torch.nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("held", [0, 2, 5])
 @pytest.mark.parametrize("assign", [False, True])
 def test_saved_and_restored_in_midstream(held: int, assign: bool) -> None:
-    """Into a module that is fresh, at the same batch or at another: the same bits from there on."""
+    """A module that is fresh, or had a stream of the same or another batch, continues a loaded stream with the same bits."""
     module, other = streaming(), streaming(held)
     assert {"stream.out", "stream.lse"} <= set(saved(module))
     other.load_state_dict(saved(module), assign=assign)

@@ -1,4 +1,4 @@
-"""Matrices and landmarks to try kernels on, and what their results and gradients may be off by."""
+"""Test matrices and landmarks, and the errors that results and gradients may have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_ke
 from cmab_kernels.testing import bound, oracles
 
 GRADIENTS = 4.0
-"""Times what a result may be off by."""
+"""The error that a gradient may have, in units of the error that a result may have."""
 
 
 def _permutations(count: int, m: int) -> Tensor:
@@ -39,15 +39,18 @@ takes it out: so here they are weighted.
 
 
 def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
-    """What errors go by: a row, or a twentieth of the terms that it adds up. What underflows beside the rest of its matrix is no error."""
+    """Return the size that a row's error is relative to: its norm, or a twentieth of that of its terms.
+
+    Numbers that underflow next to the rest of their matrix are no error.
+    """
     size = torch.maximum(right.norm(dim=-1), 0.05 * terms.norm(dim=-1))
     return size.clamp(min=max(1e-30 * float(terms.norm()), 1e-300))
 
 
 def shares(ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0) -> Tensor:
-    """How far each row is from `right`, as a share of what it may be by promise P2; infinite for NaN.
+    """Return the error of each row as a share of what promise P2 allows; infinite for NaN.
 
-    `same_precision` is torch's result: its error is that of the row, or of the median row of the matrix, as a row may be right by luck.
+    `same_precision` is torch's result. Its error counts as at least that of the matrix's median row, since a row may be right by chance.
     """
     assert ours.shape == right.shape and ours.is_contiguous() and ours.dtype == same_precision.dtype
     size = _row_sizes(right, terms)
@@ -63,20 +66,20 @@ def check(name: str, ours: Tensor, right: Tensor, terms: Tensor, same_precision:
 
 
 def _moved(matrix: Tensor, inverse: Tensor) -> Tensor:
-    """What a change dA of the matrix makes of its inverse, |Z| |dA| |Z|, for one of four times the size of A."""
+    """Return |Z| |dA| |Z|, a bound of what a change dA of the matrix changes in its inverse Z, for dA = 4 |A|."""
     size = inverse.detach().abs()
     return 4 * size @ matrix.detach().abs() @ size
 
 
 def _like_its_matrix(gradient: Tensor) -> Tensor:
-    """The terms of a gradient's rows, nothing else being known of them: twenty times the median row of their matrix."""
+    """Return an estimate of the terms in a gradient's rows where nothing else is known: twenty times the median row of the matrix."""
     return (
         20 * gradient.norm(dim=-1, keepdim=True).median(dim=-2, keepdim=True).values.expand_as(gradient) / max(gradient.shape[-1], 1) ** 0.5
     )
 
 
 class PinvModule(NamedTuple):
-    """The functions of an implementation."""
+    """The functions that an implementation of the pseudo-inverse has."""
 
     pinv: Callable[..., Tensor]
     pinv_backward: Callable[..., Tensor]
@@ -90,7 +93,7 @@ def functions(module: object) -> PinvModule:
 
 
 def check_pinv(module: object, matrix: Tensor, iterations: int, dinverse: Tensor | None = None) -> None:
-    """The inverse and the gradient of a (M, m, m) batch against float64."""
+    """Check the inverse of a batch (M, m, m), and its gradient, against float64."""
     call = functions(module)
     dinverse = torch.randn(matrix.shape).to(matrix.dtype) if dinverse is None else dinverse
     wide, same = (matrix.detach().to(dtype).requires_grad_() for dtype in (torch.float64, matrix.dtype))
@@ -129,7 +132,7 @@ def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, 
 
 
 class Landmarks(NamedTuple):
-    """The arguments of landmark_values."""
+    """The arguments of `landmark_values`."""
 
     query: Tensor
     key: Tensor
@@ -146,7 +149,7 @@ class Landmarks(NamedTuple):
         return self.query, self.key, self.values
 
     def hidden(self) -> Landmarks:
-        """With zeros for the absent landmarks, whose rows may be NaN."""
+        """Return the landmarks with zeros for absent ones, which may be NaN."""
         if self.absent is None:
             return self
         q, k, v = (t.masked_fill(self.absent[..., None], 0.0) for t in self.tensors)
@@ -163,7 +166,7 @@ def landmarks(
     iterations: int = 6,
     law: Callable[..., Tensor] = torch.randn,
 ) -> Landmarks:
-    """Absent landmarks are NaN."""
+    """Return random landmarks, of which absent ones are NaN."""
     tensors = [law(count, m, w).to(dtype) for w in (width, width, value_width)]
     if absent is not None:
         tensors = [t.masked_fill(absent[..., None], torch.nan) for t in tensors]
@@ -171,7 +174,7 @@ def landmarks(
 
 
 def check_landmarks(module: object, given: Landmarks, dout: Tensor | None = None) -> None:
-    """The values and the three gradients against float64."""
+    """Check the values and the three gradients against float64."""
     call = functions(module)
     dout = torch.randn(given.values.shape).to(given.query.dtype) if dout is None else dout
     wide, same = (given.hidden().to(dtype) for dtype in (torch.float64, given.query.dtype))

@@ -1,4 +1,4 @@
-"""The paper's counts are those that it prints, and ours those of the products that the definition needs."""
+"""The paper's counts of operations are those that it prints, and ours are those of the products that the definition needs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def test_examples_of_the_docstrings():
     ],
 )
 def test_operations_of_a_step_at_120_tokens(scheme, operations):
-    """n = 120, m = 4, d = 192; printed as 11.1 (11.06), 0.0925, 0.423, 0.01178 and 0.00618 million, the retroactive ones by hand."""
+    """The counts for n = 120, m = 4, d = 192, in millions, are the printed ones, and for retroactive outputs those worked out by hand.
+
+    The first is printed as 11.1, and is 11.06.
+    """
     assert paper_operations(scheme, 120, 4, 192) == operations
 
 
@@ -64,7 +67,7 @@ def test_operations_of_a_step_at_120_tokens(scheme, operations):
     [("full", 16.78), ("single", 0.263), ("nystrom", 4.71), ("continual single", 0.493), ("fixed single", 0.131)],
 )
 def test_operations_of_a_step_at_64_tokens(scheme, operations):
-    """n = 64, d = 1024, m = 16: millions, as printed (but for the first, which is printed as 16.85)."""
+    """The counts for n = 64, d = 1024, m = 16, in millions, are the printed ones, except for the first, which is printed as 16.85."""
     assert paper_operations(scheme, 64, 16, 1024) / 1e6 == pytest.approx(operations, abs=0.5 * 10.0 ** (2 - len(str(operations)) + 1))
 
 
@@ -87,7 +90,7 @@ def test_ratios_that_the_paper_draws():
     ],
 )
 def test_memory_at_120_tokens(scheme, memory):
-    """n = 120, m = 4, d = 192, by hand from the formulas."""
+    """Memory for n = 120, m = 4, d = 192 is that worked out by hand from the formulas."""
     assert paper_memory(scheme, 120, 4, 192) == memory
 
 
@@ -127,7 +130,7 @@ def landmark_inverse(iterations: int) -> torch.Tensor:
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_operations_are_those_of_the_products_of_a_step(replaced, retroactive):
-    """A step written out as products, where a landmark is replaced and where none is."""
+    """torch counts the same operations for a step written as products, both where a landmark is replaced and where none is."""
     q, k, v = torch.randn(N, D), torch.randn(N, D), torch.randn(N, E)
     landmarks = torch.randn(M, D)
 
@@ -151,7 +154,7 @@ def test_operations_are_those_of_the_products_of_a_step(replaced, retroactive):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_operations_of_a_stretch_are_those_of_its_tokens(fixed):
-    """Over a schedule's turn, where rows are recomputed."""
+    """The count for 100 tokens is the sum over the tokens, and has the rows that are recomputed on schedule among them."""
     start, tokens = SCHEDULE - 50, 100
 
     def of(position, tokens):
@@ -163,7 +166,7 @@ def test_operations_of_a_stretch_are_those_of_its_tokens(fixed):
 
 
 def test_a_new_landmark_is_not_recomputed_on_schedule_too():
-    """With a landmark for each token, one is replaced by each: the row of the newest comes up at P = 1024 + m - 1."""
+    """With n landmarks for n tokens each token replaces one. A row that is new at the step at which it would be recomputed counts once."""
     n = m = 5
     token = SCHEDULE + m - 1
     by_token = [executed_operations(n, m, D, E, position, 1, 6, fixed=False, retroactive=False) for position in range(token - m, token + 1)]
@@ -192,7 +195,7 @@ def test_operations_of_exact_attention_are_those_of_its_products():
 
 @pytest.mark.parametrize(("n", "times"), [(SCHEDULE - 1, 0), (SCHEDULE, 1), (2 * SCHEDULE + 1, 2)])
 def test_rows_that_live_long_are_recomputed(n, times):
-    """Row i of the n is of the token that has been there n - i tokens long."""
+    """In exact attention a row is recomputed on schedule: row i belongs to the token that has been in the window for n - i steps."""
     assert times == sum((n - row) % SCHEDULE == 0 for row in range(n))
     assert executed_attention_operations(n, D, E, 1, True) == (1 + times) * 2 * n * (D + E) + 4 * (n - 1) * (D + E)
 
@@ -220,7 +223,7 @@ def test_averages_are_over_the_stream(landmarks, output):
 
 
 def elements(state) -> int:
-    """Of all heads, without the scale."""
+    """Return the number of elements of a state, over all heads and without the scale."""
     return sum(field.numel() for field in state if isinstance(field, torch.Tensor)) - state.scale.numel()
 
 
@@ -242,7 +245,7 @@ def test_elements_of_states_are_those_of_their_tensors(impl):
 @pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 @pytest.mark.parametrize("tokens", [1, 5, 2 * N])
 def test_a_block_leaves_a_ring_for_as_many_tokens(tokens):
-    """Of n + t rows, and never more than two windows; the formula is of steps of one token."""
+    """After a block of t tokens the ring has n + t rows, and at most two windows; the formula is for blocks of one token."""
     query, key, value = torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, E)
     state = continual_nystrom_init(*(part[:, :, :N] for part in (query, key, value)), M)
     stepped = continual_nystrom_step(state, *(part[:, :, N : N + tokens] for part in (query, key, value))).state

@@ -29,7 +29,7 @@ SPILLING += [("fp32", 64, 100, kernel) for kernel in ("_pinv", "_landmark_values
 
 
 def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[str, Launch]:
-    """Of all four operators."""
+    """Record the launches of all four operators by the name of the kernel."""
     rows = torch.empty(3, m, width, dtype=DTYPES[name])
     matrix = torch.empty(3, m, m, dtype=DTYPES[name])
     given = rows, rows, rows, torch.zeros(3, m, dtype=torch.bool) if absent else None, 0.125, 6
@@ -50,7 +50,7 @@ def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
 
 
 def _by_matrix_units(launched: Launch, capability: int) -> bool:
-    """float32 of more than 32 landmarks in parts; float64, but on sm_100, where Triton 3.6 multiplies it without them."""
+    """Return whether matrix units multiply: float32 in bfloat16 parts, and float64 except on sm_100, where Triton 3.6 does without them."""
     if launched.options["PRECISION"] == "bf16x6":
         return True
     return launched.options["OPERAND"] == launch.triton_dtype(torch.float64) and capability != 100
@@ -64,7 +64,7 @@ def test_compiled(name: str, m: int, capability: int, tmp_path: Path) -> None:
 
 
 def test_the_largest_matrices_stay_in_registers(tmp_path: Path) -> None:
-    """The iteration of 64 landmarks, in parts of bfloat16 and by Hopper's own instructions."""
+    """The iteration with 64 landmarks stays in registers, with bfloat16 parts and Hopper's own matrix instructions."""
     launched = _launches("fp32", 64)["_pinv"]
     assert _check(launched, 90, tmp_path) == [] and compiled(launched, 90, tmp_path).count("HGMMA")
 
@@ -81,7 +81,7 @@ def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tm
 
 
 def test_what_does_not_fit_in_tensor_memory_is_multiplied_in_full(tmp_path: Path) -> None:
-    """Its parts would take 928 of 512 columns, and no GPU could launch it."""
+    """Bfloat16 parts would take 928 of the 512 columns of tensor memory, and no GPU could launch the kernel: so there are none."""
     with as_if_on(100):
         launched = _launches("fp32", 64)["_pinv"]
     assert launched.options["PRECISION"] == "ieee"
@@ -94,7 +94,7 @@ def test_what_does_not_fit_in_tensor_memory_is_multiplied_in_full(tmp_path: Path
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:
-    """All rows and columns in the registers of one warp."""
+    """The check reports spills when a single warp holds all rows and columns in its registers."""
     launched = _launches("fp32", 17)["_pinv"]
     launched.options.update(num_warps=1)
     assert any("spilled" in fault for fault in _check(launched, 90, tmp_path))
@@ -106,21 +106,21 @@ def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
 
 
 def test_float32_is_never_multiplied_in_tf32() -> None:
-    """Also where torch may."""
+    """The pseudo-inverse is not multiplied in tf32, even where torch may use tf32."""
     with mock.patch("cmab_kernels.triton_common.allows_tf32", lambda: True):
         for m in (16, 32, 64):
             assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {"bf16x6" if m == 64 else "ieee"}
 
 
 def test_the_scale_is_a_double() -> None:
-    """Triton passes a Python number as a float32 unless it is told."""
+    """The scale reaches the kernel as a float64: Triton passes a Python number as a float32 unless told otherwise."""
     found = _launches("fp64", 16)
     for name in ("_landmark_values", "_landmark_values_backward"):
         assert source(found[name], 90)[0].signature["scale"] == "fp64"
 
 
 def test_strides_beyond_32_bits_reach_the_kernel() -> None:
-    """On meta tensors: no memory is behind them."""
+    """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         matrix = torch.empty(0).as_strided((3, 8, 8), (2**34, 2**33, 1))
         (one,) = record(lambda: kernels.iterative_pinv(matrix, 6))

@@ -147,7 +147,7 @@ STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens(impl: str, name: str, kind: str) -> None:
-    """And the state's bits stay."""
+    """A bad token is refused with its message, and the state keeps its bits."""
     error, message, given = BAD_TOKENS[name]
     step, state = STEPS[kind]
     before = copy.deepcopy(state)
@@ -197,7 +197,10 @@ def test_the_exact_pseudo_inverse_of_continual_landmarks_is_the_definitions_alon
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_seen_wherever_it_is(bad: float, dtype: torch.dtype) -> None:
-    """In the vector part and in the remainder, in strided and in transposed tokens; the largest number is none of them."""
+    """A NaN or infinity is found anywhere: among full vectors, in the remainder, in strided and in transposed tokens.
+
+    The largest finite number passes.
+    """
     for position in (0, 1, 63, 64, 130, 262):
         tokens = torch.full((263,), torch.finfo(dtype).max, dtype=dtype)
         refuse_not_finite(tokens=tokens)

@@ -27,7 +27,7 @@ DTYPES = [torch.float64, torch.float32]
 
 @pytest.fixture(autouse=True)
 def margins() -> Iterator[None]:
-    """Results lie between margins that must stay as they were."""
+    """Put results between margins of memory, and check at the end of the test that no kernel wrote to the margins."""
     with guarded_results():
         yield
 
@@ -64,7 +64,7 @@ def test_landmarks(dtype: torch.dtype, m: int, width: int, value_width: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 5, 17])
 def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
-    """Some, none, all, all but one; they and the gradients of their rows are NaN."""
+    """Some, none, all, or all but one of the landmarks are absent, and NaN in rows and gradients."""
     absent = torch.rand(4, m) < 0.4
     absent[1], absent[2], absent[3] = False, True, True
     absent[3, m // 2] = False
@@ -74,7 +74,7 @@ def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
 
 @pytest.mark.parametrize("logit", [1e4, -1e4, 88.8, -104.0, 1e38, -1e38])
 def test_extreme_logits(logit: float) -> None:
-    """Between each query and its key."""
+    """Extreme logits stand between each query and its own key."""
     own = torch.eye(5).expand(1, 5, 5)
     given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(query=logit * own, key=own, scale=1.0)
     check_landmarks(kernels, given, torch.zeros_like(given.values) if abs(logit) > 1e30 else None)
@@ -90,7 +90,7 @@ def test_logits_beyond_the_range_are_at_its_end() -> None:
 
 @pytest.mark.parametrize("exponent", [-60, 60])
 def test_inverses_of_any_size(exponent: int) -> None:
-    """The iteration of 2^n A is 2^-n that of A, to the last bit: norms are not multiplied."""
+    """The inverse of 2^n A is 2^-n times that of A, to the last bit: norms must not be multiplied with each other first."""
     matrix, dinverse = torch.randn(1, 3, 3), torch.randn(1, 3, 3)
     scaled = matrix * 2.0**exponent
     assert torch.equal(kernels.iterative_pinv(scaled, 3) * 2.0**exponent, kernels.iterative_pinv(matrix, 3))
@@ -100,7 +100,7 @@ def test_inverses_of_any_size(exponent: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_matrix_leaves_its_neighbours_alone(bad: float) -> None:
-    """One with a NaN or an infinity, one of zeros; and the bits of each are those that it has alone."""
+    """A matrix with a NaN or an infinity, or one of zeros, changes no bit of the others in its batch."""
     matrix, dinverse = torch.randn(3, 4, 4), torch.randn(3, 4, 4)
     alone = [kernels.iterative_pinv(one, 1) for one in matrix.split(1)]
     alone_too = [kernels.iterative_pinv_backward(g, one, 1) for g, one in zip(dinverse.split(1), matrix.split(1), strict=True)]

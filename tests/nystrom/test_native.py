@@ -1,4 +1,4 @@
-"""The iterative pseudo-inverse and the landmarks' values in C++ against float64: every instruction set, size, layout."""
+"""The iterative pseudo-inverse and the values of landmarks in C++ against float64, for every instruction set, size and layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_widths(isa: str, dtype: torch.dtype, width: int, value_width: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 40, 65])
 def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) -> None:
-    """Some, none, all, all but one; they and the gradients of their rows are NaN. And no bit differs from those of the others alone."""
+    """Some, none, all, or all but one of the landmarks are absent, and NaN in rows and gradients.
+
+    All bits are those of the others alone.
+    """
     absent = torch.rand(5, m) < 0.4
     absent[1], absent[2], absent[3] = False, True, True
     absent[3, m // 2] = False
@@ -69,7 +72,7 @@ def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) ->
 @pytest.mark.parametrize("m", [1, 4, 17])
 @pytest.mark.parametrize("logit", [1e4, -1e4, 88.8, -104.0, 1e38, -1e38])
 def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> None:
-    """Everywhere; between each query and its key; between one query and its key."""
+    """Extreme logits stand everywhere, between each query and its own key, or between one query and its key."""
     own = torch.eye(m, dtype=dtype).expand(2, m, m)
     for query, key in ((torch.ones_like(own), own[:, :1].expand(2, m, m)), (own, own), (own * torch.arange(m).eq(m // 2)[:, None], own)):
         given = landmarks(2, m, m, 3, dtype)._replace(query=logit * query, key=key, scale=1.0)
@@ -81,7 +84,7 @@ def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> N
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1e-30])
 def test_logits_beyond_the_range_are_at_its_end(isa: str, scale: float) -> None:
-    """Products of 1e40 are as large as can be, all alike; with a scale of 1e-30 they are nothing special."""
+    """Products of 1e40 exceed float32 and count as its largest number; with a scale of 1e-30 they are ordinary logits."""
     given = landmarks(1, 4, 2, 3, torch.float32)._replace(scale=scale)
     given.query[:] = torch.tensor([1e20, 0.0])
     given.key[:] = torch.tensor([1e20, 0.0]) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
@@ -97,7 +100,10 @@ def test_logits_beyond_the_range_are_at_its_end(isa: str, scale: float) -> None:
 @pytest.mark.parametrize("m", [1, 2, 16, 33])
 @pytest.mark.parametrize("exponent", [-60, -30, 30, 60])
 def test_inverses_of_any_size(isa: str, m: int, exponent: int) -> None:
-    """The iteration of 2^n A is 2^-n that of A, to the last bit, where neither over- nor underflows: norms are not multiplied."""
+    """The inverse of 2^n A is 2^-n times that of A, to the last bit, unless numbers overflow or underflow.
+
+    Norms must not be multiplied with each other first.
+    """
     matrix, dinverse = torch.randn(2, m, m), torch.randn(2, m, m)
     inverse, gradient = native.iterative_pinv(matrix, 6), native.iterative_pinv_backward(dinverse, matrix, 6)
     scaled = matrix * 2.0**exponent
@@ -127,7 +133,7 @@ def test_a_bad_matrix_leaves_its_neighbours_alone(isa: str, m: int, bad: float) 
 
 @pytest.mark.parametrize("which", range(4))
 def test_a_nan_landmark_is_seen(isa: str, which: int) -> None:
-    """In a query, a key, a value or the gradient of a result: never lost."""
+    """A NaN in a query, a key, a value or an incoming gradient shows in the result."""
     given = landmarks(3, 9, dtype=torch.float32)
     dout = torch.randn(given.values.shape)
     right = native.landmark_values(*given), *native.landmark_values_backward(dout, *given)
@@ -168,7 +174,7 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype) -> Non
 
 
 def test_expanded_operands(isa: str) -> None:
-    """Stride 0: over the batch, and gradients of a sum."""
+    """Operands of stride 0: expanded over the batch, or the gradient of a sum."""
     matrix = torch.randn(1, 9, 9)
     one = matrix.new_ones(1, 1, 1).expand(4, 9, 9)
     right = native.iterative_pinv_backward(one.contiguous(), matrix.repeat(4, 1, 1), 6)
@@ -219,7 +225,7 @@ def test_more_than_65535_matrices() -> None:
 
 @pytest.mark.parametrize("far", [0, 1, 2])
 def test_offsets_beyond_32_bits(far: int) -> None:
-    """Elements 2^31 apart in one dimension, in memory that is reserved and, but for them, never touched."""
+    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
     strides = [5, 2, 1]
     strides[far] = 2**31
     with tempfile.TemporaryFile() as sparse:

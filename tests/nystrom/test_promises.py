@@ -21,7 +21,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("start, stop", [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (1, 200)])
 def test_masked_blocks(impl: str, start: int, stop: int) -> None:
-    """All-masked block first, middle, last; NaN and infinity under the mask reach nobody else, and no gradient."""
+    """The first, middle or last block is masked, and holds NaN and infinity: these reach no result and no gradient."""
     q, k, v = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 4)
     mask = torch.zeros(2, 200, dtype=torch.bool)
     mask[0, start:stop] = True
@@ -36,7 +36,7 @@ def test_masked_blocks(impl: str, start: int, stop: int) -> None:
 @pytest.mark.parametrize("size", [0.0, 88.8, 104.0, 1e4, 1e18])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_of_any_size(impl: str, size: float, sign: int) -> None:
-    """Up to 1e36 in float32."""
+    """Results and gradients are finite for logits of either sign from 0 to more than 1e18."""
     q, k, v = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 4)
     q, k = (t.sign() * size**0.5 for t in (q, sign * k))
     out = ck.nystrom_attention(q.requires_grad_(), k.requires_grad_(), v, 5, impl=impl)
@@ -76,7 +76,7 @@ def _attend(length: int, backward: bool) -> Callable[[], tuple[Tensor, ...]]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_tokens(backward: bool) -> None:
-    """Beyond the result, the gradients that are asked for, and the log-sum-exp of each row."""
+    """A call stores nothing of the number of tokens but the result, the gradients asked for, and one log-sum-exp for each row."""
     beyond = []
     for length in (50_000, 400_000):
         peak = measure.peak_memory(_attend, length, backward, warm_up=(1000, backward))

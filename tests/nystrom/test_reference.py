@@ -1,4 +1,4 @@
-"""The definition against the formulas written out, and against what must come out."""
+"""The definition against the formulas written out, and against results that are known."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_segment_means_as_landmarks(impl: str, length: int, segments: int) -> No
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("iterations", [1, 6, 12, 0])
 def test_given_landmarks(impl: str, iterations: int, shared: bool) -> None:
-    """Of any number, for queries and keys of any number."""
+    """Any number of given landmarks works, for any numbers of queries and keys."""
     _, k, v = _tokens(40)
     q = torch.randn(2, 3, 17, 8, dtype=torch.float64)
     landmarks = tuple(torch.randn(*((3,) if shared else (2, 3)), 9, 8, dtype=torch.float64) for _ in range(2))
@@ -47,7 +47,7 @@ def test_given_landmarks(impl: str, iterations: int, shared: bool) -> None:
 
 
 def test_every_token_a_landmark_is_attention(impl: str) -> None:
-    """A pinv(A) A = A, with the exact pseudo-inverse."""
+    """With every token a landmark and the exact pseudo-inverse the result is attention, since A pinv(A) A = A."""
     q, k, v = _tokens(12)
     ours = ck.nystrom_attention(q, k, v, 12, pinv="exact", impl=impl)
     torch.testing.assert_close(ours, scaled_dot_product_attention(q, k, v), rtol=1e-8, atol=1e-8)
@@ -55,7 +55,7 @@ def test_every_token_a_landmark_is_attention(impl: str) -> None:
 
 @pytest.mark.parametrize("hidden", [[0], [3, 4, 5], list(range(15, 20)), list(range(0, 20, 2)), list(range(20))])
 def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) -> None:
-    """As if the landmarks of present tokens were all there are, and the present keys all keys; NaN in padding included."""
+    """A mask has the effect of leaving out masked keys and empty segments, even where padding is NaN."""
     q, k, v = _tokens(20)
     mask = torch.zeros(2, 20, dtype=torch.bool)
     mask[0, hidden] = True
@@ -92,7 +92,7 @@ def test_pinv_converges_to_the_exact_one(impl: str) -> None:
 
 
 def test_each_matrix_has_its_own_norms(impl: str) -> None:
-    """A neighbour in the batch, however large, changes no bit."""
+    """A neighbour in the batch, however large, changes no bit of a matrix's inverse."""
     matrix = torch.rand(3, 5, 5, dtype=torch.float64)
     matrix[1] *= 1e6
     whole = ck.iterative_pinv(matrix, impl=impl)

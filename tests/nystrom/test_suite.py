@@ -17,9 +17,10 @@ Results = tuple[Tensor, ...]
 
 
 class NystromSuite(OperatorSuite):
-    """Rows of a head share one pseudo-inverse, whose error all of them show: torch's own error is the largest of a head's rows.
+    """Nyström attention, whose rows of a head share one pseudo-inverse.
 
-    In float64, where torch is the oracle, its own error is what it has in float32, scaled by eps.
+    Its error shows in all of them, so torch's own error is the largest of a head's rows. In float64, where torch is the oracle, its own
+    error is that of float32, scaled by eps.
     """
 
     impls = ("reference", "native")
@@ -38,7 +39,7 @@ class NystromSuite(OperatorSuite):
 
 
 class TestGivenLandmarks(NystromSuite):
-    """`nystrom_attention` with landmarks that are given, since whoever takes a mean in half precision has other landmarks."""
+    """`nystrom_attention` with given landmarks: means that are computed in half precision would be other landmarks."""
 
     operator = "nystrom_attention"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "near": "BHMD", "far": "BHMD"}
@@ -68,7 +69,10 @@ class TestGivenLandmarks(NystromSuite):
         return max(oracles.largest_score(*pair) for pair in ((query, far), (near, key), (near, far)))
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Where softmax saturates, or all is equal, its gradients are differences that vanish; the tests of attention bound those."""
+        """Leave out gradients where a softmax saturates or all inputs are equal: they are differences that vanish.
+
+        The tests of attention bound them.
+        """
         return law == "normal" or not is_gradient or name == "value"
 
 
@@ -95,7 +99,7 @@ class TestSegmentMeans(NystromSuite):
 
 
 class TestMasked(TestSegmentMeans):
-    """The same with a mask of tokens, some segments of which are empty: derivatives, and what torch does with it."""
+    """`nystrom_attention` with a mask that leaves some segments empty: derivatives, and torch's transforms."""
 
     repeatable = ()  # `test_masked_blocks` of test_promises.py has more masks
     test_accuracy = test_empty_extents = test_bad_arguments = None
@@ -169,7 +173,7 @@ class TestPinv(NystromSuite):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_explain(dtype: torch.dtype) -> None:
-    """By what a user has at hand: the arguments of the call."""
+    """`explain` takes the arguments that a user would give to the operator."""
     q, k, v = (torch.randn(2, 2, 7, 3, dtype=dtype) for _ in range(3))
     for operator, given in (("nystrom_attention", (q, k, v)), ("iterative_pinv", (q,)), ("continual_nystrom_step", (q, k, v))):
         rows = ck.explain(operator, *given)
@@ -178,7 +182,7 @@ def test_explain(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("native")
 def test_flops_of_whole_windows() -> None:
-    """What the counter sees is what `costs` says."""
+    """torch's FLOP counter counts what `nystrom.costs` computes."""
     q, k, v = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 5)
     with FlopCounterMode(display=False) as counter:
         ck.nystrom_attention(q, k, v, 4)

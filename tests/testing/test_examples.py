@@ -1,4 +1,4 @@
-"""The examples in the docstrings of `cmab_kernels.testing` run; importing the package imports none of it."""
+"""The examples in the docstrings of `cmab_kernels.testing` run, and importing the package does not import `testing`."""
 
 from __future__ import annotations
 

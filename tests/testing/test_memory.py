@@ -1,4 +1,4 @@
-"""Poisoned memory and guard margins show what they are for."""
+"""Poisoned memory and guard margins reveal the errors that they are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The inherited suite reports what it is for: a sound operator in miniature passes, and each faulty copy fails the check for its fault."""
+"""The inherited suite finds the faults that it is for.
+
+A small operator passes, and each faulty copy of it fails the check for its fault.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def _(dout: Tensor, rows: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, T
 
 
 def _vmap(operator: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """One element after the other."""
+    """Return a vmap rule that takes one element after the other."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         results = []
@@ -109,7 +112,7 @@ _backward_op = differentiable(ops.pool_backward.default, _save, _double_backward
 
 
 def pool(rows: Tensor, weight: Tensor, *, mask: Tensor | None = None, impl: str = "sound", fault: str = "") -> Tensor:
-    """The public function; `impl` is "sound", or "reference" for the formula in torch."""
+    """Run the public function; `impl` is "sound", or "reference" for the formula in torch."""
     if impl not in ("sound", "reference") and fault != "an unknown implementation that runs something":
         raise ValueError(wrong("impl", f"is {impl!r}", "it must be one of sound, reference"))
     try:
@@ -127,7 +130,7 @@ def pool(rows: Tensor, weight: Tensor, *, mask: Tensor | None = None, impl: str 
     if fault == "a call that breaks the graph":
         torch._dynamo.graph_break()
     if fault == "a sign that is not looked at" and not torch.is_grad_enabled():
-        return _pool(rows, weight, mask, fault)  # past the dispatcher, which resolves lazy negations
+        return _pool(rows, weight, mask, fault)  # without the dispatcher, which would resolve lazy negations
     if fault == "an operator that torch does not know":
         return _formula(rows, weight, mask).to(rows.dtype)
     return _op(rows, weight, mask, fault)
@@ -141,7 +144,7 @@ def _as_if_contiguous(rows: Tensor) -> Tensor:
 
 
 def _as_if_positive(rows: Tensor) -> Tensor:
-    """What stands in memory, whatever its sign bit says."""
+    """Read the memory as it is, without its lazy negation."""
     return -rows.resolve_neg() if rows.is_neg() else rows
 
 
@@ -200,7 +203,7 @@ FAULTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 
 
 class PoolSuite(OperatorSuite):
-    """The declaration; a subclass has a fault."""
+    """The declaration of the operator; a subclass adds a fault."""
 
     fault = ""
     operator = "pool"
@@ -256,6 +259,7 @@ CATCHES = {
 
 @pytest.mark.parametrize("fault, check", [(fault, check) for fault, checks in CATCHES.items() for check in checks])
 def test_the_fault_is_reported(fault: str, check: str) -> None:
+    """Each fault fails its check. Checkpointing and forward mode have none: torch makes these right, or refuses them, for any operator."""
     faulty = type("Faulty", (PoolSuite,), {"fault": fault, "impls": ("sound",)})
     assert failures(faulty, check), f"{check} does not see «{fault}»"
 

@@ -1,7 +1,7 @@
-"""The CUDA C++ kernels, played by the CPU: numerics, layouts, empty extents, and the same bits whatever the order of blocks.
+"""The CUDA C++ kernels of sums and solves, compiled for the CPU: numerics, layouts, empty extents, and equal bits for any order of blocks.
 
-A block's code is compiled for the CPU too, and its threads are gone through one after the other, phase by phase
-(csrc/common/block.cuh). What this does not see: a missing fence between blocks, and what a GPU makes of the instructions.
+The threads of a block run one after the other, phase by phase (csrc/common/block.cuh). A missing fence between blocks, and what a GPU
+makes of the instructions, is not seen here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
-    """Launchers reach the emulated kernels; what they allocate starts as NaNs."""
+    """Let launchers call the emulated kernels; fill all memory that they allocate with NaN."""
     player = Emulated(library)
     for module in (cuda, cuda_solve):
         monkeypatch.setattr(module, "CUDA", player)
@@ -60,7 +60,7 @@ def _inputs(
 
 
 def _sums(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """K'WK and K'WV in float64."""
+    """Return K'WK and K'WV in float64."""
     absent = torch.zeros(key.shape[0], 1, key.shape[2], 1).bool() if mask is None else mask[:, None, :, None]
     k, v = (t.double().masked_fill(absent, 0.0) for t in (key, value))
     weighted = k if weights is None else k * weights.double()[..., None].masked_fill(absent, 0.0)
@@ -68,7 +68,7 @@ def _sums(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | Non
 
 
 def _check(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Sums against float64, each within a share of the sum of its terms' moduli; the solution of these sums by LAPACK's ratio."""
+    """Compare the sums with float64, relative to the sizes of their terms, and check the solution by LAPACK's ratio."""
     weight, gram, info = cuda.ridge_solve(*inputs)
     key, value, weights, mask, alpha = inputs
     tolerance = 1e-14 if key.dtype == torch.float64 else 2e-6
@@ -113,7 +113,7 @@ def test_several_blocks_to_a_matrix(cut: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_same_bits_in_any_order_and_alone(cut: str, played: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in any order, threads from first to last and from last to first, one launch or several, a matrix alone or in a batch."""
+    """Blocks run in any order, threads forwards and backwards, in one launch or several, with a matrix alone or in a batch: same bits."""
     batch, heads, *rest = CUTS[cut]
     key, value, weights, mask, alpha = _inputs(batch + 1, heads, *rest, torch.float32, weighted=True, masked=True)
     whole = cuda.ridge_solve(key, value, weights, mask, alpha)
@@ -142,7 +142,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [16, 6])
 def test_layouts(layout: str, dtype: torch.dtype, width: int) -> None:
-    """The bits of the same numbers side by side."""
+    """Strided inputs give the bits of contiguous ones."""
     lay = LAYOUTS[layout]
     key, value, weights, mask, alpha = _inputs(2, 2, 77, width, 12, dtype, weighted=True, masked=True)
     assert weights is not None and mask is not None
@@ -153,7 +153,7 @@ def test_layouts(layout: str, dtype: torch.dtype, width: int) -> None:
 
 
 def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strides that would wrap: rows 2^31 elements apart, in memory that is never touched."""
+    """Rows lie 2^31 elements apart: a stride of 32 bits would wrap. Memory between them is never touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     far = torch.empty(3 * 2**31 + 64, dtype=torch.float16)
     key = far.as_strided((1, 1, 3, 4), (1, 1, 2**31, 1))
@@ -163,7 +163,7 @@ def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_overflow_is_repeated_in_float64(weighted: bool) -> None:
-    """A run of 512 keys whose sums, or whose weighted keys, float32 cannot hold, between runs that it can."""
+    """The sums or weighted keys of one run of 512 keys overflow float32, and the runs around it do not."""
     key, value, weights, mask, alpha = _inputs(1, 1, 1600, 20, 7, torch.float32, weighted, masked=True)
     run = slice(512, 1024)
     key[:, :, run] *= 1e20
@@ -188,7 +188,7 @@ def test_nothing_of_an_absent_key_is_seen() -> None:
 
 
 def test_a_bad_matrix_leaves_its_neighbours_alone() -> None:
-    """A key that is nowhere, without a penalty; a NaN; no keys at all."""
+    """A column of zeros without a penalty, a NaN in a key, or no keys at all: such a matrix is reported, and the others keep their bits."""
     key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
     clean = cuda.ridge_solve(key, value, None, None, alpha)
     key[0, 1, :, 13], alpha[0, 1] = 0.0, 0.0
@@ -251,7 +251,7 @@ def test_solve_reads_the_lower_triangle_of_any_strides(dtype: torch.dtype, playe
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("order", [2, 5, 16, 40, 100])
 def test_ill_conditioned_systems_are_told(dtype: torch.dtype, order: int) -> None:
-    """The estimate is a lower bound of the condition, within a factor of ten."""
+    """The estimated condition number is a lower bound within a factor of ten."""
     eps = torch.finfo(dtype).eps
     for share in (1e-4, 5e-3, 0.2, 1.0):
         gram, rhs = _systems(8, order, 1, dtype, share / eps / math.sqrt(order))
@@ -263,7 +263,7 @@ def test_ill_conditioned_systems_are_told(dtype: torch.dtype, order: int) -> Non
 
 
 def test_the_estimate_is_close() -> None:
-    """Closer than a factor of two where it is hard: a Hilbert matrix, and keys of which one is nearly the sum of the others."""
+    """The estimate is within a factor of two in hard cases: a Hilbert matrix, and keys of which one is nearly the sum of the others."""
     i = torch.arange(12).double()
     keys = torch.randn(200, 64).double()
     keys[:, 0] = keys[:, 1:].sum(1) + 1e-6 * torch.randn(200).double()
@@ -277,7 +277,7 @@ def test_the_estimate_is_close() -> None:
 
 
 def test_solve_of_bad_matrices() -> None:
-    """Indefinite, infinite, NaN, singular; the good ones keep their bits."""
+    """Indefinite, infinite, NaN and singular matrices are reported, and the good ones keep their bits."""
     gram, rhs = _systems(6, 24, 5, torch.float64)
     alpha = torch.zeros(6).double()
     clean, _ = cuda_solve.regularised_solve(gram, rhs, alpha)
@@ -295,7 +295,7 @@ def test_solve_of_bad_matrices() -> None:
 
 @pytest.mark.nightly
 def test_under_sanitizers(tmp_path: Path) -> None:
-    """Tests of this file once more, with the emulated kernels watched: what is out of bounds or undefined ends the process."""
+    """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
     preload = [
         subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -1,4 +1,7 @@
-"""The batched solve in C++ against float64: every instruction set, both ways through it, every width, layout and kind of bad matrix."""
+"""The batched solve in C++ against float64, for every instruction set, width, layout and kind of bad matrix.
+
+Both of its paths are tested: one matrix at a time, and a matrix to each vector lane.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ native = pytest.importorskip("cmab_kernels.intention.solve.native", reason="the 
 
 DTYPES = [torch.float64, torch.float32]
 USUAL = 5.0
-"""LAPACK accepts a ratio of 30; above this one would look closer."""
+"""The largest ratio of a residual that is accepted here; LAPACK's own tests accept 30."""
 
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -36,13 +39,13 @@ def _case(count: int, width: int, columns: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _regularised(gram: Tensor, alpha: Tensor) -> Tensor:
-    """The matrix that is solved with, in float64."""
+    """Return the matrix of the system in float64, penalty included."""
     lower = gram.double().tril()
     return lower + lower.tril(-1).mT + alpha.double()[:, None, None] * torch.eye(gram.shape[-1], dtype=torch.float64)
 
 
 def _ratio(gram: Tensor, rhs: Tensor, alpha: Tensor, weight: Tensor) -> float:
-    """The largest ||b - A x|| / (||A|| ||x|| n eps) of a column, in the 1-norm."""
+    """Return the largest ||b - A x|| / (||A|| ||x|| n eps) of any column, in the 1-norm."""
     if weight.numel() == 0:
         return 0.0
     matrix, size = _regularised(gram, alpha), weight.double().abs().sum(-2)
@@ -52,7 +55,7 @@ def _ratio(gram: Tensor, rhs: Tensor, alpha: Tensor, weight: Tensor) -> float:
 
 
 def _same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
-    """Bit for bit, where NaNs of a failed matrix count as equal."""
+    """Return whether two solutions have the same bits; the NaNs of failed matrices count as equal."""
     return torch.equal(first[1], second[1]) and torch.equal(first[0].nan_to_num(nan=1e30), second[0].nan_to_num(nan=1e30))
 
 
@@ -72,7 +75,7 @@ def _orthogonal(width: int) -> Tensor:
 
 
 def _reflection(width: int) -> Tensor:
-    """Orthogonal; its last column has half of its weight in one element and half all over."""
+    """Return an orthogonal matrix whose last column has half of its weight in one element and half spread over all."""
     column = torch.ones(width, dtype=torch.float64)
     column[0] = width**0.5
     normal = column / column.norm() - torch.eye(width, dtype=torch.float64)[-1]
@@ -92,14 +95,14 @@ def _spectra(width: int, condition: float) -> dict[str, Tensor]:
 
 @cache
 def _matrices(width: int, exponent: int) -> tuple[list[str], Tensor]:
-    """Positive definite matrices of many kinds, (kinds, width, width), of a condition number of about 10^exponent."""
+    """Return positive definite matrices of many kinds, (kinds, width, width), with condition numbers of about 10^exponent."""
     names, batch = zip(*_kinds(width, 10.0**exponent), strict=True)
     return list(names), torch.stack(batch)
 
 
 @cache
 def _with_condition(width: int, exponent: int, dtype: torch.dtype) -> tuple[list[str], Tensor, list[float]]:
-    """The same in `dtype`, and the condition numbers that rounding left them, in the 1-norm; NaN for singular ones."""
+    """Return the matrices in `dtype`, and their condition numbers after rounding, in the 1-norm; NaN for singular ones."""
     names, batch = _matrices(width, exponent)
     gram = batch.to(dtype)
     inverse, failure = torch.linalg.inv_ex(gram.double())
@@ -144,7 +147,10 @@ def test_the_residual_is_small_for_any_condition(isa: str, dtype: torch.dtype, w
 @pytest.mark.parametrize("width", [1, 2, 5, 16, 33, 64, 70])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-50, 2.0**50])
 def test_the_condition_is_judged(isa: str, dtype: torch.dtype, width: int, scale: float) -> None:
-    """The estimate is a lower bound, within a factor of ten: sound below the limit, and not from ten times the limit on."""
+    """The estimated condition number is a lower bound within a factor of ten.
+
+    So `info` is 0 below the limit, and not 0 from ten times the limit on.
+    """
     eps = torch.finfo(dtype).eps
     seen = set()
     for exponent in range(1, 16 if dtype == torch.float64 else 9):
@@ -303,7 +309,7 @@ def test_expanded_operands(isa: str, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 5, 40])
 def test_same_bits_in_any_batch(isa: str, dtype: torch.dtype, columns: int) -> None:
-    """Alone a matrix goes one way, among others another."""
+    """A matrix takes another path alone than in a batch, and must have the same bits."""
     for width in (1, 2, 5, 16, 23, 32, 50, 63, 64, 65):
         gram, rhs, alpha = _case(40, width, columns, dtype)
         alpha[::3] = 0
@@ -368,7 +374,7 @@ def test_more_than_65535_matrices() -> None:
 @pytest.mark.parametrize("far", [0, 1, 2])
 @pytest.mark.parametrize("count", [2, 9])
 def test_offsets_beyond_32_bits(far: int, count: int) -> None:
-    """Elements 2^31 apart in one dimension, in memory that is reserved and, but for them, never touched."""
+    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
     shape, strides = (count, 2, 2), [5, 2, 1]
     strides[far] = 2**31 // (count - 1) if far == 0 else 2**31
     with tempfile.TemporaryFile() as sparse:

@@ -12,13 +12,13 @@ Results = tuple[Tensor, ...]
 
 
 def _solution(gram: Tensor, rhs: Tensor, alpha: Tensor) -> Tensor:
-    """(A + alpha I)^-1 B of a matrix whose lower triangle counts."""
+    """Return (A + alpha I)^-1 B, where only the lower triangle of A is read."""
     full = gram.tril() + gram.tril(-1).mT
     return torch.cholesky_solve(rhs, torch.linalg.cholesky(full + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype)))
 
 
 class SolveSuite(OperatorSuite):
-    """Systems that are well conditioned: what a solve is worth otherwise is P6, in test_promises.py of intention and in test_native.py."""
+    """Systems that are well conditioned. Bad ones are the subject of P6: test_promises.py of Intention, and test_native.py."""
 
     extents = {"B": 5, "H": 2, "D": 16, "E": 3}
     small = {"B": 2, "H": 1, "D": 3, "E": 1}
@@ -47,12 +47,12 @@ class SolveSuite(OperatorSuite):
         return size.maximum(size.amax(-1, keepdim=True)) if size.dim() else size
 
     def bad_arguments(self) -> list[str]:
-        """test_errors.py of intention has them all."""
+        """Return none: test_errors.py of Intention has them all."""
         return []
 
 
 class TestRegularisedSolve(SolveSuite):
-    """`regularised_solve`: right-hand sides and a penalty of each system."""
+    """`regularised_solve` with right-hand sides and a penalty for each system."""
 
     operator = "regularised_solve"
     arguments = {"gram": "BDD", "rhs": "BDE", "alpha": "B"}
@@ -68,7 +68,7 @@ class TestRegularisedSolve(SolveSuite):
 
 
 class TestThroughTheMatrix(TestRegularisedSolve):
-    """The same with gradients to the matrix, of which only the symmetric part means something."""
+    """`regularised_solve` with gradients to the matrix, of which only the symmetric part has a meaning."""
 
     differentiable = None
     shapes = ({},)
@@ -83,7 +83,7 @@ class TestThroughTheMatrix(TestRegularisedSolve):
 
 
 class TestRegularisedInverse(SolveSuite):
-    """`regularised_inverse`, with a penalty of each system."""
+    """`regularised_inverse` with a penalty for each system."""
 
     operator = "regularised_inverse"
     arguments = {"gram": "BDD", "alpha": "B"}
@@ -98,7 +98,7 @@ class TestRegularisedInverse(SolveSuite):
 
 
 class TestSolveRidge(SolveSuite):
-    """`solve_ridge` of a state of float64 sums."""
+    """`solve_ridge` for a state of float64 sums."""
 
     operator = "solve_ridge"
     arguments = {"gram": "BHDD", "moment": "BHDE", "alpha": "BH"}
@@ -123,7 +123,7 @@ def _positive_definite(width: int) -> Tensor:
 
 
 def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
-    """-(Z X' + X Z') / 2, with Z = (A + alpha I)^-1 dX, though the upper triangle is not read, be it NaN."""
+    """The gradient of A is -(Z X' + X Z') / 2 with Z = (A + alpha I)^-1 dX, though the upper triangle is not read and may be NaN."""
     gram, rhs, slope = _positive_definite(5), torch.randn(2, 5, 3).double().requires_grad_(), torch.randn(2, 5, 3).double()
     unread = gram.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.nan).requires_grad_()
     solution = ck.regularised_solve(unread, rhs, 0.3, impl=impl).weight

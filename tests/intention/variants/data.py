@@ -1,4 +1,4 @@
-"""Rows of overlapping classes, and every estimator that they are fitted to."""
+"""Random rows of overlapping classes, and a table of the estimators that are fitted to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cmab_kernels.intention import variants
 
 
 def blobs(batch: int, heads: int, rows: int, width: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Rows of overlapping classes and their labels (B, N), each class present if there are rows enough."""
+    """Return rows of overlapping classes and their labels (B, N); each class is present if there are enough rows."""
     labels = torch.stack([torch.randperm(rows) for _ in range(batch)]) % classes if batch else torch.zeros(0, rows, dtype=torch.int64)
     means = torch.randn(batch, heads, classes, width, dtype=torch.float64)
     index = labels[:, None, :, None].expand(batch, heads, rows, width)

@@ -1,4 +1,4 @@
-"""What holds for the classifiers and ridge beyond scikit-learn: definitions, streams, layouts, dtypes, degenerate classes, gradients."""
+"""The classifiers and ridge where scikit-learn has no counterpart: definitions, streams, layouts, dtypes, degenerate classes, gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_pooled_scatter_is_the_formula(impl: str) -> None:
-    """w = (sum of class scatters + alpha I)^-1 X'y with y = members / N1 - others / N0; LDA's direction where there are two classes."""
+    """The weights are w = (sum of class scatters + alpha I)^-1 X'y with y = members / N1 - others / N0: LDA's direction for two classes."""
     key, labels = blobs(2, 3, 60, 5, 3)
     ours = variants.pooled_class_scatter(key, labels, 3, 0.7, impl=impl)
     member = (labels[..., None] == torch.arange(3)).double()[:, None].expand(2, 3, 60, 3)
@@ -51,7 +51,7 @@ def test_lssvm_is_ridge_on_signs(impl: str) -> None:
 
 @pytest.mark.parametrize("name", FITTED)
 def test_weights_count_rows(impl: str, name: str) -> None:
-    """A weight of 2 is the row given twice, of 0 is the row left out; so is a masked row, whatever stands there."""
+    """A row of weight 2 counts as two rows, and one of weight 0 as none; so does a masked row, whatever it holds."""
     key, labels = blobs(2, 3, 30, 4, 3)
     counts = torch.arange(30).expand(2, -1) % 3
     weighted = FITTED[name](key, labels, 3, weights=counts.double(), impl=impl)
@@ -71,7 +71,7 @@ def test_weights_count_rows(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_streams(impl: str, pooled: bool) -> None:
-    """Any chunking, merged in any order, blocks beyond `ROWS`, one row at a time: the moments of all rows at once."""
+    """Moments from chunks, merged in any order, are those of all rows at once; also for blocks beyond `ROWS` and single rows."""
     key, labels = blobs(2, 2, 9001, 3, 4)
     key = key + 1e3
     weights = torch.rand(2, 2, 9001, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_each_head_by_itself(impl: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FITTED)
 def test_dtypes(impl: str, name: str, dtype: torch.dtype) -> None:
-    """What is learnt is float64, and what float64 learns from the same rows: narrow rows cost their own rounding only."""
+    """Fitted parameters are float64, and are those of the same rows in float64: narrow rows cost their own rounding only."""
     key, labels = blobs(2, 3, 70, 5, 3, dtype)
     query = blobs(2, 3, 11, 5, 3, dtype)[0]
     model, exact = FITTED[name](key, labels, 3, impl=impl), FITTED[name](key.double(), labels, 3, impl="reference")
@@ -132,7 +132,7 @@ def test_dtypes(impl: str, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", FITTED)
 @pytest.mark.parametrize("shift", [1e3, 1e6, 1e9])
 def test_far_from_the_origin(impl: str, name: str, shift: float) -> None:
-    """Scores do not change with the origin, but for the rounding of the rows themselves."""
+    """Scores do not change when all rows are moved, apart from the rounding of the rows themselves."""
     key, labels = blobs(2, 2, 80, 4, 3)
     far = key + shift
     near = far - shift  # the same rounding
@@ -179,7 +179,7 @@ def test_classes_of_one_member_or_none(impl: str) -> None:
 
 
 def test_parameters_of_any_kind_count_in_float64(impl: str) -> None:
-    """Lists, float32 and float64 tensors; priors of any sum; a class without members has none."""
+    """Shrinkage and priors may be lists or tensors of any precision. Priors need not add up to 1, and a class without members gets none."""
     key, labels = blobs(2, 3, 40, 3, 2)
     wanted = variants.lda(key, labels, 2, priors=torch.tensor([0.1, 0.9], dtype=torch.float64), impl=impl).decision(key)
     for priors, classes in (([0.1, 0.9], 2), ([2, 18.0], 2), ([0.05, 0.45, 0.5], 3), (torch.tensor([[[1.0, 9.0]]]), 2)):
@@ -236,7 +236,7 @@ def test_empty_extents(impl: str, batch: int, heads: int, rows: int) -> None:
 
 
 def test_layouts(impl: str) -> None:
-    """Transposed, every other, expanded: the same numbers."""
+    """Transposed, strided and expanded rows give the same numbers."""
     key, labels = blobs(2, 3, 40, 4, 3)
     wide = key.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., ::2, ::2]
     strange = [(key.mT.contiguous().mT, labels), (wide, labels.repeat_interleave(2, 1)[:, ::2]), (key, labels.t().contiguous().t())]
@@ -291,7 +291,7 @@ def test_a_class_without_members_has_a_finite_gradient(impl: str, name: str) -> 
 
 @pytest.mark.parametrize("name", FITTED)
 def test_transforms(impl: str, name: str) -> None:
-    """vmap is a loop, `torch.func.grad` is autograd, and a compiler sees one graph."""
+    """`vmap` equals a loop, `torch.func.grad` equals autograd, and a compiler gets one graph."""
     key, labels = blobs(2, 2, 30, 4, 3)
 
     def run(rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _conditions(key: Tensor, value: Tensor, normals: Tensor, bounds: Tensor, equalities: int, fit: ConstrainedRegression) -> Tensor:
-    """The largest violation of each problem's conditions, relative to the terms they are sums of, (B, H, E)."""
+    """Return the largest violation of the conditions of optimality for each problem, relative to the terms of each condition, (B, H, E)."""
     gram, moment = key.mT @ key + ALPHA * torch.eye(key.shape[-1], dtype=torch.float64), key.mT @ value
     w, multipliers = fit.weight, fit.multipliers
     slack = normals.mT @ w - bounds
@@ -48,7 +48,10 @@ SIZES = [
 @pytest.mark.parametrize("width, equalities, inequalities, rows", SIZES)
 @pytest.mark.parametrize("feasible", [True, False])
 def test_optimality(impl: str, width: int, equalities: int, inequalities: int, rows: int, feasible: bool) -> None:
-    """4,000 problems and more in all; feasible ones have corners where more constraints meet than there are dimensions."""
+    """More than 4,000 random problems meet the conditions of optimality.
+
+    Feasible ones have corners where more constraints meet than there are dimensions.
+    """
     key, value = _randn(60, 2, rows, width), _randn(60, 2, rows, 3)
     normals = _randn(60, 2, width, equalities + inequalities)
     inside, room = normals.mT @ _randn(60, 2, width, 3), torch.rand(60, 2, inequalities, 3, dtype=torch.float64)
@@ -73,7 +76,7 @@ def test_optimality(impl: str, width: int, equalities: int, inequalities: int, r
 
 
 def test_one_shot_is_not_enough() -> None:
-    """The paper's single correction leaves constraints violated or is no minimum: the same test must see it."""
+    """The paper's single correction violates constraints or is no minimum, and the same check must report it."""
     key, value, normals = _randn(300, 1, 20, 5), _randn(300, 1, 20, 1), _randn(300, 1, 5, 8)
     bounds = normals.mT @ _randn(300, 1, 5, 1)
     inverse = torch.linalg.inv(key.mT @ key + ALPHA * torch.eye(5, dtype=torch.float64))
@@ -128,7 +131,7 @@ def test_general_against_slsqp(impl: str) -> None:
 
 
 def test_degenerate_problems(impl: str) -> None:
-    """Each constraint given three times, once as its multiple; a constraint on nothing; equalities that say the same."""
+    """Each constraint is given three times, once as a multiple; one constrains nothing; equalities repeat each other."""
     key, value, normals = _randn(40, 1, 20, 4), _randn(40, 1, 20, 2), _randn(40, 1, 4, 3)
     bounds = normals.mT @ _randn(40, 1, 4, 2)
     plain = constrained(key, value, equal=(normals[..., :1], bounds[:, :, :1]), at_most=(normals[..., 1:], bounds[:, :, 1:]), impl=impl)
@@ -152,7 +155,7 @@ def test_units_of_a_constraint_do_not_matter(impl: str, scale: float) -> None:
 
 
 def test_info(impl: str) -> None:
-    """Infeasible inequalities, contradicting equalities, a bound nothing meets, a singular system; the neighbours stay right."""
+    """Infeasible or contradicting constraints, a bound that nothing meets and a singular system are reported; others stay right."""
     key, value = _randn(5, 1, 20, 2), _randn(5, 1, 20, 1)
     key[3, ..., 1] = 0.0
     normals = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.float64).expand(5, 1, 2, 2)

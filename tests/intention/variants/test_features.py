@@ -1,4 +1,4 @@
-"""Kernel features: their products are the kernel, duplicates and padding count for nothing, gradients pass equal eigenvalues."""
+"""Kernel features: their products are the kernel, duplicates and padding do not count, and gradients exist at equal eigenvalues."""
 
 from __future__ import annotations
 

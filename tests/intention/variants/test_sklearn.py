@@ -21,12 +21,15 @@ CLASSIFICATION = ("iris", "wine", "breast_cancer", "digits")
 
 
 def head(array: Any) -> Tensor:
-    """(N, ...) as (1, 1, N, ...)."""
+    """Return rows (N, ...) as (1, 1, N, ...)."""
     return torch.as_tensor(np.ascontiguousarray(array))[None, None]
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and targets; digits without the pixels that hardly ever differ, whose covariance is singular in all estimators."""
+    """Return rows and targets of a data set.
+
+    Pixels of the digits that hardly vary are left out: their covariance is singular for every estimator.
+    """
     rows, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
     rows = rows.astype(float)
     return (rows[:, rows.std(0) > 0.5], targets) if name == "digits" else (rows, targets)
@@ -37,7 +40,7 @@ by_maximum_likelihood = pytest.mark.skipif(not BIASED, reason="this scikit-learn
 
 
 def _close(ours: torch.Tensor, theirs: np.ndarray, rtol: float = 1e-6) -> None:
-    """Relative to the largest."""
+    """Check that the largest difference is small relative to the largest element."""
     assert ours.shape == theirs.shape
     assert np.abs(ours.numpy() - theirs).max() <= rtol * np.abs(theirs).max()
 
@@ -135,7 +138,7 @@ def test_kernel_ridge(impl: str, name: str, alpha: float, gamma: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 40])
 def test_nystrom(count: int) -> None:
-    """Features are sklearn's up to a rotation: their products agree."""
+    """Features equal scikit-learn's up to a rotation: their products agree."""
     rows = StandardScaler().fit_transform(load("wine")[0])
     spaced = [i * (len(rows) - 1) // max(count - 1, 1) for i in range(count)]
     theirs = Nystroem(kernel="rbf", gamma=0.2, n_components=count).fit(rows[spaced])

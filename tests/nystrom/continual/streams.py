@@ -1,4 +1,4 @@
-"""Streams through the continual steps: what a step gives after each chunk, and the window that it should equal."""
+"""Drive streams through the continual steps, and compute what each step should equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cmab_kernels as ck
 
 
 def stepped(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """(tokens taken of these, out, state) after each chunk."""
+    """Yield (tokens taken so far, out, state) after each chunk."""
     step = ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
     taken = 0
     for parts in zip(*(t.split(chunk, dim=2) for t in tokens), strict=True):
@@ -21,7 +21,7 @@ def stepped(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: A
 
 
 def last(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> tuple[Tensor, Any]:
-    """(out, state) after all of them."""
+    """Return (out, state) after the last chunk."""
     for _, out, new in stepped(state, tokens, chunk, **options):
         result = out, new
     return result

@@ -1,6 +1,7 @@
-"""The CUDA C++ kernels of the continual steps, played by the CPU (tests/emulated_cuda.py), against the definition.
+"""The CUDA C++ kernels of the continual steps, compiled for the CPU (tests/emulated_cuda.py), against the definition.
 
-What this does not see is a GPU: its clocks, its graphs (a capture is played by telling the launcher that there is one), its streams.
+These tests say nothing of a real GPU: of its timing, its streams, or its graphs. A capture is emulated by telling the launcher that there
+is one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Player:
-    """Where launchers arrive: the emulated kernels; and whether they are told that a graph captures."""
+    """The module that launchers call: the emulated kernels, and a flag that says whether a graph captures."""
 
     def __init__(self, library: Path) -> None:
         self.kernels = Emulated(library)
@@ -51,7 +52,7 @@ class Player:
 
 @pytest.fixture(autouse=True)
 def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
-    """What launchers allocate starts as NaNs."""
+    """Let launchers call the emulated kernels; fill all memory that they allocate with NaN."""
     player = Player(library)
     monkeypatch.setattr(cuda_step, "CUDA", player.kernels)
     monkeypatch.setattr(cuda_step, "stream_of", lambda tensor: 0)
@@ -80,7 +81,7 @@ def _wide(tokens: Tokens) -> Tokens:
 
 
 def _start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
-    """Of a window: with m landmarks, or exact where they are None. The position is a tensor, as on a GPU."""
+    """Return the state of a window with m landmarks, or of exact attention for None. The position is a tensor, as on a GPU."""
     if landmarks is None:
         state: Any = ck.continual_attention_init(*tokens, **options)
     elif fixed:
@@ -108,16 +109,16 @@ def _logits(tokens: Tokens) -> float:
 
 
 def _errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
-    """Of each row, as a share of its size, or of a 20th of the largest row's: what cancels in one row is what adds up in another."""
+    """Yield the error of each row, relative to its size, or to a 20th of the largest row where that is larger, since rows may cancel."""
     size = wanted.norm(dim=-1)
     size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
     return ((result.double() - wanted).norm(dim=-1) / size for result in results)
 
 
 def _compare(stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False) -> None:
-    """A stream in chunks, each chunk's rows within P2 of the definition in float64.
+    """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
 
-    Rows of a head share one pseudo-inverse, whose error all of them show: torch's own error is the largest of a head's rows.
+    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a head's rows.
     """
     dtype = stream[1].dtype
     ours, own = (_start(_part(stream, 0, window), landmarks, fixed) for _ in range(2))
@@ -178,7 +179,7 @@ def test_exact_rows_in_tiles(retroactive: bool) -> None:
 @pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) -> None:
-    """Every output of 700 steps; plain subtraction is wrong, or NaN, after a few dozen."""
+    """All outputs of 700 steps are right; plain subtraction is wrong, or NaN, after a few dozen steps."""
     window, length = 23, 700
     query, key, value = _tokens(1, 2, window + length, 4, 3, dtype, size=2.0)
     query = 2.0 * torch.nn.functional.normalize(query.double(), dim=-1).to(dtype)
@@ -190,7 +191,7 @@ def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) 
 
 
 def _same(a: Any, b: Any) -> bool:
-    """The same bits of outputs, or of states but for their spare memory and the rows of their rings that hold no token."""
+    """Compare the bits of outputs or states, except spare memory and rows of the rings that hold no token."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     assert (a.position == b.position).all()
@@ -238,7 +239,10 @@ def test_any_order_and_alone(landmarks: int | None, retroactive: bool, played: P
 @kinds
 @pytest.mark.parametrize("chunk", [1, 4, 40])
 def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool, chunk: int, played: Player) -> None:
-    """A captured step advances the very tensors that it is given, whatever the chunk; a shared state goes to new memory; else the spare."""
+    """A captured step writes to the tensors that it is given, a step of a shared state to new memory, any other to the spare memory.
+
+    All give the same bits, for any chunk.
+    """
     window = 17
     stream = _tokens(2, 1, window + 1 + 6 * chunk, 6, 9, size=5.0)
 
@@ -274,7 +278,7 @@ def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool, chun
 
 
 def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
-    """And a state from which others were made stays as good as it was."""
+    """A stream that nobody else holds reuses its memory, and a state from which others were made keeps its value."""
     stream = _tokens(1, 1, 40, 4, 4)
     state = _start(_part(stream, 0, 12), 4)
     ring, sums, spare = state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()
@@ -290,7 +294,7 @@ def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
 
 
 class Recorder:
-    """In the place of kernels while a graph captures: a call is kept, and does nothing until it is replayed."""
+    """Kernels while a graph captures: a call is recorded, and runs when it is replayed."""
 
     def __init__(self, kernels: Emulated) -> None:
         self.kernels = kernels
@@ -305,7 +309,7 @@ class Recorder:
 
 @kinds
 def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, played: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call, replayed with other tokens in the same memory; then on eagerly with the very state that was captured."""
+    """One captured call is replayed with new tokens in the same memory; then the captured state is stepped eagerly."""
     stream = _tokens(1, 2, 80, 4, 4)
     token = tuple(t.clone() for t in _part(stream, 20, 21))
     (_, state), (_, eager) = (_step(_start(_part(stream, 0, 20), landmarks), token, retroactive) for _ in range(2))
@@ -371,7 +375,7 @@ def test_layouts(layout: str, landmarks: int | None, retroactive: bool) -> None:
 
 
 def test_tokens_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2^31 elements apart, in memory that is never touched."""
+    """Tokens lie 2^31 elements apart, in memory that is reserved and never touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     stream = _tokens(1, 1, 13, 4, 4, torch.float16)
     far = torch.empty(2**32 + 8, dtype=torch.float16).as_strided((1, 1, 3, 4), (1, 1, 2**31, 1))
@@ -395,7 +399,7 @@ def test_batches(batch: int, heads: int) -> None:
 @pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, retroactive: bool) -> None:
-    """Rows may be NaN while such a token, or a finite one whose logits are NaN, is in the window or in a landmark; they are right after."""
+    """Rows may be NaN while a token with a NaN, or one whose logits are NaN, is in the window or in a landmark; they are right after."""
     window, at_fault = 15, 22
     stream = _tokens(1, 2, 4 * window, 4, 4, torch.float64, size=20.0)
     dirty = tuple(t.clone() for t in stream)
@@ -416,7 +420,10 @@ def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, 
 
 @pytest.mark.parametrize("landmarks", [3, None])
 def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """One of a million takes its rounding error with it when it goes: phi alone would not show it."""
+    """When a value of 1e6 leaves the window its rounding error must leave too.
+
+    The row sum phi does not change, so the guard has to look at values.
+    """
     window, spike = 20, 30
     stream = _tokens(1, 2, 70, 4, 5)
     stream[2][:, :, spike] = 1e6
@@ -430,7 +437,10 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("size", [1e4, 1e18, 1e38])
 def test_logits_of_any_size(size: float) -> None:
-    """+-size, with all weight on one key or shared by equals; means of tokens whose sum float32 cannot hold; logits beyond float32."""
+    """Logits are plus or minus `size`, so that one key has all weight or equal keys share it.
+
+    Sums of tokens and logits may overflow float32.
+    """
     window = 8
     key = torch.where(torch.rand(1, 1, 200, 1) < 0.5, -size, size)
     query, value = torch.ones(1, 1, 200, 1), torch.randn(1, 1, 200, 3)
@@ -445,7 +455,7 @@ def test_logits_of_any_size(size: float) -> None:
 
 
 def test_falling_logits_make_every_row_anew() -> None:
-    """The guard's worst case: each token that goes took all the weight."""
+    """The worst case of the guard: each token that leaves had almost all the weight, so every row is recomputed at every step."""
     window, length = 9, 60
     query, key, value = torch.ones(1, 1, length, 1), -3.0 * torch.arange(length).view(1, 1, -1, 1), torch.randn(1, 1, length, 4)
     for landmarks in (3, None):
@@ -454,7 +464,7 @@ def test_falling_logits_make_every_row_anew() -> None:
 
 @pytest.mark.parametrize("landmarks, window", [(3, 6), (None, 1100)])
 def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> None:
-    """An error in sums that no guard can see is gone after 1,024 steps, and not before."""
+    """An error in sums that the guard cannot see is gone after 1,024 steps, and not before."""
     stream = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
     _, start = _step(_start(_part(stream, 0, window), landmarks, fixed=True), _part(stream, window, window + 1), True)
     wrong = start._replace(sums=start.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0]))
@@ -482,7 +492,7 @@ def test_reasons() -> None:
 
 @kinds
 def test_the_extension_takes_tensors_on_a_gpu_alone(landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was built has the emulated functions, and looks at devices before it launches anything."""
+    """The built extension has all functions of the emulated one, and refuses tensors on the CPU before it launches anything."""
     monkeypatch.setattr(cuda_step, "CUDA", BUILT)
     tokens = _tokens(1, 1, 5, 2, 2)
     with pytest.raises(ValueError, match=r"`state\.keys` is on another device"):
@@ -490,7 +500,7 @@ def test_the_extension_takes_tensors_on_a_gpu_alone(landmarks: int | None, retro
 
 
 def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
-    """An exception that names the argument, before a kernel reads or writes anything."""
+    """A wrong call raises an exception that names the argument, before a kernel reads or writes anything."""
     tokens = query, key, value = _tokens(1, 2, 5, 4, 3)
     state = _start(tokens, 2)
     after = played.kernels.next_state(state=state, tokens=5, retroactive=False)
@@ -528,7 +538,7 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
 
 @pytest.mark.nightly
 def test_under_sanitizers(tmp_path: Path) -> None:
-    """Tests of this file once more, with the emulated kernels watched: what is out of bounds or undefined ends the process."""
+    """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
     preload = [
         subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -32,8 +32,8 @@ def no_gradients() -> Iterator[None]:
 
 
 class Law(NamedTuple):
-    logits: Callable[[Tensor], Tensor]  # of the tokens' numbers
-    median: float  # errors of two stacks
+    logits: Callable[[Tensor], Tensor]  # from the numbers of the tokens
+    median: float  # the median and the largest error of the method with two stacks
     largest: float
 
 
@@ -60,13 +60,13 @@ def _tokens(law: Law, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _means(keys: Tensor, values: Tensor) -> Tensor:
-    """(tokens, E): of the window that ends with each token but the first n - 1, in float64."""
+    """Return the outputs, (tokens, E) in float64, over the window that ends with each token, from the n-th on."""
     weights = keys.double().flatten().unfold(0, WINDOW, 1).softmax(-1)
     return torch.einsum("tn,ten->te", weights, values.double()[0, 0].unfold(0, WINDOW, 1))
 
 
 def _errors(law: Law, kind: str, count: int) -> Tensor:
-    """Of every output of `count` steps."""
+    """Return the error of every output of `count` steps."""
     query, key, value = _tokens(law, 0, WINDOW)
     ones = torch.ones(1, LANDMARKS, 1)
     landmarks = {"num_landmarks": LANDMARKS} if kind == "continual" else {"landmarks": (ones, ones)}
@@ -100,7 +100,7 @@ def test_a_million_steps(law: str, kind: str) -> None:
 
 
 def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:
-    """Of all rows, after every block of retroactive steps of exact attention."""
+    """Return the errors of all rows of exact attention, after every block of retroactive steps."""
     state = continual_attention_init(*_tokens(law, 0, window), scale=1.0)
     errors = []
     for first in range(window, window + count, block):
@@ -113,7 +113,7 @@ def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:
 
 @pytest.mark.parametrize("law", [*LAWS, *OTHERS])
 def test_exact_rows_live_long_enough_to_drift(law: str) -> None:
-    """A row lives as long as its query is in the window."""
+    """In exact attention a row of sums is updated for as long as its query is in the window: 300 steps here."""
     errors = _exact_errors((LAWS | OTHERS)[law], 6000, 300, 60)
     assert errors.isfinite().all()
     assert errors.median() <= 10 * (LAWS | OTHERS)[law].median and errors.max() <= 10 * (LAWS | OTHERS)[law].largest

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
-    """With them the definition runs."""
+    """Turn gradients off, since a step that records them runs the definition."""
     with torch.no_grad():
         yield
 
@@ -82,7 +82,7 @@ def _window(state: Any) -> list[Tensor]:
 
 
 def _what_counts(state: Any) -> list[Tensor]:
-    """Everything that a state says: the window, in order, and all but the spare memory."""
+    """Return all tensors of a state that mean something: the window in order of time, and all others but the spare memory."""
     return [
         *_window(state),
         *(t for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in (*state._fields[:3], "spare")),
@@ -98,7 +98,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Run(NamedTuple):
-    """A stream by native code, and by the definition in float64 and in the stream's own precision."""
+    """The errors of a stream by native code, and of the definition in the stream's own precision."""
 
     error: Tensor  # (steps,), the largest of its rows, in units of the sizes of the terms
     own: Tensor
@@ -110,7 +110,7 @@ def _as(state: Any, dtype: torch.dtype) -> Any:
 
 
 def _sizes(state: Any, queries: Tensor) -> Tensor:
-    """(B, H, rows, E): what outputs would be if nothing cancelled."""
+    """Return what outputs would add up to if nothing cancelled, (B, H, rows, E)."""
     _, keys, values = _window(state)
     if not isinstance(state, ContinualNystromState):
         return values.abs().amax(-2, keepdim=True)
@@ -120,7 +120,7 @@ def _sizes(state: Any, queries: Tensor) -> Tensor:
 
 
 def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale: float | None = None) -> Run:
-    """Token by token from the same first window."""
+    """Step native code and two definitions token by token from the same first window."""
     by_definition = attention_step_reference if kind == "exact" else nystrom_step_reference
     state = _start(kind, tokens, n, m, scale)
     dtype = state.keys.dtype
@@ -143,7 +143,10 @@ def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale
 
 
 def _allowed(run: Run, dtype: torch.dtype) -> float:
-    """Promise P2; torch's own error is the stream's largest, for in a single row it may be any luck."""
+    """Return the error that promise P2 allows.
+
+    Torch's own error is the largest of the stream, since in a single row it may be small by chance.
+    """
     if dtype == torch.float64:
         return max(1e-12, 4 * 2.0**-52 * run.score)
     eps, own = torch.finfo(state_dtype(dtype)).eps, float(run.own.max())
@@ -162,7 +165,7 @@ def test_every_step(isa: str, kind: str, dtype: torch.dtype, n: int, m: int, wid
         assert run.error.max() <= _allowed(run, dtype)
 
 
-# What is added to each key's logit: queries have a 1 there, and the scale is 1.
+# Added to the logit of each key, through a column in which queries are 1; the scale is 1.
 LOGITS: dict[str, Callable[[int], Tensor]] = {
     "N(0, 1)": lambda count: torch.randn(count),
     "N(0, 10^2)": lambda count: 10 * torch.randn(count),
@@ -196,7 +199,7 @@ def test_laws_of_logits(kind: str, law: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_logits_up_to_the_largest_number(isa: str, kind: str, retroactive: bool, size: float) -> None:
-    """They, their differences and the products that they are sums of overflow; a query sees nothing but the largest."""
+    """Logits and their differences overflow, and so do the products that they are sums of; a query sees the largest logit only."""
     dtype = torch.float64 if size > 1e100 else torch.float32
     q, k, v = _tokens(1, 1, 120, 2, 3, dtype)
     q, k = q.sign() * size**0.5, k.sign() * size**0.5
@@ -208,7 +211,7 @@ def test_logits_up_to_the_largest_number(isa: str, kind: str, retroactive: bool,
 
 
 def test_products_that_cancel_beyond_the_largest_number() -> None:
-    """Each product is infinite in float32, their sum is 1."""
+    """Each product is infinite in float32, but their sum is 1."""
     q, k, v = _tokens(1, 1, 40, 3, 2)
     q[:] = torch.tensor([1e25, 1e25, 1.0])
     k[..., 0], k[..., 1] = 1e25, -1e25
@@ -224,7 +227,7 @@ def test_products_that_cancel_beyond_the_largest_number() -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 def test_values_that_dwarf_the_rest(kind: str) -> None:
-    """What is left when such a token leaves is as exact as if it had never been there."""
+    """After a token with a huge value has left, the outputs are as exact as if it had never been there."""
     q, k, v = _tokens(1, 1, 260, 4, 5)
     v[..., 90, :] *= 1e6
     v[..., 150, 2] = 1e8
@@ -306,7 +309,7 @@ def test_expanded_tokens() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_an_older_state_stays(kind: str, retroactive: bool) -> None:
-    """Stepped twice, kept while the stream goes on from what came after it, and stepped again then."""
+    """A state is stepped twice, then kept while the stream goes on, and stepped again: it gives the same bits each time."""
     tokens = _tokens(1, 2, 60, 6, 5)
     rest = _some(tokens, 12, 60)
     _, old = _run(_start(kind, tokens, 10, 3), _some(tokens, 10, 12), [1, 1], retroactive)
@@ -355,7 +358,10 @@ def test_a_tensor_of_a_graph_is_not_written() -> None:
 
 
 def test_a_stream_alone_writes_where_nobody_looks() -> None:
-    """A ring is made longer once, for blocks of up to a window; longer ones get a new one each time."""
+    """A stream that nobody else holds reuses its memory: its ring grows once, for blocks of up to a window.
+
+    Larger blocks get a new ring.
+    """
     tokens = _tokens(1, 1, 400, 4, 3)
     state = _start("fixed", tokens, 40, 3)
 
@@ -375,7 +381,7 @@ def test_a_stream_alone_writes_where_nobody_looks() -> None:
 
 
 def test_two_threads_step_one_state() -> None:
-    """Neither holds the interpreter's lock while it computes."""
+    """Two threads step one state at once, without Python's lock, and both get the right bits."""
     tokens = _tokens(8, 16, 64 + 8, 64, 64)
     state, rest = _start("fixed", tokens, 64, 16), _some(tokens, 64, 72)
     right, _ = _step(copy.deepcopy(state), rest)
@@ -419,7 +425,7 @@ VALUES, WEIGHT = slice(0, 3), slice(3, 4)
     ],
 )
 def test_sums_that_went_wrong_are_made_afresh(part: slice, factor: float, steps: int) -> None:
-    """At once where they are no numbers or too small, on schedule where it does not show."""
+    """Wrong sums are recomputed: at once where they are NaN or too small, and on schedule where the guard cannot see it."""
     tokens = _tokens(1, 1, 1200, 4, 3)
     state = _start("fixed", tokens, 16, 5)
     state.sums[..., 2:4, part].mul_(factor)

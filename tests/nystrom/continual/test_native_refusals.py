@@ -1,4 +1,4 @@
-"""What the continual steps in C++ refuse: None, with nothing written; and torch without DLPack's table of functions."""
+"""Steps that the C++ extension refuses: it returns None and writes nothing. Also torch without DLPack's table of functions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
-    """With them the definition runs."""
+    """Turn gradients off, since a step that records them runs the definition."""
     with torch.no_grad():
         yield
 
 
 def _bits(state: Any) -> list[bytes]:
-    """Of all memory that belongs to it, the spare and the free row included."""
+    """Return the bytes of all tensors of a state, including spare memory and the free row of the ring."""
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in state if isinstance(t, Tensor) and t.dim()]
 
 
@@ -61,7 +61,7 @@ BAD_TOKENS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens_out_of_the_ordinary(name: str, position: int) -> None:
-    """None, with no bit of the state changed, not even of its spare memory."""
+    """The step returns None for unusual tokens, and no bit of the state changes, not even in its spare memory."""
     for kind, step in (("continual", native.continual_nystrom_step), ("exact", native.continual_attention_step)):
         state, tokens = _ordinary(kind)
         before = _bits(state)
@@ -185,7 +185,7 @@ with torch.no_grad():
 
 
 def test_torch_without_the_table_of_functions() -> None:
-    """Older versions have none: the same bits through Python."""
+    """Older versions of torch have no such table: the extension then goes through Python, and gives the same bits."""
     runs = [
         subprocess.run([sys.executable, "-c", WITHOUT_TABLE.format(without=without)], capture_output=True, text=True, check=True).stdout
         for without in (False, True)

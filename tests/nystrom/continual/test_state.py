@@ -27,7 +27,7 @@ def _stream(length: int, dtype: torch.dtype = torch.float64, width: int = 6, val
 
 
 def _start(stream: tuple[Tensor, ...], window: int, number: int, fixed: bool, **options: Any) -> tuple[Any, tuple[Tensor, ...]]:
-    """The state after the first window, and the tokens that follow."""
+    """Return the state after the first window, and the tokens that follow."""
     first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
     if not fixed:
         return ck.continual_nystrom_init(*first, number, **options), rest
@@ -45,7 +45,7 @@ def _window_rows(state: Any) -> list[Tensor]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """All but the spare memory and the free rows of the rings, whose contents mean nothing."""
+    """Compare two states, except spare memory and free rows of the rings, whose contents mean nothing."""
     fields = [name for name in a._fields[3:] if name != "spare"]
     pairs = [*zip(_window_rows(a), _window_rows(b), strict=True), *((getattr(a, name), getattr(b, name)) for name in fields)]
     return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
@@ -58,7 +58,10 @@ def _same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("window, number", WINDOWS)
 def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed: bool, output: str) -> None:
-    """With the landmarks as they are; which are the window's own segment means whenever a whole window has gone by."""
+    """Each output equals Nyström attention over its window with the stream's landmarks.
+
+    Whenever n tokens have come these are the window's own segment means.
+    """
     stream = _stream(3 * window + 5)
     state, rest = _start(stream, window, number, fixed)
     for taken, out, now in stepped(state, rest, output=output, impl=impl):
@@ -74,7 +77,7 @@ def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed
 
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
 def test_a_landmark_is_replaced_when_its_segment_is_full(impl: str, window: int, number: int) -> None:
-    """The mean of the newest tokens, as many as the replaced one had, in place of the oldest."""
+    """When a segment is full, the mean of its tokens replaces the oldest landmark; at no other step do landmarks change."""
     stream = _stream(2 * window)
     state, rest = _start(stream, window, number, fixed=False)
     size, longer = divmod(window, number)
@@ -116,7 +119,7 @@ def test_single_and_retroactive_steps_of_exact_attention_mix(impl: str) -> None:
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("chunk", [2, 3, 7, 40, 41])
 def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
-    """More tokens than the window has included."""
+    """Any chunking gives the same outputs, also chunks that are longer than the window."""
     stream = _stream(11 + 41)
     state, rest = _start(stream, 11, 4, fixed)
     one_by_one = [(out, new) for _, out, new in stepped(state, rest, impl=impl)]
@@ -132,7 +135,7 @@ def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
 @pytest.mark.parametrize("law", STREAMS)
 @pytest.mark.parametrize("fixed", [True, False])
 def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
-    """Where raw exponentials overflow and plain subtraction leaves noise.
+    """Outputs stay right where raw exponentials overflow and plain subtraction leaves noise.
 
     The error of a weighted mean is measured against the weighted mean of absolute values: against the mean itself, which may be near 0
     where values cancel, it has no bound.
@@ -152,7 +155,7 @@ def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
 
 
 def test_gradients_through_a_stream() -> None:
-    """To every token that the window had, whatever the chunks, and to fixed landmarks: those of the whole window at once."""
+    """Gradients with respect to all tokens of the window and to fixed landmarks are those of the whole window at once, for any chunks."""
     stream = tuple(t.requires_grad_() for t in _stream(20))
     landmarks = tuple(torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inputs = (*stream, *landmarks)
@@ -177,7 +180,7 @@ def test_gradients_through_continual_landmarks() -> None:
 
 
 def test_a_graph_survives_later_steps_without_one(impl: str) -> None:
-    """What a backward needs is not written over by steps that record nothing."""
+    """Later steps that record no gradient do not overwrite what an earlier step saved for its backward pass."""
     stream = _stream(30)
     state, rest = _start(stream, 9, 3, fixed=False)
     token = [t[:, :, :1].clone().requires_grad_() for t in rest]
@@ -193,7 +196,7 @@ def test_a_graph_survives_later_steps_without_one(impl: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "exact retroactive"])
 def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
-    """Stepped twice, kept while the stream goes on, kept by a reference to one of its tensors."""
+    """A state keeps its value when it is stepped twice, when the stream goes on from it, and when only one of its tensors is held."""
     stream = _stream(60)
     state, rest = _start(stream, 10, 3, kind == "fixed")
     output = "retroactive" if kind == "exact retroactive" else "single"
@@ -215,20 +218,20 @@ def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
 
 @pytest.mark.usefixtures("native")
 def test_a_state_that_nobody_shares_is_not_copied() -> None:
-    """Constant time: the very same ring serves the whole stream, and two sums take turns."""
+    """A step takes constant time: one ring serves the whole stream, and two tensors of sums take turns."""
     stream = _stream(80)
     state, rest = _start(stream, 10, 3, fixed=False)
     addresses = set()
     for parts in zip(*(t.split(1, dim=2) for t in rest), strict=True):
         out, state = ck.continual_nystrom_step(state, *parts)
         addresses.add((*(ring.data_ptr() for ring in state[:3]), frozenset((state.sums.data_ptr(), state.spare.data_ptr()))))
-    assert out.isfinite().all() and len(addresses) <= 2  # the one that init's caller had, and its own
+    assert out.isfinite().all() and len(addresses) <= 2  # the memory that `init` was given, and the stream's own
 
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 @pytest.mark.parametrize("moment", [0, 1, 5, 13])
 def test_saved_and_restored(impl: str, kind: str, moment: int) -> None:
-    """At any step, to the same bits afterwards."""
+    """A stream that is saved and restored at any step continues with the same bits."""
     stream = _stream(50, torch.float32)
     state, rest = _start(stream, 9, 4, kind == "fixed")
     if kind == "exact":
@@ -266,7 +269,7 @@ def test_move_state() -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "exact"])
 def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -> None:
-    """However many come at once; and they lie where a stream token by token finds them."""
+    """The ring never has more than two windows, for blocks of any size, and the window is the one of a stream token by token."""
     stream = _stream(200)
     state, rest = _start(stream, 10, 3, fixed=False)
     if kind == "exact":

@@ -18,7 +18,10 @@ WINDOW = 7
 
 
 class StepSuite(OperatorSuite):
-    """`init` with the first window, a step with all tokens that follow; without gradients kernels run, with them the definition."""
+    """Call `init` with the first window, then one step with all further tokens.
+
+    Kernels run without gradients; with gradients the definition runs.
+    """
 
     arguments = {"query": "BHND", "key": "BHND", "value": "BHNE"}
     extents = {"B": 2, "H": 3, "N": WINDOW + 3, "D": 8, "E": 5}
@@ -56,7 +59,10 @@ class StepSuite(OperatorSuite):
         return oracles.largest_score(inputs["query"], inputs["key"])
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Where softmax saturates, or all is equal, its gradients are differences that vanish; the tests of attention bound those."""
+        """Leave out gradients where a softmax saturates or all inputs are equal: they are differences that vanish.
+
+        The tests of attention bound them.
+        """
         return law == "normal" or not is_gradient or name == "value"
 
 
@@ -78,7 +84,7 @@ class TestContinualAttention(StepSuite):
 
 
 class TestFixedLandmarks(StepSuite):
-    """Nyström attention of each new token over its window, with landmarks that stay."""
+    """Nyström attention of each new token over its window, with fixed landmarks."""
 
     operator = "continual_nystrom_step"
     arguments = {**StepSuite.arguments, "near": "HMD", "far": "HMD"}
@@ -126,7 +132,7 @@ def test_autocast() -> None:
 
 
 def test_vmap_of_a_step() -> None:
-    """Of one state over several next tokens."""
+    """`vmap` steps one state with several alternative next tokens."""
     q, k, v = _tokens()
     state = ck.continual_nystrom_init(q, k, v, 3)
     several = [torch.randn(4, *t[:, :, :1].shape, dtype=torch.float64) for t in (q, k, v)]
@@ -138,7 +144,7 @@ def test_vmap_of_a_step() -> None:
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
-    """A stream through a compiled step: the state goes in and comes out."""
+    """A compiled function takes a stream's state, steps it, and returns it."""
     torch._dynamo.reset()
     q, k, v = _tokens()
     state = ck.continual_attention_init(q, k, v) if exact else ck.continual_nystrom_init(q, k, v, 3)
