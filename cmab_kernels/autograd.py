@@ -1,4 +1,4 @@
-"""How every operator is called: one way to make it differentiable, and one choice between definition, kernel and dispatcher."""
+"""How every operator is called: what makes it differentiable, and the choice between its definition, its kernel and the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .tracing import is_differentiated, is_plain, under_transform
 
 
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
-    """An autograd Function of `forward(*args)`, in both of torch's styles.
+    """A function that computes `forward(*args)` and has the gradient `backward(ctx, *grads)`.
 
-    `save(ctx, args, output)` keeps what `backward(ctx, *grads)` needs. The ctx-first style costs 8 us a call and the functorch style 24,
-    since it binds the signature each time; but only the latter can be transformed (`vmap`, `torch.func`). So each serves where it must.
+    `save(ctx, args, output)` stores what `backward` needs. Two autograd Functions serve it: the style with `ctx` as first argument costs
+    8 us a call, that with `setup_context` 24 us; the latter is used only under a transform (`vmap`, `torch.func`), which requires it.
     """
 
     class Eager(torch.autograd.Function):
@@ -48,14 +48,14 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
 
 
 def _no_check(*inputs: Any) -> None:
-    """The check of an operator that takes any values."""
+    """The default `check` of an `Operator`: accept all values."""
 
 
 class Operator:
     """An operator of a set. It is called with its inputs and, last, the name of the implementation that `backends.choose` chose.
 
-    "reference" runs the definition, which autograd differentiates and every tracer sees. Any other runs its kernel: through the autograd
-    Function where a gradient may be asked for or a transform is on, directly where nobody watches, else through torch's dispatcher.
+    "reference" runs the definition in PyTorch, which autograd differentiates and tracers record. Any other runs its kernel: through the
+    autograd Function if an input requires a gradient or a transform is on, directly if `is_plain`, else through torch's dispatcher.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Operator:
     ) -> None:
         """Give `cmab::name`, which `library` has defined, its body. Its first `tensors` arguments are tensors or None.
 
-        `reference` is the definition; None for an operator that only gradients call, as the definition's gradient is autograd's. `check`
-        raises on values that are not allowed: it runs with every call, inside a compiled graph too. `function` is what the
-        implementations call the operator, by default its name.
+        `reference` is the definition; None for a backward operator, since autograd differentiates the definition without it. `check`
+        raises on values that are not allowed: it runs with every call, inside a compiled graph too. `function` is the name of the
+        function in the modules of the implementations, by default that of the operator.
         """
         self._set, self._name, self._tensors = operator_set, function or name, tensors
         self._reference, self._check = reference, check
@@ -106,12 +106,12 @@ class Operator:
 def gradient_of_formula(
     formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The derivative of `formula(*tensors)` along `directions` to each of `tensors`, itself differentiable; None where a tensor is None.
+    """Vector-Jacobian products of `formula(*tensors)` with `directions`, one per tensor, differentiable; None where a tensor is None.
 
-    It serves the second and higher derivatives of kernels: rare, and right to any order.
+    It gives the second and higher derivatives of kernels by autograd, correct to any order.
     """
     create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # aliases, so that each partial derivative is taken alone
+    with torch.enable_grad():  # aliases: a tensor passed twice gets two partial derivatives
         inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         given = [t for t in inputs if t is not None]
         partials = iter(torch.autograd.grad(formula(*inputs), given, directions, create_graph=create_graph, allow_unused=True))
@@ -119,7 +119,7 @@ def gradient_of_formula(
 
 
 def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """A tensor (B, ...) of which vmap maps the dimension `dim` (None: it is not mapped) as (size * B, ...)."""
+    """Fold the dimension `dim` that vmap maps (None: not mapped, expanded) into the batch: a tensor (B, ...) becomes (size * B, ...)."""
     if tensor is None:
         return None
     mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -127,12 +127,12 @@ def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are tensors or None, batch first: the mapped dimension joins it."""
+    """The vmap rule of an operator whose first `tensors` arguments are (B, ...) tensors or None: fold the mapped dimension into B."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         folded = [fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
         results = operator(*folded, *args[tensors:])
-        unneeded = [r.dim() == 1 and r.numel() == 0 for r in results]  # a result that nobody asked for is an empty vector
+        unneeded = [r.dim() == 1 and r.numel() == 0 for r in results]  # a result that was not requested is an empty vector
         unfolded = tuple(r if skip else r.unflatten(0, (info.batch_size, -1)) for r, skip in zip(results, unneeded, strict=True))
         return unfolded, tuple(None if skip else 0 for skip in unneeded)
 

@@ -1,7 +1,7 @@
-"""Which implementation runs, and why.
+"""The choice of the implementation that an operator runs.
 
-Each operator set has several implementations of one definition. Asked for by name, one runs or raises with the reason; `auto` takes the
-first that supports the inputs, in the order of `FAMILIES`, and the reference last.
+Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises with the reason why
+it cannot; "auto" takes the first in the order of `FAMILIES` that supports the inputs, and the reference if none does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .checks import wrong
 from .tracing import traced_as_constant
 
 SETS = ("attention", "nystrom", "nystrom.continual", "intention", "intention.solve")
-"""The operator sets: subpackages, each a folder with the same rooms."""
+"""The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
 
 ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
-"""implementation -> the room of a set that holds it, in the order in which `auto` looks"""
+"""Implementation -> name of the module or subpackage that holds it, in the order in which "auto" tries them."""
 
 
 def _implementations(operator_set: str) -> dict[str, str]:
@@ -33,10 +33,10 @@ def _implementations(operator_set: str) -> dict[str, str]:
 
 
 FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SETS}
-"""operator set -> implementation -> the module that holds it, imported when first used; `reference` is always there"""
+"""Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a reference."""
 
 COMPLETED_BY = {("intention", "cuda"): "triton"}
-"""(operator set, implementation) -> the one whose kernels it takes where it has none: CUDA has sums and solve fused, no more"""
+"""(Operator set, implementation) -> the implementation that supplies the kernels it lacks: CUDA has only the fused sums and solve."""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
@@ -54,18 +54,18 @@ OPERATORS: dict[str, str] = {
     "regularised_solve": "intention.solve",
     "regularised_inverse": "intention.solve",
 }
-"""public operator -> operator set"""
+"""Public operator -> its operator set."""
 
 REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""operator set -> what its reference costs, of which `auto` warns; for small matrices there is nothing to warn of"""
+"""Operator set -> what its reference costs, for the warning when "auto" falls back to it; sets of small matrices give no warning."""
 
 
 class Explanation(NamedTuple):
-    """Whether an implementation can run given inputs, and if not, why."""
+    """Whether an implementation can run the given inputs, and the reason."""
 
     impl: str
     usable: bool
@@ -77,16 +77,16 @@ def _names(family: str) -> tuple[str, ...]:
 
 
 _MODULES: dict[str, list[ModuleType]] = {path: [] for modules in FAMILIES.values() for path in modules.values()}
-"""path -> its module alone, once it is imported: a list for each, since a compiler reads a container when it first meets it, which for one
-container of all modules would be before some of them are imported"""
+"""Module path -> [the module] once imported, else []. One list per module: a compiler reads a container once, when it first traces it,
+and would not see the modules that are added to a common container later."""
 
 _PROBLEMS: dict[str, str] = {}
-"""path -> why it cannot be imported ("" when it can), once that was tried"""
+"""Module path -> the reason why it cannot be imported ("" if it was), for every module that was tried."""
 
 
 @traced_as_constant
 def _import_problem(path: str) -> str:
-    """Import the module once and say why it cannot be ("" when it can)."""
+    """Try once to import the module; return the reason of a failure, "" for success."""
     if path not in _PROBLEMS:
         try:
             _MODULES.setdefault(path, [])[:] = [importlib.import_module(path)]
@@ -97,19 +97,19 @@ def _import_problem(path: str) -> str:
 
 
 def imported(family: str, impl: str) -> ModuleType | None:
-    """The module of an implementation, or None where it cannot be imported."""
+    """The module of an implementation, or None if it cannot be imported."""
     path = FAMILIES[family][impl]
     return None if _import_problem(path) else _MODULES[path][0]
 
 
 def implementation(family: str, impl: str) -> ModuleType:
-    """The module of an implementation that `choose` chose."""
+    """The module of an implementation returned by `choose`."""
     _import_problem(FAMILIES[family][impl])
     return _MODULES[FAMILIES[family][impl]][0]
 
 
 def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
-    """The function `name` of an implementation that `choose` chose, or of the one that completes it."""
+    """The function `name` of an implementation returned by `choose`, taken from the implementation in `COMPLETED_BY` if it has none."""
     module = implementation(family, impl)
     if not hasattr(module, name):
         module = implementation(family, COMPLETED_BY[family, impl])
@@ -117,7 +117,7 @@ def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
 
 
 def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """Why `impl`, or what completes it, cannot run `tensors`; None when it can."""
+    """The reason why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
     if impl == "reference":
         return None
     path = FAMILIES[family][impl]
@@ -130,7 +130,7 @@ class use_impl:
     """Choose the implementation of every operator, from now on or within a `with` block.
 
     `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it,
-    and those that have no implementation of that name choose as with "auto". The choice is the process's, like `torch.set_num_threads`.
+    and those that have no implementation of that name choose as with "auto". It holds for the process, like `torch.set_num_threads`.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
@@ -153,7 +153,7 @@ class use_impl:
 
 
 def choose(family: str, impl: str, *tensors: Tensor) -> str:
-    """The implementation that runs: `impl`, or what `use_impl` says, or the first that supports `tensors`.
+    """The name of the implementation to run: `impl`, or for "auto" the one set by `use_impl`, or the first that supports `tensors`.
 
     `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
     """
@@ -182,25 +182,25 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
 
 
 def check_name(family: str, impl: str) -> None:
-    """`ValueError` unless `impl` is "auto" or an implementation that the operator set has."""
+    """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
     if impl != "auto" and impl not in _names(family):
         raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
 
 
 def passed_on(impl: str, family: str, other: str) -> str:
-    """What an operator of `family` that was asked for `impl` asks of a second set, `other`: the same where it is there, else "auto".
+    """The `impl` that an operator of `family` passes to one of the set `other`: its own if that set has it, else "auto".
 
-    `ValueError` where `family` itself has no `impl`.
+    `ValueError` if `family` itself has no `impl`.
     """
     check_name(family, impl)
     return impl if impl in _names(other) else "auto"
 
 
 def explain(operator: str, *tensors: Any) -> list[Explanation]:
-    """Which implementations of `operator` can run these inputs, and why not the others, in the order in which `auto` looks.
+    """Which implementations of `operator` can run these inputs, and why the others cannot, in the order in which "auto" tries them.
 
-    `operator` is the name of a public operator (`ValueError` otherwise), `tensors` its query, key and value; of a solve, gram and rhs; of
-    `iterative_pinv`, the matrix.
+    `operator` is the name of a public operator (`ValueError` otherwise). `tensors` are its query, key and value; for a solve, gram and rhs;
+    for `iterative_pinv`, the matrix.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

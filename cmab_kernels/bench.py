@@ -1,7 +1,7 @@
-"""`python -m cmab_kernels bench`: measures, or takes a run that was saved, and writes what came out as a page and pictures.
+"""`python -m cmab_kernels bench`: runs the benchmarks, or loads a saved run, and writes a report of HTML, JSON and PNG files.
 
-The benchmarks themselves are in the checkout's bench/, beside this package. Whatever can be wrong with what was asked for is found before
-anything is measured, and files come under their names only when they are whole.
+The benchmarks themselves are in the checkout's bench/, beside this package. A request is checked before anything is measured, and files
+get their final names only when they are complete.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
-"""Module -> package that it is in."""
+"""Importable module -> name of the package to install."""
 
 RAN = (0, 1)
-"""Exit codes of pytest after which there is a run: all rows right, or some wrong."""
+"""Exit codes of pytest with which it leaves a complete run: 0, all results right; 1, some wrong."""
 
 
 PATIENCE = 10.0
-"""Seconds that pytest has to end after an interruption."""
+"""Seconds to wait for pytest to end after an interruption, before it is terminated."""
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done: what, why, and what to do."""
+    """The request cannot be carried out; the message says what is wrong, why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     scans: Sequence[str] = ()
     quick: bool = False
     compare: Path | None = None
     saved: Path | None = None
-    """The file that `--from` names; with it nothing is measured."""
+    """The saved run named by `--from`, shown in place of a measurement."""
     output: Path = Path("bench_report")
     device: str | None = None
     threads: int | None = None
     force: bool = False
 
     def arguments(self, file: Path) -> list[str]:
-        """The arguments for pytest, which writes the run to `file`."""
+        """The arguments for Python that run the benchmarks under pytest and write the run to `file`."""
         chosen = [argument for scan in self.scans for argument in ("--scan", scan)]
         chosen += ["--quick"] if self.quick else []
         chosen += ["--device", self.device] if self.device else []
@@ -61,7 +61,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """The exit status: 1 if a row has no right result. Refusal before anything is measured."""
+    """Measure or load a run and write the report; return the exit status, 1 if a result is wrong. Raises `Refusal`."""
     _check(request)
     runs, compare, page, table = (_module(name) for name in ("runs", "report.compare", "report.page", "report.table"))
     try:
@@ -86,13 +86,13 @@ def run(request: Request) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of the checkout's bench, whatever else is called so."""
+    """Import `bench.<name>` from the checkout, which precedes other packages called bench."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"bench.{name}")
 
 
-# ---- what can be wrong -----------------------------------------------------------------------------------------------------------------
+# ---- checks of the request ---------------------------------------------------------------------------------------------------------------
 
 
 def _check(request: Request) -> None:
@@ -130,7 +130,7 @@ def _check(request: Request) -> None:
 
 @contextlib.contextmanager
 def _unfinished(request: Request) -> Iterator[Path]:
-    """A folder for files that are not whole yet: on the disk where they will be, and gone at the end whatever happens."""
+    """A temporary folder for files that are still being written, within the output folder so that a rename suffices; always removed."""
     try:
         request.output.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=request.output)
@@ -145,12 +145,12 @@ def _unfinished(request: Request) -> Iterator[Path]:
 
 
 def _measure(request: Request, file: Path) -> int:
-    """pytest's exit code, after it has shown its progress and its table."""
-    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # progress is for now, wherever it goes
+    """Run the benchmarks with their output shown; return pytest's exit code."""
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that progress shows at once, into a pipe too
     with subprocess.Popen([sys.executable, *request.arguments(file)], cwd=ROOT, env=unbuffered) as process:
         try:
             status = process.wait()
-        except KeyboardInterrupt:  # which pytest has had too
+        except KeyboardInterrupt:  # pytest has received it, too
             _end(process)
             raise
     if status not in RAN or not file.exists():

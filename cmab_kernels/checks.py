@@ -1,4 +1,4 @@
-"""Checks that every family makes before any work, and the wording of every error of the package."""
+"""Checks of arguments that all operators share, and the wording of the error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wrong(argument: str, given: str, allowed: str) -> str:
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Raise unless all are tensors on one device and of one floating dtype; under autocast, which casts them alike, dtypes may differ."""
+    """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts them, dtypes may differ."""
     first_name, first = next(iter(operands.items()))
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
@@ -42,7 +42,7 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
 
 
 def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
-    """`query` (B, H, L, D) as it is, or (H, L, D) expanded over the batch; an error where it does not fit the key."""
+    """`query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
     if query.dim() not in (3, 4):
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
     shape = (batch, key.shape[1], query.shape[-2], key.shape[-1])
@@ -54,7 +54,7 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
 
 
 def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise unless there is no mask, or a bool one on the key's device, of `shape` or, by default, the (B, N) of a key (B, H, N, D)."""
+    """Raise unless the mask is None, or bool, on the key's device and of `shape`, by default the (B, N) of a key (B, H, N, D)."""
     if mask is None:
         return
     if mask.dtype != torch.bool:
@@ -68,7 +68,7 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
-    """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in the type of sums; None stays None. An error where they do not fit."""
+    """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
     if weights is None:
         return None
     if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
@@ -88,37 +88,37 @@ _NEGATIVE = wrong("{}", "has a negative element", "every element must be >= 0")
 
 
 def refuse_negative(name: str, tensor: Tensor) -> None:
-    """`ValueError` if an element is below 0. Values on a GPU are not waited for: there it is an assertion on the device.
+    """Raise `ValueError` if an element is below 0. On a GPU it is an assertion on the device, so that the host need not wait.
 
-    Where there are no values to look at (see `tracing.has_values`) nothing is checked.
+    Tensors without values (see `tracing.has_values`) are not checked.
     """
     if not has_values(tensor):
         return
     if tensor.is_cuda:
         torch._assert_async(~(tensor < 0).any(), _NEGATIVE.format(name))
-    elif tensor.numel() and not tensor.min().item() >= 0 and (tensor < 0).any():  # the minimum, half as dear, may be a NaN
+    elif tensor.numel() and not tensor.min().item() >= 0 and (tensor < 0).any():  # `min` alone takes half the time, but may be a NaN
         raise ValueError(_NEGATIVE.format(name))
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:
-    """`ValueError` if a tensor on the CPU has a NaN or an infinity. Values on a GPU are not waited for, and not looked at."""
+    """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and has_values(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite, by the smallest and largest, which a NaN becomes: a fifteenth of the time of `isfinite`."""
+    """Whether every element is finite. The minimum and maximum, which propagate NaNs, take a fifteenth of the time of `isfinite`."""
     return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for a device; for meta tensors there is none."""
+    """Whether autocast is enabled for a device; always False for meta tensors."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of autocast, if it is on and they are not float64."""
+    """The tensors cast to the dtype of autocast; unchanged if it is off or the first is float64."""
     device = tensors[0].device
     if not autocasts(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -126,5 +126,5 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, in which everything is computed in the dtypes that are given."""
+    """A context manager that disables autocast, so that operations keep the dtypes of their inputs."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

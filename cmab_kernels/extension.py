@@ -10,9 +10,9 @@ from typing import Any
 
 
 def build_report() -> dict[str, Any]:
-    """What setup.py reported: `built`, `reason` (why it was not), `compiler`, `targets` (instruction sets).
+    """The build report of `_C`: `built`, `reason` (why it was not built), `compiler`, `targets` (instruction sets).
 
-    The same for `_cuda` is under "cuda", with `kernels`, what the compiler said about each GPU kernel.
+    That of `_cuda` is under "cuda", with `kernels`: the registers and spills that the compiler reported for each GPU kernel.
     """
     path = Path(__file__).with_name("_build.json")
     nothing = {"built": False, "reason": "the package was not built by its setup.py"}
@@ -31,7 +31,7 @@ def load_cuda() -> ModuleType:
     """Return `cmab_kernels._cuda`; raise `ImportError` with the reason if it was not built. Importing it needs no GPU and no driver."""
     report = build_report()["cuda"]
     try:
-        if not report["built"]:  # there may be one of an earlier build
+        if not report["built"]:  # an extension of an earlier build may still be there
             raise ImportError(report["reason"])
         return importlib.import_module("cmab_kernels._cuda")
     except ImportError as error:

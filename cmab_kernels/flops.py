@@ -1,7 +1,7 @@
-"""FLOP formulas for `torch.utils.flop_counter`, registered when somebody imports it.
+"""FLOP formulas for `torch.utils.flop_counter`, registered at the moment that module is imported.
 
-That module imports Triton, which `import cmab_kernels` must not; and a counter copies the registry when it is made, so that the first call
-of an operator would be too late.
+Not before, because it imports Triton, which `import cmab_kernels` must not; not at an operator's first call either, because a counter
+copies the registry when it is constructed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
 def flop_formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorate the formula of a `torch.ops` operator: it gets the arguments with shapes in place of tensors."""
+    """Decorator: register the FLOP formula of a `torch.ops` operator. It is called with shapes in place of the tensors."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _FORMULAS[operator] = formula
@@ -36,7 +36,7 @@ def _hand_over(counter: ModuleType) -> None:
 
 
 class _Notice(MetaPathFinder):
-    """Sees the counter being imported, and hands the formulas over when it is."""
+    """An import hook that registers the formulas as soon as `torch.utils.flop_counter` has been imported."""
 
     def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _COUNTER:

@@ -1,4 +1,4 @@
-"""`python -m cmab_kernels info`: what is installed, what was built, what runs."""
+"""`python -m cmab_kernels info`: versions, native extensions, hardware, and the implementation of each operator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report() -> str:
 
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Lines of left-aligned columns, each two characters wider than its longest cell."""
+    """The rows as lines of left-aligned columns, each two characters wider than its longest cell."""
     cells = list(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
     for row in cells:
@@ -104,7 +104,7 @@ def _implementations() -> Iterator[str]:
 
 
 def _choice(operator: str, family: str, device: str) -> tuple[str, str, str, str]:
-    """The operator, the device, the implementation that `auto` takes there, and why not each of the others."""
+    """A row: operator, device, the implementation that "auto" takes there, and why each unusable one cannot run."""
     rows = explain(operator, *_sample(family, device))
     taken = next(row.impl for row in rows if row.usable)
     others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)

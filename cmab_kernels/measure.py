@@ -1,7 +1,7 @@
-"""How the demo and the benchmarks measure: time side by side, and the peak of memory.
+"""Measurements for the demo and the benchmarks: the time of competing calls, and peak memory.
 
-On a GPU, time is taken with events and memory is the allocator's. On a CPU, memory is the resident high-water mark of a process of its
-own, in which the inputs were built and touched and a small call was made before, so that neither they nor libraries nor thread pools count.
+On a GPU, time is measured with events and memory is the allocator's peak. On a CPU, memory is the rise of the peak resident set size in a
+separate process, which first builds the inputs and makes a small call, so that inputs, libraries and thread pools do not count.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 Task = Callable[[], Iterable[Tensor]]
-"""Work to be measured: returns the tensors that it made."""
+"""A function whose memory is measured; it returns the tensors that it made."""
 
 
 class Peak(NamedTuple):
-    """What a task took of memory, in bytes."""
+    """The memory that a task took, in bytes."""
 
     extra: int
-    """Most that was held at once beyond the inputs: intermediates and results."""
+    """The peak beyond the inputs: intermediates and results."""
     results: int
-    """The bytes of the tensors that it returned, which no implementation can do without."""
+    """The size of the tensors that it returned, which every implementation needs."""
 
 
 def interleave(
     calls: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu", repeats: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` samples: all take turns within a round, and take turns in going first.
+    """Measure every call once in each of `rounds` rounds, in an order that rotates; return the seconds of each, `rounds` samples.
 
-    So a change of clock frequency, or a neighbour on the machine, meets all of them. A sample is the mean of `repeats[name]` calls in a row
-    (default: of one). The first calls count too: make one of each before.
+    Thus a change of clock frequency, or other load on the machine, affects all of them. A sample is the mean of `repeats[name]` consecutive
+    calls (default: 1). There is no warm-up: make each call once before.
 
     >>> samples = cmab_kernels.measure.interleave({"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}, rounds=3)
     >>> {name: len(seconds) for name, seconds in samples.items()}
@@ -57,7 +57,7 @@ def interleave(
 
 
 def seconds(call: Callable[[], Any], device: str = "cpu", repeats: int = 1) -> float:
-    """Seconds a call takes, the mean of `repeats` in a row; what the calls return is freed inside the time."""
+    """Seconds per call, the mean of `repeats` consecutive calls, including the time to free what they return."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -88,16 +88,16 @@ def _gpu_seconds(call: Callable[[], Any], repeats: int) -> float:
 def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[Any, ...], device: str = "cpu", limit: float = 120.0) -> Peak:
     """The most memory that `prepare(*arguments)()` holds at once, beyond what `prepare` has built.
 
-    `prepare` is a function of a module (it is pickled), its task returns its results; `prepare(*warm_up)()` is a small task of the same
-    kind. On Linux good to about 0.3 MiB, which is how finely the kernel counts; a lower bound where the mark cannot be reset (macOS).
-    On a CPU, `TimeoutError` after `limit` seconds, `RuntimeError` when the task failed or the process died.
+    `prepare` must be picklable: a function of a module. Its task returns its results. `prepare(*warm_up)()` is a small
+    task of the same kind. On Linux it is accurate to about 0.3 MiB, the kernel's granularity; where the high-water mark cannot be reset
+    (macOS) it is a lower bound. On a CPU: `TimeoutError` after `limit` seconds, `RuntimeError` if the task failed or the process died.
     """
     if torch.device(device).type == "cuda":
         _hold_results(prepare(*warm_up))
         return _gpu_peak(prepare(*arguments))
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
     if sys.platform != "win32":
-        context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])  # imported once, before the children split off
+        context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])  # imported once, before children are forked
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))
     child.start()
@@ -118,7 +118,7 @@ def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[An
 
 
 def readable(seconds: float) -> str:
-    """Three digits and a unit.
+    """A duration as text with three significant digits and a unit: s, ms or us.
 
     >>> cmab_kernels.measure.readable(0.01234)
     '12.3 ms'
@@ -128,7 +128,7 @@ def readable(seconds: float) -> str:
 
 
 def available_memory(device: str = "cpu") -> float:
-    """Bytes that can still be had; infinity where the system does not say."""
+    """Bytes of memory that are free on the device; infinity if the system does not tell."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info()[0]
     meminfo = Path("/proc/meminfo")
@@ -137,7 +137,7 @@ def available_memory(device: str = "cpu") -> float:
 
 
 def _left_in_container() -> float:
-    """Bytes left of the limit of this control group."""
+    """Bytes left before the process reaches the memory limit of its control group; infinity if it has none."""
     group = Path("/sys/fs/cgroup")
     try:
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
@@ -168,19 +168,19 @@ def _measure_in_child(answer: Connection, prepare: Callable[..., Task], argument
 
 
 def _hold_results(task: Task) -> int:
-    """Runs it and gives the bytes of its results, which live together until here."""
+    """Run the task; return the bytes of its results, which are all alive when it ends."""
     return sum(result.nbytes for result in task())
 
 
 def _return_free_memory() -> None:
-    """What building the inputs left behind in the allocator would hide what the task takes."""
+    """Return freed memory to the system; the task would otherwise reuse it, and its peak would look smaller."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_high_water() -> int:
-    """Bytes: the mark, lowered to what is resident now if the system allows it."""
+    """Lower the high-water mark to what is resident now, if the system allows it; return the mark in bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _high_water()
@@ -191,7 +191,7 @@ def _high_water() -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if found:
         return int(found[1]) * 1024
-    import resource  # not on every system that has no /proc
+    import resource  # absent on some systems without /proc
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,7 +1,7 @@
 """The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections tune` writes.
 
-Each was found to be right, and faster than the built-in one by more than the noise, on the GPU that stands with it. What the file does not
-name takes the tables in each family's `kernels/launch.py`. No sequence length is in a key, so a length changes no bits.
+Each entry gave correct results, and was faster than the built-in sizes by more than the noise, on the GPU that it names. Without an entry,
+the tables in each set's `kernels/launch.py` hold. Keys hold no sequence length, so that the length does not change the bits of a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("tiles.json")
 FORMAT = 1
 HOPPER = (9, 0)
 BLACKWELL = 10
-"""The major capability of its data-centre GPUs, which multiply out of tensor memory."""
+"""The major compute capability of Blackwell's data-centre GPUs, whose matrix products use tensor memory."""
 
 _TILES = (16, 32, 64, 128)
 _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6)}
@@ -36,14 +36,14 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
     "nystrom.forward": {"num_warps": _LAUNCH["num_warps"]},
     "nystrom.backward": {"num_warps": _LAUNCH["num_warps"]},
 }
-"""kernel -> what its tiles consist of -> the values allowed: powers of two, as products need, that divide every run of keys or rows."""
+"""Kernel -> field of its tiles -> values allowed. Block sizes are powers of two; those of keys or rows divide every full run."""
 
 KINDS = ("half", "tf32", "bf16x6", "ieee", "double")
 WIDTHS = (16, 32, 64, 128, 256)
 
 
 class Key(NamedTuple):
-    """The key of an entry: the kernel, the GPU, how matrices are multiplied, and the width of the widest head, padded."""
+    """The key of an entry: kernel, compute capability, kind of matrix product (`KINDS`), and padded width of the widest head."""
 
     kernel: str
     capability: tuple[int, int]
@@ -55,7 +55,7 @@ Table = Mapping[Key, tuple[int, ...]]
 
 
 def tuned(kernel: str, device: torch.device, kind: str, width: int) -> tuple[int, ...] | None:
-    """The tiles in the order of FIELDS; None where the built-in ones stand."""
+    """The tuned tiles in the order of FIELDS; None if there is no entry and the built-in ones apply."""
     table = _planted[-1] if _planted else _tuned()
     if not table:
         return None
@@ -82,7 +82,7 @@ _planted: list[Table] = []
 
 @contextlib.contextmanager
 def using(table: Table) -> Iterator[None]:
-    """These tiles, and no others, instead of the file's: for tuning, and for tests. `{}`: the built-in ones."""
+    """A context in which `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used."""
     _planted.append(table)
     try:
         yield
@@ -92,17 +92,17 @@ def using(table: Table) -> Iterator[None]:
 
 @cache
 def _tuned() -> Table:
-    """Read once in a process."""
+    """The table of `FILE`, read once per process."""
     return read(FILE)
 
 
 def read(path: Path) -> Table:
-    """`ValueError`, which names the file and the entry, for anything that is not a table of valid tiles."""
+    """The table in a file, key -> tiles; `ValueError`, which names the file and the entry, if it is not valid."""
     return {key: tiles for key, tiles, _ in entries(path)}
 
 
 def entries(path: Path) -> list[tuple[Key, tuple[int, ...], Mapping[str, Any]]]:
-    """(key, tiles, evidence) of each entry."""
+    """(key, tiles, evidence) of each entry of a file; `evidence` are the measurements that it was chosen by."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def _entry(entry: Any) -> tuple[Key, tuple[int, ...], Mapping[str, Any]]:
 
 
 def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
-    """The tiles in the order of FIELDS; `ValueError` if they are no tiles of this kernel."""
+    """The tiles in the order of FIELDS; `ValueError` if they are not valid for this kernel."""
     fields = FIELDS[kernel]
     if not isinstance(tiles, dict) or tiles.keys() != fields.keys():
         raise ValueError(f"tiles are {', '.join(map(str, tiles))}: {kernel} has {', '.join(fields)}")
@@ -146,7 +146,7 @@ def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
 
 
 def as_entry(key: Key, tiles: tuple[int, ...], evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of the file for these tiles; `ValueError` if they are no tiles of the kernel."""
+    """These tiles as an entry of the file, ready for JSON; `ValueError` if they are not valid for the kernel."""
     named = dict(zip(FIELDS[key.kernel], tiles, strict=True))
     _checked(key.kernel, named)
     capability = ".".join(map(str, key.capability))

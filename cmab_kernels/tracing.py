@@ -1,4 +1,4 @@
-"""Who watches a call: a compiler, a tracer, a dispatch mode or a transform. What they are to see goes through torch's dispatcher."""
+"""Whether a call is observed by a compiler, a tracer, a dispatch mode or a transform, and must go through torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# By names of their own: looking one up in torch takes as long as the call, and a streaming step has 3 us in all.
+# Bound once here: looking a function up in torch takes as long as calling it, which a streaming step of a few us would notice.
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -20,7 +20,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def traced_as_constant(function: _F) -> _F:
-    """Decorate a function of Python constants: a compiler that traces the caller calls it once, and takes its answer for a constant.
+    """Decorate a function of Python constants: a compiler that traces its caller calls it once and treats the result as a constant.
 
     It does what `torch.compiler.assume_constant_result` does, without importing the compiler for it.
     """
@@ -34,7 +34,7 @@ def under_transform() -> bool:
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to refuse forward mode."""
+    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to raise in forward mode."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -43,15 +43,15 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether every call is watched: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode differentiation."""
+    """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
     return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call may go past the dispatcher: nobody watches, and the memory of every tensor holds its values.
+    """Whether a call may bypass the dispatcher: no compiler, tracer or mode is active, and each tensor's memory holds its values.
 
-    The dispatcher costs 6 us, which is what a streaming step of few keys has to spare. Beside showing the call to those who watch, it
-    resolves lazy negations (`x.conj().imag`), and takes apart what `is_grads_batched` hands to a backward.
+    The dispatcher costs 6 us, too much for a streaming step of few keys. It is needed for subclasses of Tensor, to resolve lazy negations
+    (`x.conj().imag`), and to unbatch the gradients that `is_grads_batched` passes to a backward.
     """
     if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
         return False
@@ -62,12 +62,12 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether values can be read and decided on here: a meta or fake tensor has none, and a trace or transform must not depend on them."""
+    """Whether Python may read the values: meta and fake tensors have none, and a trace or transform must not depend on them."""
     if _is_compiling() or _is_tracing() or _under_transform():
         return False
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
 
 
 def extent(size: int | Tensor) -> int:
-    """An extent of a shape as an int: `torch.jit.trace` makes a tensor of it, and a trace holds for the shapes that it has seen."""
+    """An extent of a shape as an int. `torch.jit.trace` makes it a tensor; the trace then holds for the traced shapes only."""
     return int(size) if isinstance(size, Tensor) else size

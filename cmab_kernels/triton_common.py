@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Helpers that the Triton kernels of every family share: requirements on a GPU, loads of any strides, matrix products, runs of keys."""
+"""Helpers that all Triton kernels share: requirements on the GPU, loads with any strides, matrix products, runs of keys."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +14,19 @@ from .tracing import traced_as_constant
 
 WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
-"""The ends of runs and tiles, which may lie beyond the last row, stay within 32 bits."""
+"""The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities with 99 KiB in a block (CUDA C++ Programming Guide, technical specifications)."""
+"""Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical specifications)."""
 
 GRAIN = tl.constexpr(1024)
-"""The shortest run of keys that is worth a partial result of its own."""
+"""The least number of keys in a run, except the last of a set: shorter ones are not worth a partial result."""
 
 
 # ---- on the host
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why Triton's kernels cannot run these inputs here; None when they can."""
+    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can."""
     if max(key.shape[-1], value.shape[-1]) > WIDEST:
         return f"its heads are at most {WIDEST} wide"
     if max(query.shape[-2], key.shape[-2]) > MOST_ROWS:
@@ -56,24 +56,24 @@ def _gpu_problem(index: int | None) -> str | None:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Kernels run on the tensor's GPU, on the stream that is current there."""
+    """A context in which Triton launches kernels on the tensor's GPU, on its current stream."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 class Products(NamedTuple):
-    """How matrices are multiplied: the type of the operands, and how Triton is to multiply them."""
+    """How matrices are multiplied: the dtype of the operands, and the `input_precision` of `tl.dot`."""
 
     operand: torch.dtype
     precision: str
 
     @property
     def input_precision(self) -> str:
-        """The interpreter knows no bf16x6; it multiplies in full whatever it is told."""
+        """The `input_precision` for `tl.dot`; "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly."""
         return "ieee" if triton.knobs.runtime.interpret else self.precision
 
     @property
     def kind(self) -> str:
-        """The kind of product that block sizes are chosen for: "half", "double", or for float32 its precision."""
+        """The kind of product, by which block sizes are chosen: "half", "double", or for float32 its precision."""
         return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
 
 
@@ -101,15 +101,15 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit
 def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.constexpr = 128):
-    """Keys in a run: a multiple of every tile. On the host, `run_length.fn`."""
+    """The number of keys in a run, a multiple of every tile of keys. The host calls it as `run_length.fn`."""
     return max(grain, (keys + most_runs * step - 1) // (most_runs * step) * step)
 
 
 @triton.jit
 def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
-    """Pointers to rows of a (B, H, rows, columns) tensor. Rows may lie 2**31 elements and more apart, so every product is 64-bit.
+    """Pointers to a tile of a (B, H, rows, columns) tensor. Offsets are 64-bit, since rows may lie 2**31 elements or more apart.
 
-    Strides are multiples of ALIGN elements; unless Triton is told, it loads a row of 8 element by element.
+    All strides but that of the columns are multiples of ALIGN elements; without this hint Triton loads rows element by element.
     """
     origin = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2]
     rows = tl.multiple_of(tl.arange(0, ROWS).to(tl.int64) * strides[2], ALIGN)
@@ -125,9 +125,9 @@ def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
 
 @triton.jit
 def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
-    """A tile from `column` on, zero from column WIDTH on and in rows that are not kept: their memory is not read.
+    """Load a tile that starts at `column`, with zeros from column WIDTH on and in rows where `keep` is False, which are not read.
 
-    `keep` is None where all rows are.
+    `keep` None keeps all rows.
     """
     columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH
     WHOLE: tl.constexpr = WIDTH > 0 and tl.constexpr(WIDTH) % pointers.shape[1] == 0
@@ -142,7 +142,7 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 @triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """Whether each key of a tile takes part, or None where all do, which saves masked loads. Tiles pass `last` only if RAGGED."""
+    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach beyond `last`."""
     keys = start + tl.arange(0, BLOCK)
     keep = None
     if mask is not None:
@@ -155,10 +155,10 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
 
 @triton.jit
 def _operand(tile, OPERAND: tl.constexpr):
-    """The tile in the type `OPERAND`, ready to be multiplied.
+    """The tile converted to the dtype OPERAND for `tl.dot`.
 
-    Triton 3.6 cannot multiply in float64 a tile that it knows to be converted from a narrower type. A sum over one term hides the
-    conversion.
+    Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of length 1 hides
+    the conversion.
     """
     if tl.float64 == OPERAND:
         tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)

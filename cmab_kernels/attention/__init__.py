@@ -1,4 +1,4 @@
-"""A: latent cross-attention with a mergeable log-sum-exp state."""
+"""Latent cross-attention with a mergeable log-sum-exp state."""
 
 from .api import attention_state, latent_attention, remove_from_state
 from .state import AttentionState, Removal, empty_state, merge_states

@@ -64,9 +64,9 @@ def attention_state(
     scale: float | None = None,
     impl: str = "auto",
 ) -> AttentionState:
-    """The state that these keys leave behind, merged into `state` if one is given: O(new keys), whatever came before.
+    """The attention state of these keys, merged into `state` if one is given, at a cost that depends on the new keys alone.
 
-    Arguments and errors as in `latent_attention`; `state` is of the same queries over other keys: out (B, H, L, E) in float32 (float64 for
+    Arguments and errors as in `latent_attention`; `state` has the same queries and other keys: out (B, H, L, E) in float32 (float64 for
     float64 inputs), lse (B, H, L) in float64. It is not changed. Gradients flow to query, key, value and to the state's `out` and `lse`.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
@@ -92,10 +92,10 @@ def remove_from_state(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Removal:
-    """`state` as it would be had it never seen these keys: O(removed keys).
+    """`state` without these keys, as if it had never seen them, at a cost that depends on the removed keys alone.
 
-    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left, the cancellation leaves fewer than
-    half of the digits, and `reliable` (B, H, L) is False; a row left with nothing is empty.
+    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left, cancellation costs more than half of
+    the digits, and `reliable` (B, H, L) is False; a row with no mass left becomes empty.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])
@@ -144,7 +144,7 @@ def _inputs(
 
 
 def _check_offsets_shape(cu_seqlens: Tensor, key: Tensor) -> int:
-    """The number of packed sets."""
+    """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch, does not fit."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:

@@ -9,7 +9,7 @@ Gradient, with P_i = exp(S_i - lse), given dout and dlse:
 
     dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
 
-Dense in N: it is what the kernels are compared with, and gives derivatives of second order and beyond.
+It stores all L x N scores. The kernels are tested against it, and derivatives of second and higher order are computed by it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tenso
 
 
 def visible(key: Tensor, ignore: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, H, N, *), zero where they are ignored, so that a NaN in padding has no effect."""
+    """Keys or values (B, H, N, *) in `dtype`, zero where they are ignored, so that a NaN in padding has no effect."""
     key = key.to(dtype)
     return key if ignore is None else key.masked_fill(ignore[:, None, :, None], 0.0)
 
 
 def attention_scores(query: Tensor, key: Tensor, ignore: Tensor | None, scale: float) -> Tensor:
-    """S (B, H, L, N), -inf where a key is ignored."""
+    """The scores S (B, H, L, N), -inf where a key is ignored."""
     scores = scale * (query @ key.mT)
     return scores if ignore is None else scores.masked_fill(ignore[:, None, None, :], -math.inf)
 
@@ -52,7 +52,7 @@ def attention_reference(
     value = visible(value, ignore, dtype)
     scores = attention_scores(query.to(dtype), visible(key, ignore, dtype), ignore, scale)
     if scores.shape[-1] == 0:
-        return scores @ value, scores.sum(-1).double() - math.inf  # of nothing, with gradients to match
+        return scores @ value, scores.sum(-1).double() - math.inf  # no keys: 0 and -inf, still attached to the graph
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     weight = (scores - top).exp()
@@ -84,6 +84,6 @@ def attention_backward_reference(
     dweight = dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None].to(dtype)
     dscores = scale * weight * dweight
     dkey, dvalue = dscores.mT @ q, weight.mT @ dout
-    if cu_seqlens is not None:  # one row of keys serves every set: each key's gradient is its own set's
+    if cu_seqlens is not None:  # all sets share one row of keys, and only a key's own set has a gradient for it
         dkey, dvalue = dkey.sum(0, keepdim=True), dvalue.sum(0, keepdim=True)
     return (dscores @ k).to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)

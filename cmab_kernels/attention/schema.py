@@ -1,4 +1,4 @@
-"""Latent cross-attention and its gradient as `torch.library` operators: shapes, operation counts, vmap rules and derivatives."""
+"""Latent cross-attention and its gradient as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIB.define(
 
 
 def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The reference's state of the keys, merged with the incoming one."""
+    """The state of the keys by the reference, merged with the incoming state if there is one."""
     state_out, state_lse, scale = rest
     new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
     return new if state_out is None else merge_states(AttentionState(state_out, state_lse), new)
@@ -38,7 +38,7 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens
 def _check_offsets(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
     """Raise unless the offsets of packed sets rise from 0 to the number of keys."""
     if cu_seqlens is None or not has_values(cu_seqlens) or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return  # a capture cannot read them; the kernels clamp
+        return  # the values cannot be read during a capture; the kernels clamp them
     offsets, length = cu_seqlens.tolist(), key.shape[2]
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
@@ -58,14 +58,14 @@ def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *re
 
 
 def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
-    """The number of scores; packed sets share one row of keys."""
+    """The number of scores of a dense call; with packed sets each key belongs to one set, so that the batch does not count."""
     batch, heads, latents, _ = query
     return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
 
 
 @flop_formula(torch.ops.cmab.attention)
 def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
-    """Count two products: S = Q K' and O = P V."""
+    """FLOPs of two products: S = Q K' and O = P V."""
     return 2 * _scores(query, key, cu_seqlens) * (query[-1] + value[-1])
 
 
@@ -73,7 +73,7 @@ def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: An
 def _attention_backward_flops(
     dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
 ) -> int:
-    """Count five products, S, dP, dV, dQ and dK, without those that only a gradient that is not needed takes."""
+    """FLOPs of the products S, dP, dV, dQ and dK, as far as the gradients that are needed use them."""
     needs_query, needs_key, needs_value = rest[-2]
     needs_scores = needs_query or needs_key
     widths = query[-1] * (1 + needs_query + needs_key) + value[-1] * (needs_scores + needs_value)
@@ -84,7 +84,7 @@ def _attention_backward_flops(
 
 
 def _looping_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule: that of `folding_rule`, but packed sets, which share a batch of 1, are computed one after the other."""
+    """The vmap rule: `folding_rule`, except that packed sets, whose batch must be 1, are computed one after the other."""
     folding = folding_rule(operator, tensors)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -138,10 +138,10 @@ def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second order and beyond through the formula, which is dense in N: rare, and right.
+    """Second and higher derivatives by autograd through the reference formula, which stores all L x N scores.
 
-    `out` and `lse` are inputs like any other: their graph leads back to the forward operator, and with it to the incoming state.
-    (`once_differentiable` would not do: under `torch.autograd.grad` its error node is never reached, and the number is wrong.)
+    `out` and `lse` count as inputs: their graph leads back to the forward operator, and so to the incoming state.
+    (`once_differentiable` is no alternative: under `torch.autograd.grad` its error node is never reached, and the result is wrong.)
     """
     dout, dlse, query, key, value, mask, cu_seqlens, out, lse = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]

@@ -1,4 +1,4 @@
-"""The state that a set of keys leaves behind, and how states are merged and removed, in O(L E) for any number of keys."""
+"""The attention state of a set of keys, and how states are merged and subtracted, in O(L E) whatever the number of keys."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Removal(NamedTuple):
 
     state: AttentionState
     reliable: Tensor
-    """(B, H, L) bool: False where so much of a row's mass was removed that half of the digits, or more, are lost."""
+    """(B, H, L) bool: False where so much of a row's mass was removed that half or more of the digits are lost."""
 
 
 def empty_state(
     batch: int, heads: int, latents: int, width: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> AttentionState:
-    """The state of no keys, the identity of `merge_states`: out 0 (batch, heads, latents, width), lse -inf (batch, heads, latents).
+    """The state without keys, the identity of `merge_states`: out 0 (batch, heads, latents, width), lse -inf (batch, heads, latents).
 
     `dtype` is float32 or float64 (`TypeError` otherwise).
 
@@ -55,10 +55,10 @@ def empty_state(
 
 
 def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
-    """The state of the union of disjoint key sets; associative, commutative, differentiable.
+    """The state of the union of disjoint key sets; associative and commutative up to rounding, differentiable.
 
     lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
-    of the first (`ValueError`, `TypeError`). Empty states weigh nothing; the merge of empties is empty.
+    of the first (`ValueError`, `TypeError`). Empty states have weight 0; the merge of empty states is empty.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -88,8 +88,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     """`state` without `part`, the state of a subset of its keys.
 
-    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. With share the part's share of the
-    mass, errors grow by 1 / (1 - share): rows left with less than sqrt(eps) of it are not reliable; rows left with nothing are empty.
+    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where
+    `part` has the fraction f of the mass, errors grow by 1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, those with 0 are empty.
     """
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
     gap = part.lse.masked_fill(nothing_removed, 0.0) - state.lse.masked_fill(nothing_there, 0.0)

@@ -1,4 +1,4 @@
-"""C: Intention, regularised least squares as an attention layer, with an exact streaming state."""
+"""Intention, regularised least squares as an attention layer, with an exact streaming state."""
 
 from . import variants
 from .api import (

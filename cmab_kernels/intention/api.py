@@ -40,23 +40,23 @@ def intention(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Q (K'WK + alpha I)^-1 K'WV: each query read off a ridge regression of values on keys, in memory that does not grow with their number.
+    """Q (K'WK + alpha I)^-1 K'WV: a ridge regression of values on keys, evaluated at each query, in memory that does not grow with N.
 
     Args:
         query: (B, H, M, D), or (H, M, D) shared over the batch. float64, float32, bfloat16 or float16.
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H).
-        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both are the same
-            number, and equally accurate. On a GPU the dual has kernels for up to 256 keys.
+        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both give the
+            same result, equally accurate. On a GPU the dual has kernels for up to 256 keys.
         weights: of the keys, >= 0: (B, N) or (B, H, N); None means 1.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve in one kernel; sums alone, and products with
-            rows, are Triton's there. "triton" has no solve: its systems are solved as `regularised_solve` chooses by itself.
+        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" fuses sums and solve in one kernel and uses Triton's kernels for
+            everything else. "triton" has no solve: its systems are solved by what "auto" means for `regularised_solve`.
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
-        float64; where it is singular even so (at alpha = 0), the result of that head is NaN: `solve_ridge` tells more in its `info`.
+        float64; where it is singular even so (at alpha = 0), the result of that head is NaN: `solve_ridge` reports it in `info`.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -95,11 +95,11 @@ def sigma_intention(
     scale: float = 1.0,
     impl: str = "auto",
 ) -> Tensor:
-    """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention whose queries have been through a ridge regression's inverse.
+    """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention with the queries multiplied by (K'WK + alpha I)^-1.
 
-    Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. Keys fewer than they are wide are solved in the dual,
-    where there are no weights. The attention is `latent_attention`, by the implementation that `impl` asks for where it has that one, else
-    by the one that it chooses itself. As alpha grows, with queries alpha times as large, this tends to attention with that scale.
+    Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. If N < D and there are no weights, the dual system is
+    solved. The attention is `latent_attention` with the given `impl` if attention has it, else with "auto". As alpha grows, with queries
+    alpha times as large, the result tends to attention with that scale.
 
     >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
     >>> near = cmab_kernels.sigma_intention(1e6 * q, k, v, 1e6)
@@ -130,10 +130,10 @@ def ridge_state(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeState:
-    """The sums K'WK and K'WV that these keys leave behind, added to `state` if one is given: O(new keys), whatever came before.
+    """The sums K'WK and K'WV over these keys, added to `state` if one is given, at a cost that depends on the new keys alone.
 
-    Arguments and errors as in `intention`. Products and sums are float64: after a million updates, in chunks of any size, the state is
-    that of all keys at once. `state` is not changed. Gradients flow to key, value, weights and the state.
+    Arguments and errors as in `intention`. Products and sums are float64: after a million updates, in chunks of any size, the state
+    equals that of all keys at once. `state` is not changed. Gradients flow to key, value, weights and the state.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> state = None
@@ -161,11 +161,11 @@ def remove_ridge(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeState:
-    """`state` as it would be had it never seen these keys: O(removed keys).
+    """`state` without these keys, as if it had never seen them, at a cost that depends on the removed keys alone.
 
-    Arguments and errors as in `ridge_state`; removing more keys than the state has is a `ValueError`. Sums in float64 cancel to about
-    1e-16 of what was removed; a state left with no key is exactly empty. Where what is left is too little to be positive definite,
-    `solve_ridge` says so.
+    Arguments and errors as in `ridge_state`; removing more keys than the state has is a `ValueError`. The error of the
+    sums is about 1e-16 of what was removed; a state left with no key is exactly empty. Where what is left is not positive definite,
+    `info` of `solve_ridge` says so.
 
     >>> key, value = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 3)
     >>> state = cmab_kernels.remove_ridge(cmab_kernels.ridge_state(key, value), key[:, :, :20], value[:, :, :20])
@@ -180,7 +180,7 @@ def remove_ridge(
 
 
 def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
-    """The ridge regression that a state determines: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
+    """The ridge regression of the keys in a state: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
 
     `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native" or "cuda" (`ValueError` otherwise). Differentiable in the state
     and alpha. `query @ weight.to(query.dtype)` is `intention`.
@@ -195,7 +195,7 @@ def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto")
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments, in the autocast dtype if one is on; weights (B, H, N) in the type of sums."""
+    """Validated arguments, in the autocast dtype if it is on; weights (B, H, N) in `state_dtype`."""
 
     query: Tensor
     key: Tensor
@@ -219,7 +219,7 @@ def solve_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Omega, K'WK, info) with Omega = (K'WK + alpha I)^-1 K'WV, (B, H, D, E), in float64; info (B, H) as in `RidgeSolution`.
 
-    In one kernel where the implementation `chosen` has it, else the sums by `chosen` and the solve by what `solver` asks for.
+    One fused kernel if the implementation `chosen` has it; else the sums by `chosen` and the solve by `solver`.
     """
     if chosen in FUSED:
         return ridge_solve_op(key, value, weights, mask, penalty, chosen)
@@ -229,7 +229,7 @@ def solve_rows(
 
 
 def _count(inputs: _Inputs, before: Tensor | None) -> Tensor:
-    """(B, H): the keys that are not masked, after those counted `before`."""
+    """The number of keys that are not masked, (B, H) int64, added to the number `before`."""
     batch, heads, length, _ = inputs.key.shape
     if inputs.key_padding_mask is not None:
         present = (~inputs.key_padding_mask).sum(-1, keepdim=True)

@@ -9,7 +9,7 @@ from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
 from ..dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
-"""The number of float64 partial sums held at a time (256 MiB); a single matrix may need more."""
+"""The most float64 partial sums held at a time (256 MiB), unless a single matrix needs more."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -1,6 +1,6 @@
-"""The dual of ridge regression: an N x N system, for fewer keys than they are wide.
+"""The dual of ridge regression: an N x N system, for N < D.
 
-Every product is a kernel's, in a fixed order: the bits of a result are its own, whatever the threads, the batch and the layout.
+Kernels with a fixed order of additions form all products, so that the bits of a result do not depend on threads, batch or layout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .solve.api import solve_heads
 class Dual:
     """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B, H).
 
-    `impl` is the implementation that the products are asked for, `solver` that of the solve. On a GPU products have kernels for up to 256
-    keys; for more, "auto" takes the reference, and says so.
+    `impl` is the implementation for the products, `solver` that for the solve. On a GPU there are kernels for up to 256 keys; for more,
+    "auto" takes the reference, with a warning.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Dual:
     def intention(self, query: Tensor, value: Tensor) -> Tensor:
         """Q K' Y with Y = (W K K' + alpha I)^-1 W V, (B, H, M, E) in the dtype of query.
 
-        As (Q K') Y for fewer keys than they are wide. For more, Y is so much larger than K'Y that the rounding of Q K' would show.
+        Computed as (Q K') Y if N < D, else as Q (K' Y): there Y is so much larger than K' Y that the rounding of Q K' would show.
         """
         rows, solution = query.to(state_dtype(query.dtype)), self._solve(rows_of(value, self._mask, torch.float64))
         if self._key.shape[2] < self._key.shape[3]:
@@ -47,7 +47,7 @@ class Dual:
         return self._times(rows, self._times(self._key.mT, solution)).to(query.dtype)
 
     def sigma_scores(self, query: Tensor) -> Tensor:
-        """Q K' (K K' + alpha I)^-1, (B, H, M, N) in float64: the inverse would multiply the rounding of float32 scores by 1 / alpha."""
+        """Q K' (K K' + alpha I)^-1, (B, H, M, N) in float64: the inverse would amplify the rounding of float32 products by 1 / alpha."""
         return self._solve(self._times(query.double(), self._key.mT).mT).mT
 
     def _times(self, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Dual:
         return apply_rows_op(rows, matrix, self._impl)
 
     def _solve(self, rhs: Tensor) -> Tensor:
-        """(W K K' + alpha I)^-1 W B of B (B, H, N, E), in float64."""
+        """(W K K' + alpha I)^-1 W B for a right-hand side B (B, H, N, E), in float64."""
         products = self._times(self._key, self._key.mT)
         if products.shape[-1] == 0:
             return rhs
@@ -66,10 +66,10 @@ class Dual:
 
 
 def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
-    """Y = (W M + alpha I)^-1 W V of M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N) and alpha (S,), all float64.
+    """Y = (W M + alpha I)^-1 W V for M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N) and alpha (S,), all float64.
 
-    Symmetric and positive definite in the form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. A key of weight 0 drops out of it: a 1 on
-    its diagonal keeps the factorisation alive at alpha = 0.
+    Solved in the symmetric positive definite form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. The row of a key of weight 0 is zero; a 1
+    on its diagonal keeps the matrix definite at alpha = 0.
     """
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
@@ -82,12 +82,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """With T the same solve of dout: dV = T, dM = -T Y', and row by row, where y = w r / alpha and t = w u / alpha,
+    """With T the same solve of dout: dV = T, dM = -(T Y' + Y T') / 2, and for each row, where y = w r / alpha and t = w u,
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
     The square root has no derivative at a weight of 0, but Y has one: for such a row r and u are computed by these formulas, for any
-    other they are y alpha / w and t alpha / w.
+    other as y alpha / w and t / w.
     """
     products, value, weights, alpha, solution = ctx.saved_tensors
     dvalue = _weighted(products, dout, weights, alpha, ctx.impl)

@@ -1,11 +1,11 @@
 """The definition of Intention, in plain PyTorch.
 
-Keys k_i with values v_i, weights w_i >= 0 (1 where none are given) and a penalty alpha >= 0 leave behind two sums and a solution:
+Keys k_i with values v_i, weights w_i >= 0 (1 where none are given) and a penalty alpha >= 0 determine two sums and a solution:
 
     G = K'WK = sum_i w_i k_i' k_i        C = K'WV = sum_i w_i k_i' v_i        Omega = (G + alpha I)^-1 C
 
     intention        out = Q Omega                                     primal, D x D
-                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same number (push-through identity)
+                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same result (push-through identity)
     sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
 
 (Exploring the Space of Key-Value-Query Models with Intention, Garnelo and Czarnecki.) Gradients, given dG, dC, with S = dG + dG':
@@ -30,14 +30,14 @@ def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -
 
 
 def weights_of(weights: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | float:
-    """Weights as a column (B, H, N, 1), zero where they are masked; 1 where there are none."""
+    """Weights as a column (B, H, N, 1) in `dtype`, zero for masked keys; all others are 1 if `weights` is None."""
     return 1.0 if weights is None else rows_of(weights.unsqueeze(-1), key_padding_mask, dtype)
 
 
 def gram_reference(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """(K'WK, K'WV) in float64, of products in float64 (`exact`) or in `state_dtype`."""
+    """(K'WK, K'WV) in float64; the products are formed in float64 if `exact`, else in `state_dtype`."""
     dtype = torch.float64 if exact else state_dtype(key.dtype)
     k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
     weighted = (weights_of(weights, key_padding_mask, dtype) * k).mT
@@ -53,7 +53,7 @@ def gram_backward_reference(
     key_padding_mask: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) without weights too, where they are 1."""
+    """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) also if `weights` is None, which counts as 1."""
     dtype = torch.float64 if exact else state_dtype(key.dtype)
     k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
     w = weights_of(weights, key_padding_mask, dtype)
@@ -64,6 +64,6 @@ def gram_backward_reference(
 
 
 def apply_rows_reference(query: Tensor, weight: Tensor) -> Tensor:
-    """Q Omega in query's dtype, with the products of `state_dtype`."""
+    """query @ weight in the dtype of query; the products are formed in `state_dtype`."""
     dtype = state_dtype(query.dtype)
     return (query.to(dtype) @ weight.to(dtype)).to(query.dtype)

@@ -1,4 +1,4 @@
-"""Sums over rows, and rows times a solution, as `torch.library` operators: shapes, operation counts, vmap rules and derivatives."""
+"""Sums over rows, and rows times a matrix, as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LIB.define(
 LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
 
 
-# ---- definitions, and the values that operators refuse
+# ---- definitions, and checks of values
 
 
 def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
-    """Raise if a weight that counts is negative."""
+    """Raise if the weight of a key that is not masked is negative."""
     if weights is not None:
         refuse_negative("weights", weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0))
 
@@ -40,7 +40,7 @@ def _check_rows(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor
 
 
 def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool) -> tuple[Tensor, Tensor]:
-    """Both sums, whatever `parts` says."""
+    """Both sums, since the reference ignores `parts`."""
     return gram_reference(key, value, weights, mask, exact)
 
 
@@ -48,7 +48,7 @@ def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts:
 
 
 def sums_like(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
-    """K'WK and K'WV as they are allocated: an empty vector for a part that is not wanted."""
+    """Uninitialised float64 tensors for K'WK and K'WV; an empty vector for a part that is not wanted."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
     gram, moment = (key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True))
@@ -82,11 +82,11 @@ def _(info: Any, in_dims: Any, query: Tensor, weight: Tensor, impl: str) -> tupl
     return out, dim
 
 
-# ---- operations, two for each multiplication with its addition
+# ---- FLOPs, two for each multiply-add
 
 
 def gram_operations(key: Any, value: Any, parts: Any) -> int:
-    """Operations of the sums; of the symmetric one only half is computed, and its diagonal."""
+    """FLOPs of the sums; K'WK is symmetric, so that only its lower triangle with the diagonal is counted."""
     batch, heads, length, width = key
     return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
 
@@ -98,7 +98,7 @@ def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest
 
 @flop_formula(torch.ops.cmab.gram_backward)
 def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, needs: Any, *rest: Any, **_: Any) -> int:
-    """Count K S and V dC' for the keys, K dC for the values, and both for the weights."""
+    """FLOPs of K S and V dC' for the gradient of keys, of K dC for that of values, of all three for that of weights."""
     batch, heads, length, width = key
     needs_key, needs_value, needs_weights = needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
@@ -144,7 +144,7 @@ def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second order and beyond through the formula, which takes N-sized temporaries: rare, and right."""
+    """Second and higher derivatives by autograd through the reference formula, which takes temporaries of size N."""
     *saved, mask = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
 
@@ -164,7 +164,7 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
     query, weight = ctx.saved_tensors
     needs_query, needs_weight, _ = ctx.needs_input_grad
     dquery = apply_rows_op(dout, weight.mT, ctx.impl) if needs_query else None
-    if needs_weight and weight.numel() == 0:  # rows without a column, as the dual's are for no keys: a gradient without an element
+    if needs_weight and weight.numel() == 0:  # the dual with no keys: an empty weight has an empty gradient
         return dquery, torch.zeros_like(weight), None
     dweight = gram_op(query, dout, None, None, (False, True), False, ctx.impl)[1] if needs_weight else None
     return dquery, dweight, None
@@ -176,6 +176,6 @@ apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward
 
 
 def row_products(rows: Tensor, matrices: Tensor) -> Tensor:
-    """rows @ matrices of (S, M, D) and (S, D, E), in the dtype of rows: a kernel's, so that the bits of each product are its own."""
+    """rows @ matrices of (S, M, D) and (S, D, E), in the dtype of rows, by a kernel: the bits of a product do not depend on S."""
     rows, matrices = rows.unsqueeze(0), matrices.double().unsqueeze(0)
     return apply_rows_op(rows, matrices, choose("intention", "auto", rows, rows, matrices)).squeeze(0)

@@ -1,4 +1,4 @@
-"""The sums that a set of keys and values leaves behind for ridge regression, and how they are merged and removed, in O(D^2 + D E)."""
+"""The sums over keys and values that determine a ridge regression, and how they are merged and subtracted, in O(D^2 + D E)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..checks import wrong
 class RidgeState(NamedTuple):
     """The sums G = K'WK and C = K'WV over the keys seen so far, which determine every ridge regression on them.
 
-    Both are float64 whatever the dtype of the keys: a product of two float32 is exact there, so that a million updates, or a removal, lose
-    nothing that the keys had. `_asdict()` gives a plain dict of tensors, `RidgeState(**d)` takes it back.
+    Both are float64 whatever the dtype of the keys: a product of two float32 is exact there, so that a million updates, or a removal,
+    lose no accuracy of the keys. `_asdict()` gives a plain dict of tensors, `RidgeState(**d)` takes it back.
     """
 
     gram: Tensor
@@ -23,11 +23,11 @@ class RidgeState(NamedTuple):
     moment: Tensor
     """(B, H, D, E) float64."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which a state does not need
-    """(B, H) int64: how many keys were seen, not counting masked ones."""
+    """(B, H) int64: the number of keys seen, not counting masked ones."""
 
 
 def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
-    """The state of no keys of `width` D and values of `value_width` E, the identity of `merge_ridge`. Extents below 0: `ValueError`.
+    """The state without keys, of `width` D and values of `value_width` E, the identity of `merge_ridge`. `ValueError` for extents below 0.
 
     >>> state = cmab_kernels.empty_ridge(1, 2, 8, 3)
     >>> state.moment.shape, int(state.count.sum())
@@ -43,7 +43,7 @@ def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device:
 
 
 def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
-    """The state of the union of disjoint sets of keys: the sums of the sums. Associative, commutative, differentiable.
+    """The state of the union of disjoint sets of keys: added sums. Associative and commutative up to rounding, differentiable.
 
     Every state has the shapes and device of the first (`ValueError`) and the dtypes of a `RidgeState` (`TypeError`).
 
@@ -60,7 +60,7 @@ def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
 
 
 def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
-    """`state` without `part`, the state of a subset of its keys; what is left of all keys is exactly nothing."""
+    """`state` without `part`, the state of a subset of its keys; heads left with no key have sums of exactly 0."""
     count = state.count - part.count
     nothing = (count == 0)[..., None, None]
     gram, moment = ((whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(state[:2], part[:2], strict=True))
@@ -68,7 +68,7 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
 
 
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
-    """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None: any that fit together."""
+    """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
         raise TypeError(wrong(name, f"is a {type(state).__name__}", "a RidgeState(gram, moment, count) is needed"))
     if state.moment.dim() != 4:

@@ -1,9 +1,9 @@
-"""Latent cross-attention in Triton: the keys are split over the multiprocessors, and their states merged in a fixed order.
+"""Latent cross-attention in Triton: the keys are split into runs that are processed in parallel, and their states merged in a fixed order.
 
-- `runs`     which keys a program takes, and where it leaves what it found
+- `runs`     which keys a program processes, and where it stores its result
 - `forward`  the state of each run of keys, and the merge
 - `backward` one pass over the keys, without atomics
-- `launch`   products and block sizes
+- `launch`   precision of the matrix products, and block sizes
 
 Exponentials are base 2 with the scale folded into the product. Scores, sums and states are float32, or float64 for float64 inputs.
 """

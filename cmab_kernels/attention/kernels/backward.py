@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients in one pass over the keys, without atomics: a tile of keys stores its own, the queries' are summed run by run.
+"""Gradients in one pass over the keys, without atomics: dK and dV are stored tile by tile, dQ is summed over the runs of keys.
 
 With P = exp(S - lse), recomputed tile by tile:
 
@@ -34,7 +34,7 @@ def _row_terms(
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Prepare for each query row: dout as an operand, lse as a score and a rest in base 2, and rowsum(dout * out) - dlse."""
+    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse."""
     DTYPE: tl.constexpr = high.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     dout_strides, dlse_strides = strides
@@ -52,7 +52,7 @@ def _row_terms(
     start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
     term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
     logarithm = tl.load(lse + row, mask=inside, other=0.0)
-    empty = logarithm == float("-inf")  # and weighs nothing: 2**(score - inf) = 0
+    empty = logarithm == float("-inf")  # its weights become 2**(score - inf) = 0
     logarithm = tl.where(empty, 0.0, logarithm)
     score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
     rest = (logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)) * LOG2_E
@@ -81,7 +81,7 @@ def _load_rows(
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """A block of queries and their terms; behind the last query, rows that weigh nothing."""
+    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0."""
     _, H, L, _ = sizes
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = rows < L
@@ -94,7 +94,7 @@ def _load_rows(
 
 @triton.jit
 def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The weights P of a tile and the slopes dS of its scores, both (queries, keys): terms of a query fill few registers so."""
+    """The weights P of a tile and the gradient dS of its scores, both (queries, keys): so the terms per query take few registers."""
     queries, douts, high, low, delta = rows
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     weights = tl.exp2((scores - high[:, None]) * log2_scale - low[:, None])
@@ -150,7 +150,7 @@ def _pull(
     PRECISION: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Process one tile of keys: store its own gradients, and add its share of the queries' gradient to dq."""
+    """Process one tile of keys: store dK and dV, and return dq with the tile's share of dQ added."""
     SLOPES: tl.constexpr = QUERY or dkey is not None
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
@@ -196,9 +196,9 @@ def _backward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process one run of keys for one block of queries in registers; its share of the gradient goes to the run's slot of dquery.
+    """Process one run of keys for one block of queries, held in registers; store the run's share of dQ in its slot of dquery.
 
-    The gradients of keys and values are whole only if that block holds every query: else they are left to `_backward_keys`.
+    dK and dV are complete only if one block holds all queries: otherwise `_backward_keys` computes them.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -305,7 +305,7 @@ def _backward_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process one run of keys for several blocks of queries: a tile of keys stays in registers, and block after block is read."""
+    """dK and dV of one run of keys, for several blocks of queries: a tile of keys stays in registers while the blocks are read in turn."""
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -339,7 +339,7 @@ def _backward_keys(
 
 @triton.jit
 def _sum_runs(run_dquery, cu_seqlens, dquery, sizes, cut, scale: tl.float64, D: tl.constexpr, CHUNK: tl.constexpr, BISECT: tl.constexpr):
-    """The query's gradient of one row: the shares of all runs, in their order."""
+    """dQ of one row: the shares of all runs, added in the order of the runs."""
     DTYPE: tl.constexpr = run_dquery.dtype.element_ty
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     _, H, L, N = sizes
@@ -374,14 +374,14 @@ def attention_backward(
     scale: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; an empty tensor for what is not needed."""
+    """Return the gradients (dquery, dkey, dvalue); an empty tensor for each that `needs` does not ask for."""
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
     products = backward_products(query.dtype, max(D, E))
     tiles = backward_tiles(products, query.device, max(D, E), L)
     sums = torch.promote_types(query.dtype, torch.float32)
-    fresh = torch.empty_like if L else torch.zeros_like  # no query, no kernel
+    fresh = torch.empty_like if L else torch.zeros_like  # without queries no kernel runs
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
     dquery, dkey, dvalue = grads
     with on_device(query):

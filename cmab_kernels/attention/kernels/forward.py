@@ -32,10 +32,10 @@ def _absorb(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The running maximum, sum and weighted values with one tile more; scale and maximum meet the scores in one multiply-add.
+    """Update (maximum, sum of weights, weighted values) with one tile; scaling and subtracting the maximum are one multiply-add.
 
-    The product with the scale is rounded in the maximum and not in that instruction. The sum makes up for it, unless a score is LARGE and
-    so is the difference: there distinct scores are so far apart that a coarser scale does, and a power of two leaves nothing to round.
+    The maximum is a rounded product with the scale, while the multiply-add does not round it. The sum of weights cancels the difference,
+    unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds nothing.
     """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
@@ -75,9 +75,9 @@ def _forward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the state that one run of keys leaves for one block of queries.
+    """Compute the state of one run of keys for one block of queries.
 
-    A maximum follows a positive scale only, so `sign` goes with the queries. Weights go up to 2**LIFT: float16 has few digits below 2**-14.
+    The maximum needs a positive scale: the queries take its `sign`. Weights reach 2**LIFT: float16 has few digits below 2**-14.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -143,7 +143,7 @@ def _merge(
 ):
     """Merge the runs of one row and the incoming state into one state.
 
-    MOST and CHUNK fix the order in which the terms are added. They depend only on L and E.
+    MOST, the most runs, and CHUNK, the runs per step, fix the order of additions. They depend only on L and E.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -192,7 +192,7 @@ def attention_forward(
     state_lse: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all keys, merged with the incoming state."""
+    """Return (out, lse): the attention over all keys, merged with the incoming state if there is one."""
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)

@@ -1,4 +1,4 @@
-"""The products, and the block sizes."""
+"""The precision of the matrix products, and the block sizes."""
 
 from typing import NamedTuple
 
@@ -10,19 +10,19 @@ from ...triton_common import Products, allows_tf32
 
 
 def forward_products(dtype: torch.dtype, width: int, widest_in_parts: int = 64) -> Products:
-    """float32 in six products of bfloat16 parts, as good, where these fit in registers; in one of tf32 where torch is allowed that."""
+    """float32 is multiplied in tf32 if torch allows it, else as six bfloat16 products, as accurate, where these fit in registers."""
     if dtype != torch.float32:
         return Products(dtype, "ieee")
     return Products(dtype, "tf32" if allows_tf32() else "bf16x6" if width <= widest_in_parts else "ieee")
 
 
 def backward_products(dtype: torch.dtype, width: int) -> Products:
-    """float16 cannot hold the slopes of 1e6 keys, or of a scaled loss: tf32 has its 11 bits, and the exponents of float32."""
+    """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's."""
     return Products(torch.float32, "tf32") if dtype == torch.float16 else forward_products(dtype, width, widest_in_parts=32)
 
 
 class Tiles(NamedTuple):
-    """A block of queries, a tile of keys, and the warps and load stages that they take: Triton's own names."""
+    """Queries in a block, keys in a tile, and Triton's options num_warps and num_stages."""
 
     BLOCK_L: int
     BLOCK_N: int
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
 
 # By precision and widest head: the largest tiles that fit in registers and shared memory, as tests/attention/test_cubin.py sees it.
-# Lengths play no part, but that a block is no larger than the queries need. What was tuned on a GPU comes first (cmab_kernels/tiles.json).
+# They do not depend on lengths, but a block is no larger than the queries need. Tuned sizes (cmab_kernels/tiles.json) precede them.
 _FORWARD = {
     "half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
@@ -58,7 +58,7 @@ _BACKWARD_KEYS = {
 }
 
 
-# Blackwell keeps each tile of a product in parts in tensor memory, of which a multiprocessor has 512 columns.
+# Blackwell keeps the tiles of bf16x6 products in tensor memory, of which a multiprocessor has 512 columns.
 _BLACKWELL_FORWARD = _FORWARD | {"bf16x6": {32: Tiles(128, 32, 8, 2), 64: Tiles(64, 16, 8, 2)}}
 
 
@@ -73,10 +73,10 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
-    """The tiles of the backward pass that goes over the keys while it holds a block of queries."""
+    """The tiles of `_backward`, which holds a block of queries and reads the keys."""
     return _tiles("attention.backward", _BACKWARD, products, device, width).at_most(queries)
 
 
 def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
-    """The tiles of the backward pass that goes over the queries while it holds a tile of keys."""
+    """The tiles of `_backward_keys`, which holds a tile of keys and reads the queries."""
     return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)

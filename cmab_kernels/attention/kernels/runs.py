@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How the keys are shared out.
+"""How the keys are split into runs, one for each program.
 
-A set of n keys is cut into runs of `run_length(n)` keys. A program takes one run of one head against one block of queries, and leaves a
-state, or a share of the query's gradient; these are added up run by run. The runs depend on n and the number of queries alone: a set gives
-the same bits alone, in a batch, and packed among others.
+A set of n keys is cut into runs of `run_length(n)` keys. A program processes one run of one head for one block of queries and stores a
+state, or a share of dQ; these are combined in the order of the runs. The runs depend only on n and the number of queries, so that a set
+has the same bits alone, in a batch, and packed among others.
 
-Run r of set b is kept in slot `b * runs + r`. Packed sets (`cu_seqlens`) are mostly far shorter than all keys together, which is the only
-length that the host knows: where it takes less room they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is
-shorter than GRAIN keys, so slots of different sets do not meet, and a program finds its set by bisection.
+The result of run r of set b is stored in slot `b * runs + r`. The host knows only the total length of packed sets (`cu_seqlens`), which are
+mostly far shorter: where it takes less memory they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is shorter
+than GRAIN keys, so that slots of different sets are distinct, and a program finds its set by bisection.
 """
 
 from typing import NamedTuple
@@ -18,15 +18,15 @@ import triton.language as tl
 from ...triton_common import GRAIN, run_length
 
 MOST_RUNS = 256
-"""The most runs with one block of queries: with a single head, just under two programs for each of 132 multiprocessors."""
+"""The most runs with one block of queries: for a single head, almost two programs for each of the 132 multiprocessors of an H100."""
 
 MOST_QUERIES = 128
-"""The largest block of queries."""
+"""The queries that count as one block when the number of runs is chosen."""
 
 
 @triton.jit
 def set_bounds(cu_seqlens, batch, N):
-    """First and last key of a set, in bounds whatever `cu_seqlens` holds."""
+    """The first key of a set and the end, one past its last key; within 0..N whatever `cu_seqlens` holds."""
     first = 0
     last = N
     if cu_seqlens is not None:
@@ -37,7 +37,7 @@ def set_bounds(cu_seqlens, batch, N):
 
 @triton.jit
 def first_slot(cu_seqlens, batch, N, runs, BISECT: tl.constexpr):
-    """The index of the first run of a set."""
+    """The slot of the first run of a set."""
     if BISECT:
         first, _ = set_bounds(cu_seqlens, batch, N)
         slot = batch + first // GRAIN
@@ -48,7 +48,7 @@ def first_slot(cu_seqlens, batch, N, runs, BISECT: tl.constexpr):
 
 @triton.jit
 def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
-    """The set of a slot, and the first and last key of its run; no keys for a slot that no run uses."""
+    """The set of a slot, and the first key and the end of its run, which are equal for a slot that no run uses."""
     runs, most_runs = cut
     if BISECT:
         batch = 0
@@ -67,7 +67,7 @@ def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
 
 
 class Cut(NamedTuple):
-    """The arguments of the functions above, and the number of slots."""
+    """How keys are cut: slots per set, the most runs of a set, whether slots are found by bisection, and the number of slots."""
 
     runs: int
     most_runs: int
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
 
 
 def cut_keys(batch: int, queries: int, keys: int, packed: bool) -> Cut:
-    """More blocks of queries need fewer runs to fill a GPU: the workspace stays as it was."""
+    """How to cut the keys. With more blocks of queries fewer runs fill a GPU, which bounds the workspace."""
     most_runs = max(MOST_RUNS // max(triton.cdiv(queries, MOST_QUERIES), 1), 1)
     if not packed:
         runs = max(triton.cdiv(keys, run_length.fn(keys, most_runs)), 1)

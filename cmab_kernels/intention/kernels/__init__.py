@@ -1,8 +1,8 @@
-"""Intention in Triton: sums over keys that are split over the multiprocessors and added in a fixed order, and what passes row by row.
+"""Intention in Triton: sums over runs of keys, processed in parallel and added in a fixed order, and kernels that work row by row.
 
 - `sums`   K'WK and K'WV
-- `rows`   their gradients, and rows times a solution
-- `launch` products, block sizes, runs of keys
+- `rows`   their gradients, and rows times a matrix
+- `launch` precision of the matrix products, block sizes, runs of keys
 """
 
 from ...triton_common import unsupported

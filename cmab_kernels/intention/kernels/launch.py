@@ -1,4 +1,4 @@
-"""The products, the block sizes, and how keys are cut into runs."""
+"""The precision of the matrix products, the block sizes, and how keys are cut into runs."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from ...tiles import HOPPER, capability_of, tuned
 from ...triton_common import Products, allows_tf32, run_length
 
 MOST_PROGRAMS = 256
-"""The most programs for one matrix: just under two for each of 132 multiprocessors."""
+"""The most programs for one matrix: almost two for each of the 132 multiprocessors of an H100."""
 
 
 def gram_products(dtype: torch.dtype, exact: bool, weighted: bool) -> Products:
-    """float32, and half precision with weights, in six products of bfloat16 parts, as good; in one of tf32 where torch may."""
+    """float32, and half precision with weights, is multiplied in tf32 if torch allows it, else as six bfloat16 products, as accurate."""
     if exact or dtype == torch.float64:
         return Products(torch.float64, "ieee")
     if dtype == torch.float32 or weighted:
@@ -23,25 +23,25 @@ def gram_products(dtype: torch.dtype, exact: bool, weighted: bool) -> Products:
 
 
 class Cut(NamedTuple):
-    """The number of runs of each matrix' keys, and of the keys in a run."""
+    """How the keys of a matrix are cut: the number of runs, and the number of keys in a run."""
 
     runs: int
     length: int
 
 
 def cut_keys(keys: int, width: int, programs: int) -> Cut:
-    """Runs that take `programs` each. Partial sums are at most a quarter of what keys and values take in float32."""
+    """How to cut the keys if a run takes `programs`. The sums of a full run take at most a quarter of its keys and values in float32."""
     length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))
     return Cut(max(triton.cdiv(keys, length), 1), length)
 
 
 def row_strides(rows: Tensor | None) -> tuple[int, ...]:
-    """Strides of (B, H, N) as those of (B, H, N, 1)."""
+    """The strides of rows (B, H, N) seen as (B, H, N, 1); zeros for None."""
     return (0,) * 4 if rows is None else (*rows.stride(), 0)
 
 
 class GramTiles(NamedTuple):
-    """The tile of a sum, the tiles of keys, and the warps and load stages that they take: Triton's own names."""
+    """The tile of a sum, the keys in a tile (EXACT_N: in float64), and Triton's options num_warps and num_stages."""
 
     TILE_D: int
     TILE_E: int
@@ -51,8 +51,8 @@ class GramTiles(NamedTuple):
     num_stages: int
 
 
-# By precision and widest tile: what fits in registers and shared memory, as tests/intention/test_cubin.py sees it. What was tuned on a GPU
-# comes first (cmab_kernels/tiles.json).
+# By precision and widest tile: what fits in registers and shared memory, which tests/intention/test_cubin.py checks. Tuned sizes
+# (cmab_kernels/tiles.json) precede them.
 _GRAM = {
     "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (64, 16, 4, 4)},
     "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},
@@ -62,7 +62,7 @@ _GRAM = {
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """Whether it pays to form tiles 64 columns wide: with Hopper's matrix instructions, whose operands stay in shared memory."""
+    """Whether the GPU has Hopper's matrix instructions: their operands stay in shared memory, which makes tiles of 64 columns pay."""
     return capability_of(device)[0] == HOPPER[0]
 
 
@@ -79,18 +79,18 @@ def gram_tiles(products: Products, device: torch.device, width: int, value_width
 
 
 ROWS = 512
-"""The rows that a program takes where no sums are formed: enough to load the matrix for."""
+"""The rows per program in kernels without sums: enough to make up for loading the matrix."""
 
 
 def row_products(dtype: torch.dtype, exact: bool) -> Products:
-    """Half precision meets float32 in tf32, which holds it whole and keeps 11 bits of the matrix."""
+    """Half-precision rows times a float32 matrix are multiplied in tf32, which holds the rows exactly and 11 bits of the matrix."""
     if exact or dtype == torch.float64:
         return Products(torch.float64, "ieee")
     return Products(torch.float32, "tf32" if dtype != torch.float32 or allows_tf32() else "bf16x6")
 
 
 class RowTiles(NamedTuple):
-    """The tiles of a matrix and of rows, and the warps and load stages that they take: Triton's own names."""
+    """The tile of a matrix, the rows in a tile, and Triton's options num_warps and num_stages."""
 
     TILE_D: int
     TILE_E: int

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Kernels that work row by row: the gradients of the sums with respect to keys, values and weights, and rows times a solution.
+"""Kernels that work row by row: the gradients of the sums with respect to keys, values and weights, and rows times a matrix.
 
 With S = dG + dG', a key k with value v and weight w has
 
@@ -19,7 +19,7 @@ from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 @triton.jit
 def _matrix(matrix, strides, place, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """A tile of a (B, H, *SHAPE) tensor."""
+    """Load a tile of a (B, H, *SHAPE) tensor as OPERAND."""
     batch, head = place
     inside = row + tl.arange(0, TILE[0]) < SHAPE[0]
     return load_tile(tile_at(matrix, strides, batch, head, row, TILE[0], TILE[1], 1, column), inside, SHAPE[1], column).to(OPERAND)
@@ -27,7 +27,7 @@ def _matrix(matrix, strides, place, row, column, SHAPE: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _at_hand(matrix, strides, place, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """The whole matrix if it fits in one tile, else None."""
+    """Load the whole matrix if it fits in one tile, else return None."""
     tile = None
     if SHAPE[0] <= TILE[0] and SHAPE[1] <= TILE[1]:
         tile = _matrix(matrix, strides, place, 0, 0, SHAPE, TILE, OPERAND)
@@ -50,7 +50,7 @@ def _times(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows times the columns of a matrix from `column` on, each a tensor and its strides; `at_hand` is the matrix, or None."""
+    """A tile of rows times a tile of columns of a matrix, both (tensor, strides); `at_hand` is the loaded matrix, or None to read it."""
     sums = tl.zeros([BLOCK_N, TILE[1]], tl.float64 if tl.float64 == OPERAND else tl.float32)
     for inner in range(0, SHAPE[0], TILE[0]):
         left = load_tile(tile_at(rows[0], rows[1], place[0], place[1], start, BLOCK_N, TILE[0], ALIGN, inner), keep, SHAPE[0], inner)
@@ -63,7 +63,7 @@ def _times(
 
 @triton.jit
 def _store(out, tile, row, inside, column, WIDTH: tl.constexpr):
-    """A tile of a contiguous (rows, WIDTH) tensor."""
+    """Store a tile of a contiguous (rows, WIDTH) tensor."""
     columns = column + tl.arange(0, tile.shape[1])
     tl.store(
         rows_at(out, row, WIDTH, tile.shape[1], column), tile.to(out.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :]
@@ -94,7 +94,7 @@ def _gram_backward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of one run of keys. Masked ones get exact zeros, also where dG or dC is not finite."""
+    """Compute the gradients of one run of keys. Masked keys get exact zeros, even where dG or dC is not finite."""
     DTYPE: tl.constexpr = tl.float64 if tl.float64 == OPERAND else tl.float32
     slope_strides, dmoment_strides, turned_strides, key_strides, value_strides, weight_strides, mask_strides = strides
     runs = tl.cdiv(keys, RUN)
@@ -190,7 +190,7 @@ def _apply(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply one run of rows by their solution."""
+    """Multiply one run of rows by the matrix of their head."""
     query_strides, weight_strides = strides
     runs = tl.cdiv(queries, RUN)
     slot = tl.program_id(0) // runs
@@ -229,7 +229,7 @@ def gram_backward(
     needs: tuple[bool, bool, bool],
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of key, value and weights; an empty tensor for what is not needed."""
+    """Return the gradients (dkey, dvalue, dweights); an empty tensor for each that `needs` does not ask for."""
     (B, H, N, D), E = key.shape, value.shape[-1]
     mask = mask_bytes(key_padding_mask)
     products = row_products(key.dtype, exact)
@@ -270,7 +270,7 @@ def gram_backward(
 
 
 def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
-    """Rows times their solution, in the rows' dtype."""
+    """Return query @ weight in the dtype of the query."""
     (B, H, M, D), E = query.shape, weight.shape[-1]
     products = row_products(query.dtype, exact=False)
     with on_device(query):

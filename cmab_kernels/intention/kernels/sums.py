@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """The sums K'WK and K'WV of each run of keys, and their sum over the runs.
 
-A program forms one tile of a sum. Where all columns fit in one tile it forms both sums, and so reads each key once.
+A program forms one tile of one sum. If all columns fit in one tile, it forms both sums and reads each key once.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ...triton_common import Products, alignment, kept_keys, load_tile, mask_byt
 from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
-"""The keys whose products are summed in float32 before they go to totals in float64: a million such additions would cost four digits."""
+"""The keys that are summed in float32 before the sum is added to a float64 total: a million additions in float32 cost four digits."""
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _gram(
     slot = tl.program_id(0) // (DOWN * ACROSS)
     row = tl.program_id(0) // ACROSS % DOWN * TILE_D
     column = tl.program_id(0) % ACROSS * (TILE_D if GRAM else TILE_E)
-    if GRAM and column > row:  # the opposite tile holds the same numbers
+    if GRAM and column > row:  # by symmetry the program of the mirrored tile stores this one
         return
     place = (slot // runs // heads, slot // runs % heads, row, column)
     first = slot % runs * length
@@ -110,7 +110,7 @@ def _gram(
                 totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
                 sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
         totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
-        sound = _is_finite(totals[0]) & _is_finite(totals[1])  # else float32 may have overflowed, and the run is added up again
+        sound = _is_finite(totals[0]) & _is_finite(totals[1])  # else float32 may have overflowed, and the run is summed again in float64
         totals = (tl.where(sound, totals[0], 0.0), tl.where(sound, totals[1], 0.0))
         exact = tl.where(sound, first, last)
     for start in range(first, exact, EXACT_N):
@@ -132,7 +132,7 @@ def _gram(
 
 @triton.jit
 def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Add up the sums of all runs, in the order of the runs."""
+    """Add the partial sums of all runs, in the order of the runs."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     element = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +146,7 @@ def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, C
 
 
 def _over_runs(parts: Tensor) -> Tensor:
-    """(B, H, runs, D, width) summed over the runs."""
+    """Partial sums (B, H, runs, D, width) added over the runs: (B, H, D, width)."""
     B, H, runs, D, width = parts.shape
     if runs == 1:
         return parts.squeeze(2)
@@ -164,7 +164,7 @@ def _sums(
     products: Products,
     tiles: GramTiles,
 ) -> list[Tensor | None]:
-    """The sums that `parts` asks for, in one pass over the keys; None for the other."""
+    """[K'WK, K'WV] in one pass over the keys; None for one that `parts` does not ask for."""
     (B, H, N, D), E = key.shape, value.shape[-1]
     programs = triton.cdiv(D, tiles.TILE_D) * triton.cdiv(*((D, tiles.TILE_D) if parts[0] else (E, tiles.TILE_E)))
     cut = cut_keys(N, D, programs)
@@ -194,7 +194,7 @@ def _sums(
 def gram(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """(K'WK, K'WV) in float64; an empty tensor for what `parts` leaves out."""
+    """Return (K'WK, K'WV) in float64; an empty tensor for one that `parts` does not ask for."""
     mask = mask_bytes(key_padding_mask)
     products = gram_products(key.dtype, exact, weights is not None)
     tiles = gram_tiles(products, key.device, key.shape[-1], value.shape[-1])

@@ -1,4 +1,4 @@
-"""Batched regularised systems: (A + alpha I)^-1 B by Cholesky, with a verdict on every solution."""
+"""Batched regularised systems: (A + alpha I)^-1 B by Cholesky, with `info` on the accuracy of every solution."""
 
 from .api import RidgeSolution, regularised_inverse, regularised_solve
 

@@ -63,7 +63,7 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
 def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
     """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive definite.
 
-    A solve is as fast and more accurate than a product with the inverse: this is for those who need its elements (variances, say).
+    To solve a system, `regularised_solve` is as fast and more accurate: this is for uses of the elements, such as variances.
 
     >>> cmab_kernels.regularised_inverse(torch.zeros(2, 2), 4.0)
     tensor([[0.2500, 0.0000],
@@ -75,7 +75,7 @@ def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "aut
 
 
 def penalty_of(alpha: float | Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """alpha as a tensor of `shape` and `dtype`."""
+    """alpha as a tensor of `shape` and `dtype`; raise if it has a wrong type, shape or device, or is a negative number."""
     if not isinstance(alpha, Tensor):
         if not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
@@ -93,10 +93,10 @@ def penalty_of(alpha: float | Tensor, shape: torch.Size, device: torch.device, d
 
 
 def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
-    """((A + alpha I)^-1 B, info) of (..., D, D), (..., D, E) and (...), all of one dtype, float64 or float32."""
+    """(A + alpha I)^-1 B and its info, for gram (..., D, D), rhs (..., D, E) and penalty (...), all float64 or all float32."""
     if gram.dim() == 3:
         return RidgeSolution(*regularised_solve_op(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs)))
     systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
     gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
     weight, info = regularised_solve_op(gram, flat_rhs, penalty.reshape(-1), choose("intention.solve", impl, gram, flat_rhs))
-    return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # by ints, which torch reads in half of the time
+    return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # ints unpacked: torch parses them in half the time

@@ -20,7 +20,7 @@ from ...constants import ILL_CONDITIONED
 
 
 class _Mirrored(torch.autograd.Function):
-    """The symmetric matrix of a lower triangle. Its gradient belongs to both triangles alike, though one was read."""
+    """The symmetric matrix given by its lower triangle. Its gradient is symmetrised, although only that triangle is read."""
 
     generate_vmap_rule = True
 
@@ -30,7 +30,7 @@ class _Mirrored(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Nothing to keep: it is linear."""
+        """Save nothing: the function is linear."""
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Tensor:
@@ -38,10 +38,10 @@ class _Mirrored(torch.autograd.Function):
 
 
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """((A + alpha I)^-1 B, info) of (..., D, D), (..., D, E) and (...,), by Cholesky from the lower triangle of A.
+    """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower triangle of A.
 
-    info: 1 where the factorisation fails (the solution is NaN), 2 where the condition number in the 1-norm says that hardly a digit is
-    left (`ILL_CONDITIONED`), else 0.
+    info: 1 where the factorisation fails (the solution is NaN), 2 where the condition number in the 1-norm, times eps, exceeds
+    `ILL_CONDITIONED` (at most two digits are left), else 0.
     """
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     matrix = _Mirrored.apply(gram) + alpha[..., None, None] * one

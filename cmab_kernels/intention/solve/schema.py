@@ -1,4 +1,4 @@
-"""Regularised solves as `torch.library` operators: of a batch of systems, and of the sums over rows in one kernel with them."""
+"""`torch.library` operators that solve regularised systems: a given batch, or that of sums over rows, fused with the sums."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for _name, _tensors in {"regularised_solve": 3, "ridge_solve": 5}.items():
 
 
 def solve_operations(systems: int, width: int, columns: int) -> int:
-    """Count a Cholesky factorisation, and two triangular solves for each column."""
+    """FLOPs of a Cholesky factorisation and two triangular solves for each column."""
     return systems * (width**3 // 3 + 2 * width**2 * columns)
 
 
@@ -60,7 +60,7 @@ def _save_solution(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """The gradient by another solve with the same matrix, whose solution is Z: dA = -(Z X' + X Z') / 2, dB = Z, dalpha = -trace(Z X')."""
+    """With Z = (A + alpha I)^-1 dX, another solve with the same matrix: dA = -(Z X' + X Z') / 2, dB = Z, dalpha = -trace(Z X')."""
     gram, alpha, weight = ctx.saved_tensors
     z, _info = regularised_solve_op(gram, dweight, alpha, ctx.impl)
     product = row_products(z, weight.mT)
@@ -79,9 +79,9 @@ def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """The gradient of the solution with respect to G and C, and of these with respect to the rows.
+    """Gradients with respect to G and C, as for a solve, and from these with respect to the rows.
 
-    `gram` is an output of the operator, so that the gradient of a gradient reaches the keys through it.
+    `gram` is an output of the operator, so that second derivatives reach the keys through it.
     """
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
     # Reshaped, not flattened: `flatten` has no rule for batched gradients.
@@ -115,4 +115,4 @@ regularised_solve_op = Operator(
 ridge_solve_op = Operator(LIB, "intention", "ridge_solve", 5, _save_ridge, _backward_of_ridge, check=_check_ridge)
 
 FUSED = ("cuda",)
-"""The implementations of Intention that have `ridge_solve`, sums and solve in one kernel."""
+"""The implementations of Intention that have `ridge_solve`: sums and solve in one kernel."""

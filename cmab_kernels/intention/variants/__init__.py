@@ -1,15 +1,15 @@
-"""Estimators in closed form on the operators of Intention, all of them w = Sigma^-1 X'y with a Sigma and a y of their own.
+"""Closed-form estimators built on the operators of Intention: all are w = Sigma^-1 X'y and differ in Sigma and y.
 
 | file | estimator |
 |---|---|
-| `ridge` | ridge regression, with kernel features kernel ridge regression |
+| `ridge` | ridge regression; kernel ridge regression with kernel features |
 | `lssvm` | the least-squares support vector machine |
 | `lda` | linear discriminant analysis; the pooled class scatter |
 | `qda` | quadratic discriminant analysis |
-| `features` | kernel and Nyström features, which make kernel machines of all of these |
+| `features` | kernel and Nyström features, which turn all of these into kernel machines |
 | `constrained` | least squares under equalities and inequalities |
 
-Classifiers are determined by `ClassMoments`, which stream: `class_moments`, `merge_moments`, then `solve_...`.
+Classifiers depend on the rows only through `ClassMoments`, which can be streamed: `class_moments`, `merge_moments`, then `solve_...`.
 """
 
 from .constrained import ConstrainedRegression, constrained

@@ -1,4 +1,4 @@
-"""A dual active-set method for many strictly convex quadratic programmes at once: which constraints hold with equality at the minimum."""
+"""A dual active-set method for a batch of strictly convex quadratic programmes: finds the constraints that are active at the minimum."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ..solve import RidgeSolution
 from .models import scaled_solve
 
 VIOLATED = 1e-12
-"""A constraint is violated where it exceeds what it is computed from by more than this."""
+"""A constraint counts as violated if its excess is more than this fraction of the terms it is computed from."""
 DEPENDENT = 1e-12
-"""A normal depends on active ones where a combination of them all, of coefficients that sum to 1, has a square below this."""
+"""A normal counts as linearly dependent on the active ones if some combination of it with them, whose coefficients have absolute values
+that sum to 1, has a squared norm below this."""
 NEGLIGIBLE = 1e-10
-"""A multiplier that falls more slowly than this, while the entering one rises by 1, does not fall."""
+"""A multiplier counts as constant if it falls by less than this while the entering one rises by 1."""
 
 SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
 
@@ -51,14 +52,14 @@ class _Progress(NamedTuple):
 def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
     """The active set (S, R) bool of each programme, and its info (S,) int32: 0 solved, 3 infeasible, 4 given up.
 
-    Of min w'Gw / 2 - m'w with N'w = n for the first `equalities` constraints and N'w <= n for the others, given are products = N'G^-1N
-    (S, R, R), excess = N'w0 - n (S, R) at the unconstrained minimum w0, and size (S, R), the terms that excess is the difference of.
+    The programme is min w'Gw / 2 - m'w with N'w = n for the first `equalities` constraints and N'w <= n for the others. The arguments are
+    products = N'G^-1N (S, R, R), excess = N'w0 - n (S, R) at the unconstrained minimum w0, and size (S, R), the magnitude of its terms.
 
     The method of Goldfarb and Idnani (A numerically stable dual method for solving strictly convex quadratic programs), in terms of the
-    multipliers alone: w = w0 - G^-1 N lambda, so that the excess is that at w0 less products lambda. It takes the most violated constraint
-    and raises its multiplier until the constraint holds; if another's multiplier reaches 0 before, that one leaves and the same goes on.
-    Each constraint taken in makes the dual objective larger, so that no active set comes twice. Where the new normal depends on the
-    active ones, and none of these can leave, no point satisfies them all.
+    multipliers alone: as w = w0 - G^-1 N lambda, the excess at w is excess - products lambda. The most violated constraint enters: its
+    multiplier rises until it holds. If another's multiplier reaches 0 first, that constraint leaves and the rise goes on. Each entry makes
+    the dual objective larger, so that no active set recurs. If the new normal depends on the active ones and none of these can leave, no
+    point satisfies all constraints.
     """
     scale = torch.where((diagonal := products.diagonal(dim1=-2, dim2=-1)) > 0, diagonal, 1.0).rsqrt()
     systems = _Systems(scale.unsqueeze(-1) * products * scale.unsqueeze(-2), scale * excess, scale * size)
@@ -89,7 +90,7 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
 def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> RidgeSolution:
     """The rows and columns of products (..., R, R) in the active set (..., R), solved for rhs (..., R, E); 0 elsewhere.
 
-    They are gathered first: there are at most as many as variables, however many constraints wait.
+    These rows and columns are gathered first: the active constraints are at most as many as the variables.
     """
     count = max(1, int(active.sum(-1).max())) if active.numel() else 1
     order = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :count]
@@ -104,23 +105,23 @@ def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> Ri
 
 
 def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
-    """The constraint to work on (S,): the one on its way, or the most violated; -1 where all hold."""
+    """The index of the constraint to add, (S,): the pending one, or else the most violated; -1 where all hold."""
     excess = systems.excess - (systems.products @ here.multipliers.unsqueeze(-1)).squeeze(-1)
     violation = torch.where(equality, excess.abs(), excess)
-    terms = systems.size + here.multipliers.abs().sum(-1, keepdim=True)  # no product is above 1
+    terms = systems.size + here.multipliers.abs().sum(-1, keepdim=True)  # after scaling no product exceeds 1
     violated = (violation > VIOLATED * terms) & ~here.active
     worst = torch.where(violated.any(-1), violation.masked_fill(~violated, -torch.inf).argmax(-1), -1)
     return torch.where(here.pending >= 0, here.pending, worst)
 
 
 def _step(systems: _Systems, here: _Progress, entering: Tensor, equality: Tensor, impl: str) -> _Progress:
-    """Raise the entering multiplier as far as it goes."""
+    """Raise the entering multiplier until its constraint holds or another constraint leaves; return the new progress."""
     row = torch.arange(entering.numel(), device=entering.device)
     active, column = here.active, systems.products[row, :, entering]
     own = here.multipliers[row, entering]
     given = torch.stack([column, systems.excess - column * own.unsqueeze(-1)], -1)
     response, settled = solve_active(systems.products, given, active, impl).weight.unbind(-1)
-    multipliers = torch.where(active, settled, here.multipliers)  # anew from the active set, so that rounding does not add up
+    multipliers = torch.where(active, settled, here.multipliers)  # solved anew, so that rounding errors do not accumulate
 
     excess = systems.excess[row, entering] - (systems.products[row, entering] * multipliers).sum(-1)
     sign = torch.where(equality[entering] & (excess < 0), -1.0, 1.0).to(column.dtype)

@@ -16,11 +16,11 @@ from .inputs import check_query, check_rows, expand_to, solver_of
 Constraints = tuple[Tensor, Tensor]
 
 ATTAINED = 1e-8
-"""Optimality conditions that hold to less than this, relative to their terms, are flagged."""
+"""A solution is flagged if it violates an optimality condition by more than this, relative to the terms of the condition."""
 
 
 class ConstrainedRegression(NamedTuple):
-    """The constrained minimum of each column of values, and what holds it there. Constraints: P equalities, then Q inequalities."""
+    """The constrained minimum for each column of values, with its multipliers. Constraints: P equalities, then Q inequalities."""
 
     weight: Tensor
     """(B, H, D, E) float64; NaN where info is 1, 3 or 4."""
@@ -32,7 +32,7 @@ class ConstrainedRegression(NamedTuple):
     """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible, nothing satisfies all; 4 given up."""
 
     def predict(self, query: Tensor) -> Tensor:
-        """(B, H, M, E) of query (B, H, M, D), in its dtype."""
+        """Predictions (B, H, M, E) at query (B, H, M, D), in its dtype."""
         batch, heads, width, _ = self.weight.shape
         return (check_query(query, batch, heads, width) @ self.weight).to(query.dtype)
 
@@ -55,19 +55,19 @@ def constrained(
         value: (B, H, N, E): E problems with the same keys.
         alpha: >= 0: a number, or a tensor that broadcasts to (B, H). Keys of rank below D need alpha > 0 (`info` 1 or 2).
         equal: (C, c), where C broadcasts to (B, H, D, P), a column a constraint, and c to (B, H, P, E), a row a constraint.
-        at_most: (A, b), likewise with Q; a bound of infinity is none.
+        at_most: (A, b), likewise with Q; an infinite bound imposes nothing.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
 
     Returns:
         ConstrainedRegression. Differentiable in key, value, alpha, weights and the constraints, through the optimality conditions of the
-        final active set. The search depends on the data: `vmap` and the compiler refuse it, batches are what B and H are for.
+        final active set. The search depends on the data, so that `vmap` and the compiler cannot trace it: use B and H for batches.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose one correction by all violated
-    constraints, w - Z N (N'Z N)^-1 (N'w - n) with Z = (K'K + alpha I)^-1, is no minimum and need not be feasible: a constraint that it
-    takes in may have to leave again, and others may become violated. Here the same formula stands at the end of an active-set method.
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose single correction by all violated
+    constraints, w - Z N (N'Z N)^-1 (N'w - n) with Z = (K'K + alpha I)^-1, need be neither minimal nor feasible: a constraint that it
+    includes may have to leave again, and others may become violated. Here an active-set method selects the constraints of that formula.
 
     >>> key = torch.eye(3, dtype=torch.float64)[None, None]
     >>> value = torch.tensor([0.8, -1.0, 0.6], dtype=torch.float64)[None, None, :, None]
@@ -118,7 +118,7 @@ def _pair(name: str, pair: Constraints | None, moment: Tensor) -> Constraints:
 
 
 def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
-    """The active set (B, H, R, E) and what became of the search (B, H, E). A head that is not finite has nothing to search."""
+    """The active set (B, H, R, E) and the `info` of the search (B, H, E). Heads that are not finite are skipped."""
     batch, heads, rows, columns = excess.shape
     if rows == 0:
         return torch.zeros_like(excess, dtype=torch.bool), excess.new_zeros(batch, heads, columns, dtype=torch.int32)
@@ -137,7 +137,7 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
 def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     """The minimum (B, H, D, E) with the active constraints as equalities, its multipliers (B, H, R, E), and the `info` (B, H, E) of these.
 
-    One step of iterative refinement makes the constraints hold to rounding; it is no part of the derivative.
+    One step of iterative refinement makes the constraints hold up to rounding; the derivative does not include it.
     """
     products = normals.mT @ turned
     multipliers, info = _settled(products, normals.mT @ free - bounds, active, impl)
@@ -148,7 +148,7 @@ def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active:
 
 
 def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    """The multipliers (B, H, R, E) that take the excess of the active constraints away, and the `info` (B, H, E) of their systems."""
+    """The multipliers (B, H, R, E) that reduce the excess of the active constraints to 0, and the `info` (B, H, E) of their systems."""
     batch, heads, rows, columns = active.shape
     if rows == 0:
         return excess, excess.new_zeros(batch, heads, columns, dtype=torch.int32)
@@ -158,7 +158,7 @@ def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tup
 
 
 def _missed(excess: Tensor, size: Tensor, multipliers: Tensor, equalities: int) -> Tensor:
-    """Whether a constraint or the sign of a multiplier is missed by more than the solver promises, (B, H, E)."""
+    """Whether a constraint, or the sign of a multiplier, is violated by more than `ATTAINED`, (B, H, E) bool."""
     is_equality = torch.arange(excess.shape[-2], device=excess.device).unsqueeze(-1) < equalities
     violated = torch.where(is_equality, excess.abs(), excess) > ATTAINED * size
     pulling = ~is_equality & (-multipliers > ATTAINED * multipliers.abs().sum(-2, keepdim=True))

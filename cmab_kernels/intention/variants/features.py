@@ -1,4 +1,4 @@
-"""Features whose products are a Gaussian kernel: what makes linear estimators kernel machines."""
+"""Features whose inner products are a Gaussian kernel: with them, linear estimators become kernel machines."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .inverse_root import inverse_root
 def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
     """phi_K(Q) = k(Q, K) k(K, K)^-1/2 with the Gaussian kernel k(x, y) = exp(-gamma |x - y|^2).
 
-    phi_K(Q) phi_K(K)' = k(Q, K): a linear estimator of these features is the kernel machine. `ridge(phi_K(K), value, alpha,
-    intercept=False)` read off at phi_K(Q) is kernel ridge regression.
+    phi_K(Q) phi_K(K)' = k(Q, K): a linear estimator on these features is a kernel machine. `ridge(phi_K(K), value, alpha,
+    intercept=False)` evaluated at phi_K(Q) is kernel ridge regression.
 
     Args:
         query: (B, H, M, D). float64, float32, bfloat16 or float16; all is computed in float64.
-        key: (B, H, N, D), the points of the kernel, of the same dtype.
+        key: (B, H, N, D), the reference points of the kernel, in the same dtype.
         gamma: >= 0, a number or a tensor that broadcasts to (B, H).
         key_padding_mask: (B, N) bool, True = ignore: the feature of that key is 0.
 
     Returns:
-        (B, H, M, N) in the dtype of query. The root is that of the pseudo-inverse: directions in which the kernel vanishes to rounding (a
-        point given twice) count for nothing. Differentiable in query, key and gamma; to second order where no two eigenvalues of k(K, K)
+        (B, H, M, N) in the dtype of query. The root is that of the pseudo-inverse: directions with eigenvalue 0 up to rounding (a point
+        given twice) are dropped. Differentiable in query, key and gamma; to second order where no two eigenvalues of k(K, K)
         are equal.
 
     Raises:
@@ -59,13 +59,13 @@ def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_pa
 def nystrom_features(
     query: Tensor, key: Tensor, num_landmarks: int, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """phi_L(Q) = k(Q, L) k(L, L)^-1/2, with `num_landmarks` m of the keys, evenly spaced among those that count, as L.
+    """phi_L(Q) = k(Q, L) k(L, L)^-1/2, with `num_landmarks` m of the keys, evenly spaced among those not masked, as L.
 
-    phi_L(X) phi_L(Y)' = k(X, L) k(L, L)^-1 k(L, Y), the Nyström approximation of the kernel: an m x m root and m features in place of N.
+    phi_L(X) phi_L(Y)' = k(X, L) k(L, L)^-1 k(L, Y), the Nyström approximation of the kernel: with an m x m root and m features, not N.
     For landmarks of your own choice, means of clusters say, call `kernel_features(query, landmarks, gamma)`.
 
     Args:
-        num_landmarks: 1 <= m <= N. Where fewer keys than m count, they all are landmarks, and the features beyond are 0.
+        num_landmarks: 1 <= m <= N. If fewer than m keys are not masked, all of these are landmarks and the other features are 0.
         query, key, gamma, key_padding_mask: as in `kernel_features`.
 
     Returns:
@@ -92,7 +92,7 @@ def nystrom_features(
 
 
 def _evenly_spaced(key: Tensor, count: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The indices (B, m) of `count` keys that count, spread from the first to the last, and which (B, m) are not there."""
+    """The indices (B, m) of `count` keys that are not masked, evenly spaced, and a mask (B, m), True where there is no such key left."""
     check_mask(mask, key)
     batch, _, length, _ = key.shape
     mask = torch.zeros(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask
@@ -106,7 +106,7 @@ def _evenly_spaced(key: Tensor, count: int, mask: Tensor | None) -> tuple[Tensor
 
 
 def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
-    """gamma as (B, H, 1, 1)."""
+    """gamma as (B, H, 1, 1) float64; raise unless it is >= 0 and broadcasts."""
     rate = gamma if isinstance(gamma, Tensor) else torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
     if not isinstance(gamma, Tensor) and not 0 <= gamma < math.inf:
         raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
@@ -115,6 +115,6 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
 
 
 def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:
-    """exp(-gamma |x - y|^2), (B, H, M, N). The squares are not kept from going below 0 by a rounding: that would cut their derivatives."""
+    """exp(-gamma |x - y|^2), (B, H, M, N). Squared distances below 0 by rounding stay: a clamp would zero their gradients."""
     squares = rows.square().sum(-1, keepdim=True) + columns.square().sum(-1, keepdim=True).mT - 2 * rows @ columns.mT
     return (-gamma * squares).exp()

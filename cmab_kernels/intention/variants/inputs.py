@@ -1,4 +1,4 @@
-"""Checks that the estimators make before any work, in addition to those of every family."""
+"""Checks of the estimators' arguments, beyond those of `cmab_kernels.checks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...checks import check_key_value, check_mask, check_operands, refuse_negati
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
-    """Raise unless key is (B, H, N, D) and the rest fits it. The weights as (B, H, N), 1 where there are none."""
+    """Raise unless key is (B, H, N, D) and the rest fits it; return the weights as (B, H, N), all 1 for None."""
     check_operands(key=key, **others)
     check_key_value(key, others.get("value", key))
     check_mask(mask, key)
@@ -21,7 +21,7 @@ def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **other
 
 
 def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | None) -> Tensor:
-    """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label that counts and is no class."""
+    """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label outside the classes that is not masked."""
     if num_classes < 1:
         raise ValueError(wrong("num_classes", f"is {num_classes}", "it must be >= 1"))
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
@@ -41,7 +41,7 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
 
 
 def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
-    """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as (B, H, 1, 1) beside `like` (B, H, ...)."""
+    """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as float64 (B, H, 1, 1); `like` is any (B, H, ...) tensor."""
     if not isinstance(given, Tensor):
         if not 0 <= given <= 1:
             raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
@@ -52,7 +52,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
 
 
 def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
-    """Class probabilities (B, H, C): those given, or the classes' shares of `weight` (B, H, C). A class without members has none."""
+    """Class probabilities (B, H, C): those given, or the classes' shares of `weight` (B, H, C). 0 for a class without members."""
     if given is None:
         priors = weight
     else:
@@ -64,7 +64,7 @@ def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
 
 
 def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """`given` in float64, expanded to `shape`; an error where it does not broadcast."""
+    """`given` in float64, expanded to `shape`; raise if it does not broadcast, is not floating or is on another device."""
     if not given.is_floating_point():
         raise TypeError(wrong(name, f"is {given.dtype}", "a floating tensor is needed"))
     if given.device != device:
@@ -76,7 +76,7 @@ def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.devi
 
 
 def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
-    """`query` in float64, or an error unless it is (B, H, M, D)."""
+    """`query` in float64; raise unless it is (B, H, M, D)."""
     check_operands(query=query)
     if query.dim() != 4 or (*query.shape[:2], query.shape[-1]) != (batch, heads, width):
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width}) is needed"))
@@ -84,10 +84,10 @@ def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
 
 
 def divided(total: Tensor, by: Tensor) -> Tensor:
-    """total / by, and total where there is nothing to divide by: then it is 0."""
+    """total / by, and total itself where `by` is 0, to avoid 0 / 0."""
     return total / by.masked_fill(by == 0, 1.0)
 
 
 def solver_of(impl: str) -> str:
-    """The `impl` that an estimator passes to its solves: the one that it was asked for where solves have it, else "auto"."""
+    """The `impl` that an estimator passes to its solves: its own if solves have it, else "auto"."""
     return passed_on(impl, "intention", "intention.solve")

@@ -1,4 +1,4 @@
-"""The root of a pseudo-inverse, with a gradient that equal eigenvalues do not disturb."""
+"""The square root of a pseudo-inverse, with a gradient that stays finite where eigenvalues are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...autograd import differentiable
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues with 1 in place of those that are 0 to rounding, eigenvectors, and which eigenvalues (..., N) are more than that."""
+    """Eigenvalues, with 1 in place of those that are 0 up to rounding; eigenvectors; and a mask (..., N), True for the others."""
     values, vectors = torch.linalg.eigh(matrix)
     cutoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
     kept = values > cutoff
@@ -30,17 +30,17 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, dout: Tensor) -> Tensor:
     """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and Krein).
 
-    Between two eigenvalues that are kept this is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, which has no difference in it; between one
-    and a vanishing one it is f_i / l_i; between two of these there is nothing.
+    For two nonzero eigenvalues this is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, without a difference in the denominator; for a nonzero
+    and a zero one it is f_i / l_i; for two zero ones it is 0.
     """
     values, vectors, kept = _spectrum(ctx.saved_tensors[0])
     root = values.sqrt()
     one, other = root.unsqueeze(-1), root.unsqueeze(-2)
     both, either = kept.unsqueeze(-1) & kept.unsqueeze(-2), kept.unsqueeze(-1) | kept.unsqueeze(-2)
-    inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # the vanishing one stands as 1
+    inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # a zero eigenvalue is stored as 1
     slopes = torch.where(both, inside, torch.where(either, across, 0.0))
     return vectors @ (slopes * (vectors.mT @ dout @ vectors)) @ vectors.mT
 
 
 inverse_root = differentiable(_forward, _save, _backward)
-"""A^-1/2 (..., N, N) of symmetric positive semi-definite A, 0 along eigenvectors whose eigenvalue is 0 to rounding."""
+"""A^-1/2 (..., N, N) of symmetric positive semi-definite A; 0 along eigenvectors whose eigenvalue is 0 up to rounding."""

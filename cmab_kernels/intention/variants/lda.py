@@ -1,4 +1,4 @@
-"""Linear discriminants: the pooled covariance, or the sum of the classes' scatters, between the classes' means."""
+"""Linear classifiers from class means and one matrix: the pooled covariance (LDA), or the sum of the class scatters."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def lda(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> LinearClassifier:
-    """Linear discriminant analysis: a Gaussian a class, all with one covariance Sigma.
+    """Linear discriminant analysis: one Gaussian per class, all with the same covariance Sigma.
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
         shrinkage: s from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma becomes (1 - s) Sigma + s (trace Sigma / D) I.
-        priors: probabilities of the classes, (C,) or what broadcasts to (B, H, C), brought to a sum of 1; None: their shares of the rows.
+        priors: probabilities of the classes, (C,) or what broadcasts to (B, H, C), normalised to sum to 1; None: their shares of the rows.
 
     Returns:
-        LinearClassifier, whose probabilities are the posterior's. A class without members has score -inf and probability 0. Where Sigma
-        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN, or 2 where a rounding hides it: shrink,
-        or leave features out. Differentiable in key, weights, shrinkage and priors.
+        LinearClassifier; its probabilities are the posterior. A class without members has score -inf and probability 0. Where Sigma
+        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN, or 2 if it is singular only up to
+        rounding: use shrinkage, or omit features. Differentiable in key, weights, shrinkage and priors.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Sigma = sum_c S_c / n is the estimate of maximum likelihood. Source: Fisher; as a form of Intention, Garnelo and Czarnecki, whose
+    Sigma = sum_c S_c / n is the maximum-likelihood estimate. Source: Fisher; as a form of Intention, Garnelo and Czarnecki, whose
     relabelling y / N1 - (1 - y) / N0, which turns X'y into m_1 - m_0, is printed with another sign and other weights.
 
     >>> key = torch.tensor([[0.0, 0], [1, 1], [0, 1], [4, 4], [5, 5], [5, 4]])[None, None]
@@ -54,7 +54,7 @@ def lda(
 def solve_lda(
     moments: ClassMoments, *, shrinkage: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
 ) -> LinearClassifier:
-    """`lda` of the rows that left these moments.
+    """`lda` of the rows that these moments summarise.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
     >>> cmab_kernels.intention.variants.solve_lda(moments).coefficients.shape
@@ -81,14 +81,14 @@ def pooled_class_scatter(
 ) -> LinearClassifier:
     """For each class w_c = (sum_j S_j + alpha I)^-1 (m_c - m_rest), with score 0 midway between the mean m_c and that of all other rows.
 
-    What the paper calls "QDA", which it is not: it is linear, and of two classes it has the direction of LDA. `qda` is quadratic.
+    The paper calls this "QDA", but it is linear, and for two classes its direction is that of LDA. `qda` is quadratic.
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
         alpha: >= 0, in the units of the scatter: a number, or a tensor that broadcasts to (B, H).
 
     Returns:
-        LinearClassifier, one column a class; of two classes the columns are each other's negative. A class without members scores -inf.
+        LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -inf.
         Differentiable in key, alpha and weights.
 
     Raises:
@@ -107,7 +107,7 @@ def pooled_class_scatter(
 
 
 def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.0, *, impl: str = "auto") -> LinearClassifier:
-    """`pooled_class_scatter` of the rows that left these moments.
+    """`pooled_class_scatter` of the rows that these moments summarise.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
     >>> cmab_kernels.intention.variants.solve_pooled_class_scatter(moments, alpha=0.1).coefficients.shape
@@ -117,14 +117,14 @@ def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.
     share = divided(moments.weight, moments.weight.sum(-1, keepdim=True))
     centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
     to_own = _from(centre, moments)
-    to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)  # shares of own and rest weigh the two to the mean of all
+    to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)  # the mean of all rows is 0 here: share own + (1 - share) rest = 0
     weight, info = regularised_solve(moments.scatter.sum(2), (to_own - to_rest).mT, alpha, impl=solver_of(impl))
     offset = -(weight * (to_own + to_rest).mT).sum(-2) / 2
     return LinearClassifier(weight, centre, offset.masked_fill(moments.weight == 0, -torch.inf), info)
 
 
 def shrunk(covariance: Tensor, shrinkage: float | Tensor) -> Tensor:
-    """(1 - s) Sigma + s (trace Sigma / D) I of (B, H, D, D)."""
+    """(1 - s) Sigma + s (trace Sigma / D) I for Sigma (B, H, D, D) and the shrinkage s."""
     amount = fraction_of("shrinkage", shrinkage, covariance)
     spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     one = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)

@@ -24,10 +24,10 @@ def lssvm(
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
-        alpha: >= 0, of w and not of b: a number, or a tensor that broadcasts to (B, H). The literature's gamma is 1 / alpha.
+        alpha: >= 0, penalises w and not b: a number, or a tensor that broadcasts to (B, H). The literature's gamma is 1 / alpha.
 
     Returns:
-        LinearClassifier, one column a class; of two classes the columns are each other's negative. A class without members scores -1
+        LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -1
         everywhere. Differentiable in key, alpha and weights.
 
     Raises:
@@ -45,10 +45,10 @@ def lssvm(
 
 
 def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "auto") -> LinearClassifier:
-    """`lssvm` of the rows that left these moments.
+    """`lssvm` of the rows that these moments summarise.
 
-    With d_c = m_c - m, from the mean m of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine is
-    w_c = (T + alpha I)^-1 2 n_c d_c with the value 2 n_c / n - 1 at m.
+    With d_c = m_c - m, where m is the mean of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine is
+    w_c = (T + alpha I)^-1 2 n_c d_c, and its score at m is 2 n_c / n - 1.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
     >>> cmab_kernels.intention.variants.solve_lssvm(moments, alpha=0.1).coefficients.shape

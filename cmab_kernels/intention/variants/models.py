@@ -12,24 +12,24 @@ from .inputs import check_query, solver_of
 
 
 class LinearRegression(NamedTuple):
-    """Values that are affine in the point: offset + (x - centre) coefficients. All float64, differentiable in what they were made of."""
+    """An affine function of a point x: offset + (x - centre) coefficients. All fields are float64 and carry gradients."""
 
     coefficients: Tensor
     """(B, H, D, E)."""
     centre: Tensor
-    """(B, H, D): where `offset` is the value, in the midst of the data, so that nothing cancels however far from 0 they are."""
+    """(B, H, D): the point whose value is `offset`; a mean of the data avoids cancellation for data far from 0."""
     offset: Tensor
     """(B, H, E)."""
     info: Tensor
-    """(B, H) int32, as of `cmab_kernels.solve_ridge`: 0 sound; 1 not positive definite, all is NaN; 2 ill-conditioned."""
+    """(B, H) int32, as in `cmab_kernels.solve_ridge`: 0 sound; 1 not positive definite, all is NaN; 2 ill-conditioned."""
 
     @property
     def intercept(self) -> Tensor:
-        """(B, H, E): the value at 0."""
+        """The value at x = 0, (B, H, E)."""
         return self.offset - (self.centre.unsqueeze(-2) @ self.coefficients).squeeze(-2)
 
     def predict(self, query: Tensor) -> Tensor:
-        """(B, H, M, E) of query (B, H, M, D), in its dtype."""
+        """Predictions (B, H, M, E) at query (B, H, M, D), in its dtype."""
         return _affine(query, self.coefficients, self.centre, self.offset)
 
 
@@ -41,17 +41,17 @@ class LinearClassifier(NamedTuple):
     centre: Tensor
     """(B, H, D)."""
     offset: Tensor
-    """(B, H, C); -inf for a class that can never be."""
+    """(B, H, C); -inf for a class of probability 0."""
     info: Tensor
-    """(B, H) int32."""
+    """(B, H) int32, as in `LinearRegression`."""
 
     @property
     def intercept(self) -> Tensor:
-        """(B, H, C): the scores at 0."""
+        """The scores at x = 0, (B, H, C)."""
         return self.offset - (self.centre.unsqueeze(-2) @ self.coefficients).squeeze(-2)
 
     def decision(self, query: Tensor) -> Tensor:
-        """The scores (B, H, M, C) of query (B, H, M, D), in its dtype. Where there are two, their difference decides."""
+        """The scores (B, H, M, C) of query (B, H, M, D), in its dtype. With two classes the sign of their difference decides."""
         return _affine(query, self.coefficients, self.centre, self.offset)
 
     def predict(self, query: Tensor) -> Tensor:
@@ -59,21 +59,21 @@ class LinearClassifier(NamedTuple):
         return self.decision(query).argmax(-1)
 
     def probabilities(self, query: Tensor) -> Tensor:
-        """softmax(decision), (B, H, M, C): the posterior probabilities, where the scores are log densities as those of `lda`."""
+        """softmax(decision), (B, H, M, C): the posterior probabilities if the scores are log densities, as those of `lda`."""
         return class_probabilities(self.decision(query))
 
 
 class QuadraticClassifier(NamedTuple):
-    """A Gaussian a class: its mean, the inverse of its covariance, and the logarithm of its density's factor times its prior."""
+    """One Gaussian per class: mean, precision (inverse covariance), and offset = log(prior) - log(det covariance) / 2."""
 
     mean: Tensor
     """(B, H, C, D)."""
     precision: Tensor
     """(B, H, C, D, D)."""
     offset: Tensor
-    """(B, H, C); -inf for a class that can never be."""
+    """(B, H, C); -inf for a class of probability 0."""
     info: Tensor
-    """(B, H, C) int32, of each covariance: 1 singular, the class's scores are NaN; 2 ill-conditioned."""
+    """(B, H, C) int32, for each covariance: 0 sound; 1 singular, the class's scores are NaN; 2 ill-conditioned."""
 
     def decision(self, query: Tensor) -> Tensor:
         """log(prior) - log(det covariance) / 2 - (x - mean)' precision (x - mean) / 2: (B, H, M, C) of query (B, H, M, D), in its dtype."""
@@ -92,19 +92,19 @@ class QuadraticClassifier(NamedTuple):
 
 
 def class_probabilities(decision: Tensor) -> Tensor:
-    """softmax over the classes; where none can be, all are 0."""
+    """softmax over the classes; all 0 where every score is -inf."""
     nothing = (decision == -torch.inf).all(-1, keepdim=True)
     return decision.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
 
 
 def log_of(probability: Tensor) -> Tensor:
-    """log, and -inf at 0 without its infinite derivative."""
+    """log(probability); at 0 the value is -inf and the gradient 0."""
     never = probability == 0
     return probability.masked_fill(never, 1.0).log().masked_fill(never, -torch.inf)
 
 
 def scaled_solve(matrix: Tensor, rhs: Tensor, impl: str) -> RidgeSolution:
-    """A^-1 B of a symmetric A, first scaled to a diagonal of 1: the units of the features do not make it ill-conditioned."""
+    """A^-1 B for symmetric A, first scaled to a diagonal of 1, so that differing units of features do not make it ill-conditioned."""
     diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-1)
     weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=solver_of(impl))

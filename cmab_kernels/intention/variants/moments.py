@@ -1,11 +1,11 @@
-"""The moments that labelled rows leave behind for every classifier in closed form, and how they are merged, in O(C D^2).
+"""The moments of labelled rows, which determine every closed-form classifier, and how they are merged, in O(C D^2).
 
-For each class c its weight n_c = sum w_i, mean m_c and scatter S_c = sum w_i (x_i - m_c)(x_i - m_c)'. Two sets a and b merge by
+They are, for each class c, its weight n_c = sum w_i, mean m_c and scatter S_c = sum w_i (x_i - m_c)(x_i - m_c)'. Two sets a and b merge by
 
     n = n_a + n_b    m = m_a + (n_b / n) delta    S = S_a + S_b + (n_a n_b / n) delta delta'    with delta = m_b - m_a
 
 (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances). Means are subtracted before
-products are formed: rows a million standard deviations from the origin lose what their own rounding took, not its square.
+products are formed, so that rows far from the origin lose accuracy only by their own rounding.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..reference import rows_of
 from .inputs import check_labels, check_rows, divided
 
 ROWS = 4096
-"""Rows that are copied into float64 at a time."""
+"""The number of rows that are converted to float64 at a time."""
 
 
 class ClassMoments(NamedTuple):
     """The weight, mean and scatter of each class, float64 whatever the dtype of the rows."""
 
     weight: Tensor
-    """(B, H, C): how many rows, or the sum of their weights."""
+    """(B, H, C): the number of rows, or the sum of their weights."""
     mean: Tensor
     """(B, H, C, D), 0 for a class without members."""
     scatter: Tensor
-    """(B, H, C, D, D), or (B, H, 1, D, D) where only their sum over the classes was asked for."""
+    """(B, H, C, D, D), or their sum over the classes (B, H, 1, D, D) if `pooled`."""
 
 
 def class_moments(
@@ -50,13 +50,13 @@ def class_moments(
 
     Args:
         key: (B, H, N, D), any strides; N may be 0. float64, float32, bfloat16 or float16.
-        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; what stands under the mask is not looked at.
-        pooled: only the sum of the scatters, for which one pass does whatever the number of classes (all but `qda` need no more).
-        state: of earlier rows, with the same `pooled`. It is not changed.
+        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored.
+        pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes; all but `qda` need no more.
+        state: the moments of earlier rows, with the same `pooled`. It is not changed.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 is two rows.
 
     Returns:
-        ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are to flow (to key, weights, state).
+        ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key, weights, state).
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -79,7 +79,7 @@ def class_moments(
     for rows, classes, weight, absent in blocks:
         new = _block_moments(rows, classes, weight, absent, num_classes, pooled, impl)
         state = new if state is None else _merge(state, new)
-    assert state is not None  # no rows at all are one empty block
+    assert state is not None  # split gives one empty block for N = 0
     return state
 
 
@@ -109,7 +109,7 @@ def check_moments(
     device: torch.device | None = None,
     name: str = "moments",
 ) -> None:
-    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) with so many scatters; None: any that fit together."""
+    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None accepts any."""
     if not isinstance(state, ClassMoments):
         raise TypeError(wrong(name, f"is a {type(state).__name__}", "a ClassMoments(weight, mean, scatter) is needed"))
     if state.mean.dim() != 4:
@@ -129,7 +129,7 @@ def check_moments(
 
 
 def _block_moments(rows: Tensor, labels: Tensor, weights: Tensor, mask: Tensor, classes: int, pooled: bool, impl: str) -> ClassMoments:
-    """Class sums are moments of one-hot columns; scatters are Grams of rows that have lost their class's mean."""
+    """The moments of a block of rows: class sums by `ridge_state` with one-hot labels as keys, scatters as Grams of centred rows."""
     rows = rows_of(rows, mask, torch.float64)
     weights = weights.double().masked_fill(mask[:, None], 0.0)
     labels = labels.masked_fill(mask[:, None], 0)
@@ -146,7 +146,7 @@ def _pooled(centred: Tensor, weights: Tensor, impl: str) -> Tensor:
 
 
 def _scatters(centred: Tensor, member: Tensor, weights: Tensor, impl: str) -> Tensor:
-    """A head a class, all with the same rows (stride 0) and each with its own weights."""
+    """The scatter of each class, computed as one head per class that share the rows (stride 0) and differ in their weights."""
     heads = centred.shape[:2]
     rows = centred.flatten(0, 1).unsqueeze(1).expand(-1, member.shape[-1], -1, -1)
     own = (weights.unsqueeze(-1) * member).flatten(0, 1).mT

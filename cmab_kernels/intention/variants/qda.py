@@ -23,7 +23,7 @@ def qda(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> QuadraticClassifier:
-    """Quadratic discriminant analysis: a Gaussian a class, each with its own covariance Sigma_c = S_c / n_c.
+    """Quadratic discriminant analysis: one Gaussian per class, each with its own covariance Sigma_c = S_c / n_c.
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`. Each class costs a Gram matrix.
@@ -31,7 +31,7 @@ def qda(
         priors: as in `lda`.
 
     Returns:
-        QuadraticClassifier with `info` of each class. A class without members has score -inf and probability 0; one whose covariance is
+        QuadraticClassifier with an `info` for each class. A class without members has score -inf and probability 0; one whose covariance is
         singular (one member, a constant feature) scores NaN unless regularised. Differentiable in key, weights, regularisation and priors.
 
     Raises:
@@ -53,7 +53,7 @@ def qda(
 def solve_qda(
     moments: ClassMoments, *, regularisation: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
 ) -> QuadraticClassifier:
-    """`qda` of the rows that left these moments, which must not be pooled (`ValueError`).
+    """`qda` of the rows that these moments summarise, which must not be pooled (`ValueError`).
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 2, 2)
     >>> cmab_kernels.intention.variants.solve_qda(moments).precision.shape
@@ -71,7 +71,7 @@ def solve_qda(
 
 
 def _log_determinant(covariance: Tensor, info: Tensor) -> Tensor:
-    """(B, H, C), NaN where the covariance is not positive definite."""
+    """log det covariance, (B, H, C); NaN where the covariance is not positive definite."""
     failed = info == 1
     one = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     factor = torch.linalg.cholesky_ex(torch.where(failed[..., None, None], one, covariance)).L

@@ -22,7 +22,7 @@ def ridge(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> LinearRegression:
-    """The minimum of sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2, the intercept b without penalty.
+    """The minimum of sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2, with no penalty on the intercept b.
 
     Args:
         key: (B, H, N, D). float64, float32, bfloat16 or float16; sums and solution are float64.
@@ -32,8 +32,8 @@ def ridge(
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
 
     Returns:
-        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. Of no rows at all, with alpha > 0, it
-        predicts 0.
+        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. Without rows, and with
+        alpha > 0, it predicts 0.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
