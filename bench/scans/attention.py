@@ -15,7 +15,7 @@ from cmab_kernels import AttentionState, attention_state, latent_attention, merg
 
 from ..devices import device, generator, normal, tf32
 from ..floors import BYTES, Work, attention_work
-from .case import COMPILED, EAGER, FLASH, Case, Results, declared, direction, dtype_name, kernels, passes, refusing, way
+from .case import COMPILED, EAGER, FLASH, Case, Operands, Results, declared, direction, dtype_name, kernels, passes, refusing, way
 
 SDPA = "scaled_dot_product_attention"
 NAIVE = "naive"
@@ -103,14 +103,6 @@ def _exact_head(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) 
     return torch.cat(outs, dim=1), *(t.grad for t in inputs)
 
 
-class AttentionInputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    dout: Tensor
-    """Gradient of the output; empty without a backward."""
-
-
 @declared(threads=None)
 def attention(
     heads: int = 4,
@@ -138,7 +130,7 @@ def attention(
         others = (*_backend_names(device()), NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])) if every_peer else ()
         yield from (SDPA, NAIVE, *others)
 
-    def inputs(seed: int) -> AttentionInputs:
+    def inputs(seed: int) -> Operands:
         random = generator(seed)
 
         def rows(length: int) -> Tensor:
@@ -147,7 +139,7 @@ def attention(
             return made.transpose(1, 2) if transposed else made
 
         query, key, value = rows(latents), rows(keys), rows(keys)
-        return AttentionInputs(query, key, value, normal(random, *(query.shape if backward else (0,)), dtype=dtype))
+        return Operands(query, key, value, normal(random, *(query.shape if backward else (0,)), dtype=dtype))
 
     def refusal(implementation: str) -> str | None:
         if implementation == FLEX and backward and device() == "cpu":
@@ -174,7 +166,6 @@ def attention(
         counted={FLEX: SDPA, NAIVE_COMPILED: NAIVE},
         refusal=refusal,
         smaller={"keys": min(keys, 4096), "batch": min(batch, 4)},
-        dtype=dtype,
     )
 
 
@@ -264,7 +255,6 @@ def update(
         work=attention_work(latents * heads * new, heads * new, width, width, named, device=device()),
         refusal=refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=3 * 2**30),
         smaller={"keys": min(keys, 4096), "new": min(new, 64)},
-        dtype=dtype,
     )
 
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 import cmab_kernels
 from cmab_kernels.backends import FAMILIES, OPERATORS
 
-from ..devices import device, lacking_memory
+from ..devices import device, generator, lacking_memory, normal
 from ..floors import Work
 from ..runs import KERNELS, Value
 
@@ -109,7 +109,10 @@ class Case:
 
 
 def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
-    """Makes a function that builds a case take `threads` and `quick` as well, and remember its arguments; here is the usual `threads`."""
+    """Makes a function that builds a case take `threads` and `quick` as well, and remember its arguments; here is the usual `threads`.
+
+    An argument `dtype` becomes the case's.
+    """
     usual = threads
 
     def decorate(build: Callable[..., Case]) -> Callable[..., Case]:
@@ -121,7 +124,7 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
             case = build(**arguments)
             name = case.name if threads == usual else f"{case.name}-{threads}-thread{'' if threads == 1 else 's'}"
             again = partial(made, threads=threads, quick=quick, **arguments)
-            return replace(case, name=name, threads=threads, quick=quick, made_by=again)
+            return replace(case, name=name, threads=threads, quick=quick, dtype=arguments.get("dtype", case.dtype), made_by=again)
 
         return made
 
@@ -178,6 +181,24 @@ def doubled(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def moved(size: int, dtype: str) -> Work | None:
     """Work that is bytes alone; None where a cache may hold them from one call to the next."""
     return Work(bytes=size, dtype=dtype) if size >= COLD_BYTES // 8 else None
+
+
+class Operands(NamedTuple):
+    """The inputs of a layer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    """Gradient of the output; empty without a backward."""
+
+
+def drawn(seed: int, *shapes: Sequence[int], backward: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Operands of these shapes, which require gradients for a backward, and the gradient of an output like the first of them; without a
+    backward it is empty."""
+    random = generator(seed)
+    operands = [normal(random, *shape, dtype=dtype, grad=backward) for shape in shapes]
+    return [*operands, normal(random, *(shapes[0] if backward else (0,)), dtype=dtype)]
 
 
 def direction(backward: bool) -> str:

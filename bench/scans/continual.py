@@ -249,7 +249,6 @@ def step(
         steps=dict.fromkeys(names, shape.tokens),
         refusal=refusal,
         smaller={"calls": 1},
-        dtype=dtype,
     )
 
 
@@ -375,7 +374,6 @@ def exact_step(
         steps=dict.fromkeys(names, shape.tokens),
         refusal=refusal,
         smaller={"calls": 1},
-        dtype=dtype,
     )
 
 

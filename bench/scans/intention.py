@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,12 @@ from .case import (
     EAGER,
     Case,
     Implementation,
+    Operands,
     Results,
     declared,
     direction,
     doubled,
+    drawn,
     dtype_name,
     identity,
     kernels,
@@ -40,15 +41,7 @@ BESIDE_ATTENTION = 16_384
 """Rows up to which Intention stands beside attention, which computes something else; beyond, beside torch's best form."""
 
 
-class LayerInputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    dout: Tensor
-    """Gradient of the output; empty without a backward."""
-
-
-def exactly(layer: Callable[..., Tensor], inputs: LayerInputs) -> Results:
+def exactly(layer: Callable[..., Tensor], inputs: Operands) -> Results:
     """A layer in float64; where the inputs require it, with its gradients."""
     *operands, dout = doubled(inputs)
     out = layer(*operands)
@@ -76,12 +69,10 @@ def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward
     run = partial(passes, operands=3, backward=backward)
     ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
 
-    def inputs(seed: int) -> LayerInputs:
-        random, shape = generator(seed), (batch, heads, length, width)
-        rows = (normal(random, *shape, dtype=dtype, grad=backward) for _ in range(3))
-        return LayerInputs(*rows, normal(random, *(shape if backward else (0,)), dtype=dtype))
+    def inputs(seed: int) -> Operands:
+        return Operands(*drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype))
 
-    def oracle(i: LayerInputs) -> Results | Mapping[str, Results]:
+    def oracle(i: Operands) -> Results | Mapping[str, Results]:
         """Results by an inverse in float64, and autograd; for long ones, where that takes gigabytes, torch's form in float64."""
         if not short:
             return regression(*(part.detach().double() for part in i))
@@ -105,7 +96,6 @@ def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward
         work=regression_work(batch * heads, length, width, named, backward),
         refusal=refusing("intention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=held + 2**30),
         smaller={"length": 256},
-        dtype=dtype,
     )
 
 
@@ -125,12 +115,11 @@ def sigma_layer(
     run = partial(passes, operands=3, backward=backward)
     ours = kernels(scan, definition=length < 100_000)  # the definition stores the scores
 
-    def inputs(seed: int) -> LayerInputs:
-        random = generator(seed)
-        rows = [normal(random, batch, heads, count, width, dtype=dtype, grad=backward) for count in (queries, length, length)]
-        return LayerInputs(*rows, normal(random, *(rows[0].shape if backward else (0,)), dtype=dtype))
+    def inputs(seed: int) -> Operands:
+        shapes = ((batch, heads, count, width) for count in (queries, length, length))
+        return Operands(*drawn(seed, *shapes, backward=backward, dtype=dtype))
 
-    def oracle(i: LayerInputs) -> Mapping[str, Results]:
+    def oracle(i: Operands) -> Mapping[str, Results]:
         """Results by an inverse in float64, and autograd."""
         solved = exactly(lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v, i)
         return dict.fromkeys((*ours, EAGER), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
@@ -155,7 +144,6 @@ def sigma_layer(
         work=forward + attend(backward=True) if backward else forward,
         refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=40 * scores + 2**30),
         smaller={"length": 256},
-        dtype=dtype,
     )
 
 
@@ -270,7 +258,6 @@ def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
         work=inverse_work(batch, width, dtype_name(dtype)),
         refusal=refusing(scan, *2 * [(1, width, width)], dtype=dtype),
         smaller={"batch": 4},
-        dtype=dtype,
     )
 
 

@@ -93,7 +93,6 @@ def sums(
         work=forward + ridge_work(count, width, width, named, backward=True, exact=True) if backward else forward,
         refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype),
         smaller={"keys": 1000},
-        dtype=dtype,
     )
 
 

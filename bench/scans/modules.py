@@ -20,11 +20,11 @@ from cmab_kernels.nystrom.reference import segment_means
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import BYTES, Work, attention_work, nystrom_work
 from .attention import SDPA, exact
-from .case import EAGER, PACKAGE, Case, Results, declared, direction, missing, way
+from .case import EAGER, PACKAGE, Case, Results, declared, direction, drawn, missing, way
 from .eager import ITERATIONS, eager_attention
 from .intention import regression_work
 from .intention_peers import ALPHA, cholesky_solve, regression, regularised
-from .nystrom import iterated
+from .nystrom import iterated, packaged_attention
 
 THEIRS = "nn.MultiheadAttention"
 OURS = "cmab_kernels.nn.MultiheadAttention"
@@ -68,9 +68,7 @@ def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latent
         return out.detach(), *torch.autograd.grad(out, [*inputs[:2], *module.parameters()], inputs.dout)
 
     def inputs(seed: int) -> ModuleInputs:
-        random = generator(seed)
-        query, context = (normal(random, 1, length, width, grad=backward) for length in (latents, keys))
-        return ModuleInputs(query, context, normal(random, *(query.shape if backward else (0,))))
+        return ModuleInputs(*drawn(seed, *((1, length, width) for length in (latents, keys)), backward=backward))
 
     def oracle(inputs: ModuleInputs) -> Results:
         """The definition by autograd, with the parameters of the module, head by head."""
@@ -268,8 +266,7 @@ def self_attention(
         return peers[name][0](projections().weights)
 
     def inputs(seed: int) -> Tokens:
-        random, shape = generator(seed), (batch, length, features)
-        return Tokens(normal(random, *shape, dtype=dtype, grad=backward), normal(random, *(shape if backward else (0,)), dtype=dtype))
+        return Tokens(*drawn(seed, (batch, length, features), backward=backward, dtype=dtype))
 
     def oracle(i: Tokens) -> Mapping[str, Results]:
         found = {computed: projections().exactly(i, computed) for computed in set(meant.values())}
@@ -300,7 +297,6 @@ def self_attention(
         work=None if backward else replace(attention_work, bytes=0.0) + read,
         refusal=lambda name: missing(name) or lacking_memory(100 * batch * length * features),
         smaller={"length": smallest},
-        dtype=dtype,
     )
 
 
@@ -347,13 +343,8 @@ def nystrom_module(
     width = features // heads
 
     def package(weights: nn.MultiheadAttention) -> Callable[[Tensor], Tensor]:
-        from nystrom_attention import NystromAttention as Packaged
-
-        module = Packaged(features, width, heads, landmarks, ITERATIONS, residual=False)
-        for name, weight in (("to_qkv", weights.in_proj_weight), ("to_out", weights.out_proj.weight)):
-            delattr(module, name)
-            setattr(module, name, partial(F.linear, weight=weight))
-        return module.forward  # torch's counter of FLOPs cannot follow modules under autograd.grad
+        enter, leave = (partial(F.linear, weight=weight) for weight in (weights.in_proj_weight, weights.out_proj.weight))
+        return packaged_attention(heads, width, landmarks, enter, leave)
 
     return self_attention(
         "nn.NystromAttention",

@@ -67,16 +67,7 @@ def layer(
         run = passes(attend, 3, backward)
         return lambda i: run((*i[:3], i.dout))
 
-    @cache
-    def module() -> Callable[[Tensor], Tensor]:
-        """The package's, with nothing before and after its attention."""
-        from nystrom_attention import NystromAttention
-
-        made = NystromAttention(heads * width, width, heads, landmarks, ITERATIONS, residual=False)
-        for name in ("to_qkv", "to_out"):
-            delattr(made, name)
-            setattr(made, name, _unchanged)
-        return made.forward  # torch's counter of FLOPs cannot follow modules under autograd.grad
+    module = cache(partial(packaged_attention, heads, width, landmarks))
 
     def packaged(i: LayerInputs) -> Results:
         dout = i.dout.transpose(1, 2).flatten(-2) if backward else i.dout
@@ -123,12 +114,28 @@ def layer(
         work=work,
         refusal=refusing(scan, (heads, landmarks, width), dtype=dtype, memory=8 * rows * (8 * width + 12 * landmarks) + 2**30),
         smaller={"length": 4 * landmarks},
-        dtype=dtype,
     )
 
 
 def _unchanged(tokens: Tensor) -> Tensor:
     return tokens
+
+
+def packaged_attention(
+    heads: int,
+    width: int,
+    landmarks: int,
+    enter: Callable[[Tensor], Tensor] = _unchanged,
+    leave: Callable[[Tensor], Tensor] = _unchanged,
+) -> Callable[[Tensor], Tensor]:
+    """The package's attention with other functions in the place of its projections."""
+    from nystrom_attention import NystromAttention
+
+    module = NystromAttention(heads * width, width, heads, landmarks, ITERATIONS, residual=False)
+    for name, function in (("to_qkv", enter), ("to_out", leave)):
+        delattr(module, name)
+        setattr(module, name, function)
+    return module.forward  # torch's counter of FLOPs cannot follow modules under autograd.grad
 
 
 # ---- the pseudo-inverse ----------------------------------------------------------------------------------------------------------------
@@ -172,7 +179,6 @@ def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: tor
         baselines=(EAGER, PACKAGE),
         work=None if backward else pinv_work(batch, landmarks, ITERATIONS, dtype_name(dtype)),
         refusal=refusing(scan, (1, landmarks, landmarks), dtype=dtype),
-        dtype=dtype,
     )
 
 
@@ -227,7 +233,6 @@ def exact_start(window: int = 64, width: int = 64, heads: int = 16, dtype: torch
         baselines=(EAGER,),
         work=moved(_window_bytes(heads, window, width, dtype), dtype_name(dtype)),
         smaller={"window": 64},
-        dtype=dtype,
     )
 
 
@@ -288,7 +293,6 @@ def start(
         baselines=(EAGER,),
         work=replace(sums + inverses, bytes=_window_bytes(heads, window, width, dtype)),
         smaller={"window": 64},
-        dtype=dtype,
     )
 
 
