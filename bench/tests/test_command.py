@@ -155,6 +155,7 @@ REFUSED = {
     "a device for a saved run": (["--from", "saved.json", "--device", "cpu"], "and --device says how"),
     "threads for a saved run": (["--from", "saved.json", "--threads", "0"], "and --threads says how"),
     "no threads": (["--threads", "0"], "--threads 0: give a number from 1 on"),
+    "a GPU that is not there": (["--device", "cuda"], "--device cuda: torch finds no GPU"),
     "no folder": (["--output", "saved.json"], "--output saved.json: a file, and no folder"),
     "a folder with files": (["--output", "full"], "full has files in it: give another --output, or --force"),
     "a folder that cannot be": (["--output", "saved.json/in"], "--output saved.json/in: cannot be written"),
@@ -164,6 +165,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals_come_in_one_line_and_before_anything_is_measured(what: str, measured, saved, output: Path, monkeypatch, capsys):
     seen = measured("right")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("foreign.json").write_text('{"name": "package"}')
     Path("short.json").write_text(saved.read_text()[:1000])
     Path("full").mkdir()
@@ -175,13 +177,6 @@ def test_refusals_come_in_one_line_and_before_anything_is_measured(what: str, me
     assert told.count("\n") == 1 and told.startswith("python -m cmab_kernels bench: ") and re.search(expected, told)
     assert not seen and not output.exists() and sorted(path.name for path in Path().rglob("*")) == before
     assert Path("full/run.json").read_text() == "older"
-
-
-def test_a_gpu_that_is_not_there_is_refused(measured, output: Path, monkeypatch, capsys):
-    seen = measured("right")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert status_of(monkeypatch, "--device", "cuda") == 2 and not seen
-    assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
 
 
 def test_an_installed_package_says_where_the_benchmarks_are(output: Path, tmp_path: Path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -49,22 +50,22 @@ def test_peers_and_shapes_of_timings() -> None:
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def test_every_dtype_width_and_variant_is_checked() -> None:
-    seen = list(parity.problems())
-    assert {(p.dtype, p.width) for p in seen} >= {(d, w) for d in DTYPES for w in (8, 16, 64, 128, 256)}
-    assert {p.variant for p in seen} == {"plain", "mask", "packed", "state", "strided"} and len(set(seen)) == len(seen)
-
-
-def test_every_dtype_and_variant_of_intention_is_checked() -> None:
-    seen = list(ridge_parity.problems())
-    assert {(p.impl, p.dtype, p.width) for p in seen} >= {(i, d, w) for i in ("triton", "cuda") for d in DTYPES for w in (16, 33, 64, 128)}
-    assert {p.variant for p in seen} == {"plain", "masked", "strided", "huge"} and {p.exact for p in seen} == {False, True}
-    assert {p.variant for p in ridge_parity.solves()} == {"plain", "strided", "bad"}
-
-
-def test_every_dtype_and_variant_of_windows_is_checked() -> None:
-    seen = list(nystrom_parity.windows())
-    assert {(p.dtype, p.variant) for p in seen} == {(d, v) for d in DTYPES for v in ("means", "masked", "given", "exact")}
+@pytest.mark.parametrize(
+    "problems, fields, seen",
+    [
+        (parity.problems, ("dtype", "width"), [DTYPES, (8, 16, 64, 128, 256)]),
+        (parity.problems, ("variant",), [("plain", "mask", "packed", "state", "strided")]),
+        (ridge_parity.problems, ("impl", "dtype", "width"), [("triton", "cuda"), DTYPES, (16, 33, 64, 128)]),
+        (ridge_parity.problems, ("variant",), [("plain", "masked", "strided", "huge")]),
+        (ridge_parity.problems, ("exact",), [(False, True)]),
+        (ridge_parity.solves, ("variant",), [("plain", "strided", "bad")]),
+        (nystrom_parity.windows, ("dtype", "variant"), [DTYPES, ("means", "masked", "given", "exact")]),
+    ],
+)
+def test_every_dtype_width_and_variant_is_checked(problems: Any, fields: tuple[str, ...], seen: list[tuple[Any, ...]]) -> None:
+    """Each combination of the values."""
+    found = {tuple(getattr(problem, field) for field in fields) for problem in problems()}
+    assert found >= set(itertools.product(*seen)) and (len(fields) > 1 or len(found) == len(seen[0]))
 
 
 @pytest.mark.parametrize(
