@@ -86,7 +86,7 @@ def run(request: Request) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    """Import `bench.<name>` from the checkout, which precedes other packages called bench."""
+    """Import the module `bench.<name>` of the checkout."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"bench.{name}")

@@ -1,6 +1,6 @@
 """The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections tune` writes.
 
-Each entry gave correct results, and was faster than the built-in sizes by more than the noise, on the GPU that it names. Without an entry,
+Each entry gave correct results, and was faster than the built-in sizes by more than the noise, on a GPU of its capability. Without one,
 the tables in each set's `kernels/launch.py` hold. Keys hold no sequence length, so that the length does not change the bits of a result.
 """
 

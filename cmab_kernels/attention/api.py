@@ -31,9 +31,9 @@ def latent_attention(
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
-        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: packs S ragged sets into the one row of keys of a batch of 1; the result,
-            and an unshared query, have batch S.
-        scale: of the scores; None means D ** -0.5.
+        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: key and value have batch 1 and hold S sets of keys one after the
+            other, set s from cu_seqlens[s] to cu_seqlens[s + 1]; a query (B, H, L, D) and the result have batch S.
+        scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
@@ -108,7 +108,7 @@ def remove_from_state(
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments: query (B, H, L, D) expanded over the batch, in the autocast dtype if one is on."""
+    """Validated arguments: query (B, H, L, D) expanded over the batch; all in the autocast dtype if it is on."""
 
     query: Tensor
     key: Tensor
@@ -124,7 +124,7 @@ def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
-    """The state of the keys, merged with `state`."""
+    """The state of the keys, merged with `state` unless that is None."""
     chosen = choose("attention", impl, *inputs[:3])
     return AttentionState(*attention_op(*inputs[:-1], *(state or (None, None)), inputs.scale, chosen))
 

@@ -58,7 +58,7 @@ def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *re
 
 
 def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
-    """The number of scores of a dense call; with packed sets each key belongs to one set, so that the batch does not count."""
+    """The number of scores; packed sets share one row of N keys, and each key meets only the queries of its own set."""
     batch, heads, latents, _ = query
     return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
 

@@ -49,10 +49,10 @@ def intention(
         alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H).
         form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both give the
             same result, equally accurate. On a GPU the dual has kernels for up to 256 keys.
-        weights: of the keys, >= 0: (B, N) or (B, H, N); None means 1.
+        weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" fuses sums and solve in one kernel and uses Triton's kernels for
-            everything else. "triton" has no solve: its systems are solved by what "auto" means for `regularised_solve`.
+        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel; sums alone, and products
+            with rows, use Triton's kernels. "triton" has no solve: its systems are solved as by `regularised_solve` with "auto".
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in

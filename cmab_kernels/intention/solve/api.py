@@ -33,8 +33,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
         impl: "auto", "reference", "native" or "cuda".
 
     Returns:
-        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, that weight is NaN, and its
-        neighbours' bits are what they would be without it; 2 condition number times eps above 1e-2: at most two digits are left.
+        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, its weight is NaN, which does
+        not affect the other systems; 2 condition number times eps above 1e-2: at most two digits are left.
         Differentiable to any order in gram (symmetrised), rhs and alpha.
 
     Raises:

@@ -33,7 +33,7 @@ class _Systems(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """The progress of each of the S programmes. `pending` (S,) is the constraint that is being added, -1 if there is none."""
+    """The progress of each of the S programmes. `pending` (S,) is the index of the constraint that is being added, -1 for none."""
 
     multipliers: Tensor
     active: Tensor
@@ -88,7 +88,7 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
 
 
 def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> RidgeSolution:
-    """The rows and columns of products (..., R, R) in the active set (..., R), solved for rhs (..., R, E); 0 elsewhere.
+    """Solve products (..., R, R), restricted to the rows and columns in the active set (..., R), for rhs (..., R, E); 0 elsewhere.
 
     These rows and columns are gathered first: the active constraints are at most as many as the variables.
     """

@@ -53,7 +53,7 @@ def class_moments(
         labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored.
         pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes; all but `qda` need no more.
         state: the moments of earlier rows, with the same `pooled`. It is not changed.
-        weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 is two rows.
+        weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 counts as two rows.
 
     Returns:
         ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key, weights, state).
