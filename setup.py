@@ -1,4 +1,4 @@
-"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where there is nvcc, with ninja. It needs no torch, no GPU, no network.
+"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where there is nvcc, with ninja. Needs no torch, no GPU, no network.
 
 Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
 build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. Without nvcc, in CUDA_HOME or on
@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp", "continual/next_state.cpp")
-"""The sources that both extensions have: they read tensors and states that come from Python."""
+"""The sources that both extensions share: they read tensors and states passed from Python."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
@@ -43,12 +43,12 @@ ENGINES = {
 """The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
-"""The GPUs that machine code is made for, with their compute capabilities; PTX of the last serves later GPUs."""
+"""The GPU architectures to compile machine code for, with their compute capabilities; later GPUs use PTX of the last."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 
 
 def cpu_sources() -> list[tuple[Path, str]]:
-    """Each source with the instruction set that it is compiled for, "" where it is compiled once, for any CPU."""
+    """Each source of _C with the instruction set that it is compiled for; "" if it is compiled once, for any CPU."""
     sources = []
     for source in [CSRC / "module.cpp", *sorted(CSRC.glob("*/*.cpp"))]:
         sets = {"kernels": VECTORS, "bf16_kernels": ENGINES, "cuda_binding": {}}.get(source.stem, {"": ""})
@@ -57,11 +57,13 @@ def cpu_sources() -> list[tuple[Path, str]]:
 
 
 def cuda_sources() -> list[tuple[Path, str]]:
+    """Each source of _cuda, in the form of cpu_sources()."""
     sources = [CSRC / "cuda_module.cpp", *(CSRC / name for name in BORDER), *CSRC.glob("*/cuda_binding.cpp"), *CSRC.glob("*/*.cu")]
     return [(source, "") for source in sorted(sources)]
 
 
 def flags(instruction_set: str) -> str:
+    """The compiler flags for an instruction set; none for ""."""
     return f"-DCMAB_INSTRUCTION_SET={instruction_set} {(VECTORS | ENGINES)[instruction_set]}" if instruction_set else ""
 
 
@@ -78,6 +80,7 @@ def find_nvcc() -> str | None:
 
 
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
+    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`."""
     import pybind11
 
     includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
@@ -130,6 +133,8 @@ def kernels_in(log: str) -> list[dict]:
 
 
 class NinjaBuild(build_ext):
+    """Builds the extensions with ninja, and writes `_build.json`: what was built with which compiler and targets, or why not."""
+
     def run(self) -> None:
         super().run()
         folder = Path(self.get_ext_fullpath("cmab_kernels._C")).parent
@@ -168,12 +173,13 @@ class NinjaBuild(build_ext):
         build = subprocess.run([self.ninja, "-C", self.folder, target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(build.stdout)
         if build.returncode:
-            target.unlink(missing_ok=True)  # one of an earlier build is not what the sources say
+            target.unlink(missing_ok=True)  # an earlier build would not match the sources
             reason = next((line for line in build.stdout.splitlines() if "error:" in line or "not found" in line), "see the build's output")
             raise OSError(f"{compiler} failed: {reason.strip()}")
 
 
 def attempt(build: Callable[[], dict]) -> dict:
+    """Run one build and report on it, in the form of `_build.json`; raises on failure only if CMAB_KERNELS_BUILD is 1."""
     report = {"built": False, "reason": "", "compiler": "", "targets": []}
     if WANTED == "0":
         return report | {"reason": "CMAB_KERNELS_BUILD=0"}
@@ -186,6 +192,7 @@ def attempt(build: Callable[[], dict]) -> dict:
 
 
 def version(compiler: str, line: int) -> str:
+    """One line of what `compiler --version` prints."""
     return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout.strip().splitlines()[line]
 
 

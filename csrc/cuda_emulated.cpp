@@ -1,6 +1,6 @@
-// The kernels on a CPU thread, for tests: blocks in a random order, and in each of them the threads of every phase in
-// ascending or descending order. Shared memory starts as NaNs. Tests compile this file by itself, into a module with
-// the functions of cmab_kernels._cuda, of tensors on the CPU, and `set_seed`, which chooses the orders.
+// Runs the CUDA kernels on one CPU thread, for tests: blocks in random order, and the threads of every phase of a block
+// in ascending or descending order. Shared memory starts as NaNs. Tests compile this file alone, into a module with the
+// functions of cmab_kernels._cuda for tensors on the CPU, and `set_seed`, which chooses the orders.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-// One file, so that one call of a compiler is enough.
+// Sources are included, so that one compiler call is enough.
 #include "common/arguments.cpp"
 #include "common/tensor_view.cpp"
 #include "continual/cuda_binding.cpp"
@@ -24,7 +24,7 @@ namespace {
 
 int seed = 0;
 
-// Calls `work` for each block of a launch.
+// Calls `work` for each block of a launch, in random order.
 template <class Work>
 void play_launch(int64_t blocks, int threads, int shared_bytes, std::mt19937& random, Work work) {
   std::vector<int64_t> order(blocks);

@@ -1,4 +1,4 @@
-// cmab_kernels._cuda: the CUDA kernels as Python calls them.
+// The extension module cmab_kernels._cuda: Python bindings of the CUDA kernels.
 #include "common/cuda_bindings.h"
 #include "continual/step.cuh"
 #include "gram/ridge_solve.cuh"

@@ -1,4 +1,5 @@
-// The extension: what was compiled, and a file of bindings for each family. Python allocates, C++ fills.
+// The extension module cmab_kernels._C: the usable instruction sets, and the bindings of each family. Python allocates
+// the outputs, C++ fills them.
 #include "common/bindings.h"
 
 #include <pybind11/stl.h>

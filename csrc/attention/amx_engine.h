@@ -1,4 +1,5 @@
-// C (+)= A B on tiles of 16 x 16: up to two by two of them at a time, so that each operand loaded is used twice.
+// The AMX engine of bfloat16 matrix products: C (+)= A B on 16 x 16 tiles, up to 2 x 2 of them at a time, so that each
+// operand tile loaded is used twice.
 #pragma once
 
 #include "attention/amx_tiles.h"
@@ -9,11 +10,11 @@ namespace {
 
 template <class Tiles>
 struct TileEngine {
-  static constexpr int kRowStep = 16;   // rows of C come in multiples of this
-  static constexpr int kPairStep = 16;  // and the contraction in multiples of this many pairs
-  static constexpr int kVectors = 2;    // vectors of lanes that are best worked on together
+  static constexpr int kRowStep = 16;   // rows of C are padded to a multiple of this
+  static constexpr int kPairStep = 16;  // the contraction is padded to a multiple of this many pairs
+  static constexpr int kVectors = 2;    // vectors of lanes that a caller should pass at a time
 
-  // Every tile is 16 rows of 64 bytes, for as long as this lives.
+  // Configures all tiles as 16 rows of 64 bytes, until it is destroyed.
   struct Session {
     Session() {
       alignas(64) TileConfig config = {};
@@ -29,7 +30,7 @@ struct TileEngine {
     Session& operator=(const Session&) = delete;
   };
 
-  // c[rows][16 * vectors], a[rows][pairs], b[pairs][16 * vectors]; leading dimensions in elements.
+  // Matrix c[rows][16 * vectors] (+)= a[rows][pairs] b[pairs][16 * vectors]; leading dimensions in elements.
   template <bool kAccumulate>
   static void multiply(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t rows,
                        int64_t pairs, int64_t vectors) {
@@ -52,7 +53,7 @@ struct TileEngine {
   }
 
  private:
-  // Tiles 0 .. 3 are C by rows, 4 and 5 are A, 6 and 7 are B.
+  // Computes up to 2 x 2 tiles of C. Tile registers 0 to 3 hold C by rows, 4 and 5 A, 6 and 7 B.
   template <int kRows, int kVectors, bool kAccumulate>
   static void square(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t pairs) {
     constexpr int64_t kBytes = sizeof(Pair);

@@ -1,5 +1,5 @@
-// The eight tile registers of AMX. Inline assembly rather than the compiler's intrinsics: those of GCC 12 say nothing
-// of the memory that they touch, so that stores could move across them.
+// The eight tile registers of AMX, through inline assembly: the intrinsics of GCC 12 do not declare the memory they
+// access, so the compiler could move stores across them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace cmab::cpu {
 namespace {
 
-// What ldtilecfg takes.
+// The operand of ldtilecfg.
 struct TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];

@@ -1,6 +1,6 @@
-// The tile registers of AMX in software, for machines without: the interface of HardwareTiles, and the semantics of the
-// instructions as Intel's manual (volume 2, TDPBF16PS and LDTILECFG) gives them, so that the data flow of the AMX
-// kernels is tested anywhere. What the hardware would refuse stops the process.
+// The tile registers of AMX in software, for tests of the AMX kernels' data flow on machines without AMX: the interface
+// of HardwareTiles, with the semantics of Intel's manual (volume 2, TDPBF16PS and LDTILECFG). What the hardware would
+// refuse aborts the process.
 #pragma once
 
 #include <immintrin.h>
@@ -47,8 +47,8 @@ class EmulatedTiles {
       std::memcpy(static_cast<char*>(to) + r * stride, file().tile[kTile][r], file().config.row_bytes[kTile]);
     }
   }
-  // Low and high halves of the pairs are summed apart by fused multiply-adds, from 0, and then added to C; denormals
-  // count as 0 throughout, in and out.
+  // Low and high halves of the pairs are accumulated separately by fused multiply-adds from 0, then added to C;
+  // denormals, in and out, count as 0.
   template <int kC, int kA, int kB>
   static void multiply() {
     const TileConfig& config = file().config;
@@ -78,7 +78,7 @@ class EmulatedTiles {
   static void multiply_row(uint32_t* c, const uint32_t* a, const Tile& b) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
-    for (int k = 0; k < 16; ++k) {  // what lies beyond the configured extents is 0
+    for (int k = 0; k < 16; ++k) {  // elements beyond the configured extents are 0
       const __m512i pair = _mm512_set1_epi32(static_cast<int>(a[k])), lanes = _mm512_load_si512(b[k]);
       low = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)),
                             _mm512_castsi512_ps(_mm512_slli_epi32(lanes, 16)), low);

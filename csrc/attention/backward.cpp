@@ -1,5 +1,5 @@
-// Backward: pack the queries with what is known of their rows, one pass over the keys, then add the parts of dQ (and of
-// dK and dV, where the queries were cut into groups too).
+// The backward driver: packs the queries with their lse, delta and dout, makes one pass over the keys, then adds the
+// parts of dQ (and of dK and dV, if the queries were cut into pieces too).
 #include <omp.h>
 
 #include "attention/plan.h"
@@ -9,33 +9,37 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr int64_t kPieceRows = 256;  // the least that is worth a piece
+constexpr int64_t kPieceRows = 256;  // the fewest rows worth a piece of their own
 constexpr int64_t kMaxPieces = 16;
 
-// Pieces of the keys, each with its own partial dQ: bounded by memory, but a few for any number of queries.
+// The number of pieces of the keys, each with its own partial dQ: limited by memory, but at least 4 are allowed however
+// many queries there are.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   const int64_t most = queries == 0 ? kMaxPieces : std::clamp<int64_t>(2048 / queries, 4, kMaxPieces);
   return keys == 0 ? 0 : std::clamp<int64_t>(keys / kPieceRows, 1, most);
 }
 
-// Pieces of the queries, each with its own partial dK and dV, for many queries of keys too few to be cut.
+// The number of pieces of the queries, each with its own partial dK and dV: more than one only where the keys are too
+// few to be cut.
 int64_t query_pieces(int64_t keys, int64_t queries) {
   return key_pieces(keys, queries) > 1 ? 1 : std::clamp<int64_t>(queries / kPieceRows, 1, kMaxPieces);
 }
 
-// One head.
+// A head of a wave, and its pieces.
 struct Head {
   int64_t b, h;
   KeySet set;
   int64_t key_pieces, query_pieces;
-  size_t packed, states, parts;  // where these start in the workspace
+  size_t packed, states, parts;  // byte offsets in the workspace
 };
 
+// Neighbouring heads from `head` on, one piece of their keys against one piece of their queries.
 struct Task {
   size_t head, heads;
   int64_t key_piece, query_piece;
 };
 
+// A block of queries of a head, or (index = first key) a tile of its keys.
 struct Unit {
   size_t head;
   int64_t index;
@@ -51,7 +55,7 @@ void narrow_to(DType dtype, T x, void* to, int64_t at) {
   narrow(float(x), static_cast<Float16*>(to) + at);
 }
 
-// T is the type of sums.
+// A backward call; T is the type of sums.
 template <class T>
 class Backward {
  public:
@@ -219,7 +223,7 @@ class Backward {
     return {at(gradients_.key, d), at(gradients_.value, e), in_.shape.dtype};
   }
 
-  // dK and dV of one tile of keys: the parts of the query pieces, in their order.
+  // Writes dK and dV of one tile of keys: the sum over the query pieces, in ascending order.
   void add_key_parts(const Head& head, int64_t key) const {
     const int64_t rows = std::min(kKeyTile, head.set.count - key);
     const auto add = [&](void* gradient, int64_t width, const T* parts) {
@@ -234,7 +238,7 @@ class Backward {
     add(gradients_.value, in_.shape.value_width, value_part(head, 0));
   }
 
-  // dQ of one block: the parts of the key pieces, in their order.
+  // Writes dQ of one block: the sum over the key pieces, in ascending order.
   void add_query_parts(const Head& head, int64_t block, char* scratch) const {
     const int rows = rows_of_block(block), width = in_.shape.key_width;
     const Sum sum(in_.shape, kernel_.block, scratch);

@@ -1,5 +1,5 @@
-// The backward kernel for float32 and float64 sums: one pass over the keys. Scores stand as in the forward kernel, with
-// queries in the lanes; dK and dV have the columns of a row in the lanes instead, and take the weights one by one.
+// The backward kernel for float32 and float64 sums, one pass over the keys. Scores are laid out as in the forward
+// kernel, with queries in the lanes; dK and dV have the columns of a row in the lanes and take the weights as scalars.
 #pragma once
 
 #include "attention/forward_kernel.h"
@@ -7,7 +7,8 @@
 namespace cmab::cpu {
 namespace {
 
-// Rows of a (.., width) matrix are padded to whole vectors; narrow ones use narrower vectors where there are such.
+// The vector size in bytes for rows of `width`: rows are padded to whole vectors; narrow rows use narrower vectors if
+// available.
 template <class T>
 constexpr int row_bytes(int width) {
   const int bytes = width * int(sizeof(T));
@@ -19,7 +20,7 @@ constexpr int padded_width(int width) {
   return round_up(width, row_bytes<T>(width) / int(sizeof(T)));
 }
 
-// rows of padded_width: factor * matrix[row][d].
+// to[row][d] = factor * matrix[row][d], in rows of padded_width<T>(width).
 template <class T>
 inline void pack_rows(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* to) {
   const int padded = padded_width<T>(width);
@@ -30,12 +31,12 @@ inline void pack_rows(DType dtype, const Matrix& matrix, int rows, int width, do
   for (int i = 0; i < rows * padded; ++i) to[i] = T(to[i] * factor);
 }
 
-// The parts of a packed block.
+// The arrays of a packed block of queries.
 template <class T>
 struct PackedRows {
-  T *query_columns, *dout_columns;  // [width][row]; logits in base 2
-  T *query_rows, *dout_rows;        // [row][padded width]; with the scale in the query
-  T *lse, *lse_low, *delta;         // [row]; base 2
+  T *query_columns, *dout_columns;  // [width][row]; the query times scale * log2(e)
+  T *query_rows, *dout_rows;        // [row][padded width]; the query times scale
+  T *lse, *lse_low, *delta;         // [row]; lse in base 2, in two parts
 
   PackedRows(const Shape& shape, int rows, const void* memory) {
     Arena arena(const_cast<void*>(memory));
@@ -52,7 +53,7 @@ struct PackedRows {
   size_t bytes;
 };
 
-// out[k][:] += sum over rows of weights[k][row] * rows_of[row][:], kColumns vectors of the columns; `keys` is a
+// out[k][:] += sum over rows of weights[k][row] * rows_of[row][:], for kColumns vectors of columns; `keys` is a
 // multiple of 16.
 template <int kColumns, class V, class T>
 inline void accumulate_keys(T* out, int stride, int keys, const T* weights, int weight_stride, const T* rows_of,
@@ -93,8 +94,8 @@ inline void add_key_gradient(int width, T* out, int keys, const T* weights, int 
   }
 }
 
-// log2 of P. In float64 lse has no second part to be exact with, so a difference that a double of that size cannot
-// resolve is none: with a single huge logit, P is 1.
+// log2 of P. A float64 lse has no low part, so a difference below its resolution counts as 0: with a single huge logit,
+// P is 1.
 template <class V>
 CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
   const V x = logit - lse - lse_low;
@@ -105,8 +106,8 @@ CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
   return x;
 }
 
-// weights[key][row] = P = exp2(logit - lse) for one register tile of columns; `keys` is a multiple of 16, zero weights
-// past `count`.
+// weights[key][row] = P = exp2(logit - lse) for one register tile of columns; `keys` is a multiple of 16, and weights
+// past `count` are 0.
 template <class B, class T>
 inline void recompute_weights(const PackedRows<T>& packed, int depth, Tile<T> key, int count, int keys, int column,
                               T* weights) {
@@ -195,13 +196,13 @@ struct Backward {
     }
   }
 
-  // What is left of a double lse beside its float32 part; nothing where a double of that size resolves no more.
+  // The part of a double lse that `high`, its float32, misses; 0 where that is below the resolution of a double.
   static double lse_remainder(double lse, double high) {
     const double low = lse - high, resolution = 0x1p-51 * __builtin_fabs(lse);
     return __builtin_fabs(low) > resolution ? low : 0.0;
   }
 
-  // A row without a key takes no part: not even a NaN in its dout may reach dV.
+  // Zeroes the dout of a row without a key: not even a NaN in it may reach dV.
   static void forget_dout(const Shape& shape, int rows, const PackedRows<T>& packed, int row) {
     for (int e = 0; e < shape.value_width; ++e) {
       packed.dout_columns[e * padded_rows<T>(rows) + row] = 0;
@@ -271,7 +272,7 @@ struct Backward {
       scatter(static_cast<Float16*>(gradient) + at, rows, width, present, from, stride);
   }
 
-  // Rows of present keys, in order, to where these keys are; zeros to the absent ones.
+  // Copies the rows of present keys to the places of these keys; writes zeros for absent keys.
   template <class To>
   static void scatter(To* to, int rows, int width, const Present& present, const T* from, int stride) {
     const T* row = from;

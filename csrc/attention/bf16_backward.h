@@ -1,8 +1,8 @@
-// The backward of bfloat16 attention on an Engine of matrix products.
+// The backward kernel of bfloat16 attention, on an Engine of matrix products (DotEngine, TileEngine).
 //
-// A tile of 64 keys against up to 64 queries at a time, lanes being queries: S = K Q' and dP = V dO' give P from lse
-// and dS = P * (dP - delta) in float32. Both are rounded to bfloat16, by rows (pairs along the queries) for dV = P dO
-// and dK = dS Q, and by pairs of keys for dQ' += K' dS. Sums stay in float32.
+// A tile of 64 keys is processed against up to 64 queries at a time, with queries in the lanes: S = K Q' and dP = V dO'
+// give P from lse and dS = P * (dP - delta) in float32. Both are rounded to bfloat16: in pairs along the queries for dV
+// = P dO and dK = dS Q, and dS in pairs of keys for dQ' += K' dS. Accumulators stay float32.
 #pragma once
 
 #include "attention/bf16_operands.h"
@@ -22,13 +22,13 @@ class Bf16Backward {
   // Keys are padded to this many within a tile.
   static constexpr int kKeyStep = Engine::kRowStep > 2 * Engine::kPairStep ? Engine::kRowStep : 2 * Engine::kPairStep;
 
-  static int64_t lanes_of(int rows) { return round_up(rows, 32); }  // whole vectors of pairs of queries
+  static int64_t lanes_of(int rows) { return round_up(rows, 32); }  // to whole vectors of pairs of queries
   static int64_t pairs_of(int width) { return round_up((width + 1) / 2, Engine::kPairStep); }
   static int64_t columns_of(int width) { return round_up(width, 16); }
   static int64_t key_rows(const Shape& shape) { return round_up(shape.key_width, Engine::kRowStep); }
 
-  // A block of queries: query and dout as lane operands with queries for lanes (for S and dP), and with queries for the
-  // contraction (for dK and dV); log2 of P is score * factor - high - low.
+  // A packed block of queries: query and dout as lane operands, with queries as lanes (for S and dP) and as the
+  // contraction (for dK and dV). log2 of P is score * factor - high - low.
   struct Packed {
     Pair *query, *dout, *query_rows, *dout_rows, *tile;
     float *high, *low, *delta;
@@ -95,7 +95,8 @@ class Bf16Backward {
     }
   }
 
-  // Both forms of a lane operand of tile[lanes][pairs].
+  // Arranges tile[lanes][pairs] as both lane operands: `across` with rows as lanes, `along` with rows as the
+  // contraction.
   static void arrange(const Pair* tile, int64_t lanes, int64_t pairs, int64_t columns, Pair* across, Pair* along) {
     rows_to_lanes(tile, lanes, pairs, across);
     for (int64_t i = 0; i < lanes / 2; ++i) {
@@ -105,7 +106,7 @@ class Bf16Backward {
     }
   }
 
-  // dout is float32; rows without a key contribute nothing, whatever their dout.
+  // Rounds dout (float32) to bfloat16. Rows without a key become zeros, whatever their dout.
   static void round_dout(const Shape& shape, int rows, const QueryRows& from, Pair* tile) {
     const int64_t lanes = lanes_of(rows), pairs = pairs_of(shape.value_width);
     for (int64_t r = 0; r < lanes; ++r, tile += pairs) {
@@ -148,19 +149,21 @@ class Bf16Backward {
           }
         }
       }
-      if (!begun) tile.present = 0;  // nothing was added: zeros
+      if (!begun) tile.present = 0;  // nothing was accumulated: write zeros
       const float factor = score_factor(shape);
       if (gradient.dkey) write(scratch.dkey, shape.key_width, factor, tile, gradient.type, gradient.dkey);
       if (gradient.dvalue) write(scratch.dvalue, shape.value_width, 1.0f, tile, gradient.type, gradient.dvalue);
     }
   }
 
+  // Keys `first` to first + count - 1; bit i of `present` is set if key first + i takes part.
   struct Tile {
     int64_t first, count;
     uint64_t present;
     int64_t padded() const { return round_up(count, kKeyStep); }
   };
 
+  // 16 * vectors lanes from `first` on, of a lane operand with this leading dimension.
   struct Lanes {
     int64_t first, vectors, leading;
   };
@@ -174,7 +177,7 @@ class Bf16Backward {
     if (needs.query) columns_to_rows(scratch.key, kTileKeys, pairs, key_rows(shape), scratch.key_transposed);
   }
 
-  // P and dS of a tile of keys and a block of queries, as operands of what follows.
+  // Computes P and dS of a tile of keys and up to 64 queries, as operands of the products that follow.
   static void weigh(const Shape& shape, const Packed& packed, const Lanes& lanes, const Tile& tile,
                     const Scratch& scratch) {
     const int64_t pairs_d = pairs_of(shape.key_width), pairs_e = pairs_of(shape.value_width);
@@ -208,7 +211,8 @@ class Bf16Backward {
     }
   }
 
-  // What 16 queries contribute to P and dS. P is at most 1; rounding of logits as large as 1e20 must not exceed it.
+  // P and dS of 16 queries, one a lane. P is clamped to at most 1, which rounding of logits as large as 1e20 could
+  // exceed.
   struct Queries {
     __m512 high, low, delta;
 
@@ -219,7 +223,7 @@ class Bf16Backward {
 
     __m512 weight(const float* score, __m512 factor) const {
       const __m512 logarithm = _mm512_sub_ps(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, high), low);
-      return exp2_lanes(_mm512_min_ps(_mm512_setzero_ps(), logarithm));  // a NaN stays
+      return exp2_lanes(_mm512_min_ps(_mm512_setzero_ps(), logarithm));  // keeps a NaN
     }
     __m512 dscore(__m512 weight, const float* dweight) const {
       return _mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(dweight), delta));
@@ -249,7 +253,7 @@ class Bf16Backward {
     }
   }
 
-  // Rows of a gradient, times `factor`; zeros for absent keys.
+  // Writes rows of a gradient, times `factor`; zeros for absent keys.
   static void write(const float* rows, int width, float factor, const Tile& tile, DType type, void* out) {
     for (int64_t r = 0; r < tile.count; ++r) {
       const float* row = rows + r * columns_of(width);

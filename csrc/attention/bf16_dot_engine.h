@@ -1,4 +1,5 @@
-// C (+)= A B on vdpbf16ps: one instruction multiplies a broadcast pair with 16 lanes of pairs.
+// The AVX512-BF16 engine of matrix products: C (+)= A B with vdpbf16ps, which multiplies a broadcast pair with 16 lanes
+// of pairs.
 #pragma once
 
 #include "attention/bf16_operands.h"
@@ -7,15 +8,15 @@ namespace cmab::cpu {
 namespace {
 
 struct DotEngine {
-  static constexpr int kRowStep = 4;   // rows of C come in multiples of this
-  static constexpr int kPairStep = 1;  // and the contraction in multiples of this many pairs
-  static constexpr int kVectors = 1;   // vectors of lanes that are best worked on together
+  static constexpr int kRowStep = 4;   // rows of C are padded to a multiple of this
+  static constexpr int kPairStep = 1;  // the contraction is padded to a multiple of this many pairs
+  static constexpr int kVectors = 1;   // vectors of lanes that a caller should pass at a time
 
   struct Session {
     Session() {}  // nothing to set up; not an aggregate, so that a variable of it counts as used
   };
 
-  // c[rows][16 * vectors], a[rows][pairs], b[pairs][16 * vectors]; leading dimensions in elements.
+  // Matrix c[rows][16 * vectors] (+)= a[rows][pairs] b[pairs][16 * vectors]; leading dimensions in elements.
   template <bool kAccumulate>
   static void multiply(float* c, int64_t ldc, const Pair* a, int64_t lda, const Pair* b, int64_t ldb, int64_t rows,
                        int64_t pairs, int64_t vectors) {
@@ -43,7 +44,7 @@ struct DotEngine {
         sum[r][v] = kAccumulate ? _mm512_loadu_ps(c + r * ldc + 16 * v) : _mm512_setzero_ps();
       }
     }
-    const Pair* row[kRows / 4];  // every fourth: an address has room for one or two leading dimensions
+    const Pair* row[kRows / 4];  // every fourth: addressing modes reach the rows between
     for (int r = 0; r < kRows; r += 4) row[r / 4] = a + r * lda;
     const int64_t lda3 = 3 * lda;
 #pragma GCC unroll 4

@@ -1,8 +1,8 @@
-// The forward of bfloat16 attention on an Engine of matrix products (DotEngine, TileEngine).
+// The forward kernel of bfloat16 attention, on an Engine of matrix products (DotEngine, TileEngine).
 //
-// Lanes are queries. A tile of 64 keys against a vector or two of queries, so that scores stay in the first cache:
-// S = K Q', the maximum and the exponentials down the columns, then O' += V' P. Scores, sums and O stay in float32; P
-// is rounded to bfloat16 for the product.
+// Queries are in the lanes. A tile of 64 keys is processed against one or two vectors of queries, so that scores stay
+// in the L1 cache: S = K Q', maximum and exponentials down the columns, then O' += V' P. Scores, sums and O stay
+// float32; P is rounded to bfloat16 for the product.
 #pragma once
 
 #include "attention/bf16_operands.h"
@@ -18,7 +18,7 @@ class Bf16Forward {
   }
 
  private:
-  static constexpr int kLanes = 16 * Engine::kVectors;  // queries of one pass
+  static constexpr int kLanes = 16 * Engine::kVectors;  // queries processed at a time
   // Keys are padded to this many within a tile.
   static constexpr int kKeyStep = Engine::kRowStep > 2 * Engine::kPairStep ? Engine::kRowStep : 2 * Engine::kPairStep;
 
@@ -27,8 +27,8 @@ class Bf16Forward {
   static int64_t value_pairs(const Shape& shape) { return (shape.value_width + 1) / 2; }
   static int64_t value_rows(const Shape& shape) { return round_up(shape.value_width, Engine::kRowStep); }
 
-  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as
-  // rounded for the product, and O' of [value_rows][lanes].
+  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as rounded for
+  // the product, and O' as [value_rows][lanes].
   struct State {
     float *top, *sum, *rounded_sum, *acc;
     size_t bytes;
@@ -62,7 +62,7 @@ class Bf16Forward {
 
   static size_t packed_bytes(const Shape& shape, int rows) {
     return sizeof(Pair) *
-           (2 * key_pairs(shape) * lanes_of(rows) + kSlack);  // by pairs, and the rows from which they are made
+           (2 * key_pairs(shape) * lanes_of(rows) + kSlack);  // the lane operand, and the rows it is made from
   }
   static size_t state_bytes(const Shape& shape, int rows) { return State(shape, rows, nullptr).bytes; }
   static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
@@ -121,8 +121,8 @@ class Bf16Forward {
     columns_to_rows(scratch.value, kTileKeys, pairs, value_rows(shape), scratch.value_transposed);
   }
 
-  // Turns scores of 16 queries into weights relative to each query's largest score so far. The difference of two
-  // scores comes before the factor: exactly 0 for the largest, however large, and never positive.
+  // Turns scores of 16 queries into weights relative to each query's largest score so far. Scores are subtracted before
+  // the factor is applied: the difference is exactly 0 for the largest, and never positive.
   static void weigh(const Shape& shape, const Scratch& scratch, int64_t column, int64_t tile, uint64_t present,
                     const State& state, int64_t lane, int64_t lanes) {
     float* scores = scratch.scores + column;
@@ -147,7 +147,7 @@ class Bf16Forward {
     _mm512_storeu_ps(rounded_total, _mm512_add_ps(_mm512_loadu_ps(rounded_total), rounded_sum));
   }
 
-  // The largest score in each column of a tile, whose rows are a multiple of 4; NaN counts as -infinity.
+  // The largest score in each column of a tile of `rows` rows, a multiple of 4; NaN counts as -infinity.
   static __m512 largest(const float* scores, int64_t rows) {
     __m512 top[4];
     for (__m512& each : top) each = _mm512_set1_ps(-__builtin_inff());
@@ -157,8 +157,8 @@ class Bf16Forward {
     return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
   }
 
-  // Raises each query's largest score to `top`, and scales what was summed against the old one. The result is what to
-  // subtract: 0 where every score so far is -infinity, so that those weights become 0 and not NaN.
+  // Raises each query's largest score to `top` and rescales its sums. Returns the score to subtract: 0 where every
+  // score so far is -infinity, so that those weights become 0 and not NaN.
   static __m512 raise_top(__m512 top, __m512 factor, const State& state, int64_t lane, int64_t rows, int64_t lanes) {
     const __m512 old = _mm512_loadu_ps(state.top + lane);
     top = _mm512_max_ps(top, old);
@@ -181,6 +181,7 @@ class Bf16Forward {
       _mm512_storeu_ps(first, _mm512_mul_ps(_mm512_loadu_ps(first), by));
   }
 
+  // Rounds two rows of 16 weights to bfloat16 and interleaves them as 16 pairs of keys.
   static __m512i pair_weights(__m512 even, __m512 odd) {
     alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -195,7 +196,8 @@ class Bf16Forward {
       const bool empty = state.top[row] == -__builtin_inff();
       reference[row] = empty ? -__builtin_inf() : factor * state.top[row];
       sum[row] = state.sum[row];
-      // The mean is taken with the weights as they were multiplied; the sum of the state is the exact one.
+      // acc was summed with rounded weights: it is rescaled so that acc / sum is their weighted mean, with the exact
+      // sum.
       const double correction = empty ? 0.0 : sum[row] / state.rounded_sum[row];
       for (int e = 0; e < shape.value_width; ++e)
         acc[row * shape.value_width + e] = correction * state.acc[e * lanes + row];

@@ -1,5 +1,5 @@
-// The kernels of bfloat16 attention, compiled once for each CMAB_ENGINE that multiplies: dot products of AVX512-BF16,
-// the tiles of AMX, and tiles in software, which are for tests: far slower than any other, never chosen by themselves.
+// The kernels of bfloat16 attention, compiled once for each CMAB_ENGINE: dot products of AVX512-BF16, the tiles of AMX,
+// and tiles in software (for tests: much slower, never chosen by default).
 #include "attention/amx_engine.h"
 #include "attention/amx_tiles_emulated.h"
 #include "attention/bf16_backward.h"

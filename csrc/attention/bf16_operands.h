@@ -1,14 +1,14 @@
 // Operands of the bfloat16 matrix products, for AVX512-BF16 and AMX alike.
 //
 // Both instructions multiply pairs: 32-bit lane n of the result gains a.low * b.low + a.high * b.high, where a Pair
-// holds two bfloat16 that are next to each other along the contraction. A product C = A B therefore takes
+// holds two bfloat16 that are neighbours along the contraction. A product C = A B therefore takes
 //   A, the broadcast operand, as [row][pair], simply the rows of a row-major matrix, and
 //   B, the lane operand, as [pair][lane].
-// fetch copies rows of the caller's matrix into a zero-filled tile, which is operand A of that matrix; the other
-// operands are rearrangements of such a tile.
+// fetch copies rows of the caller's matrix to a zero-filled tile, which is operand A of that matrix; the other operands
+// are rearrangements of such a tile.
 #pragma once
 
-// GCC 12 takes the deliberately undefined pass-through operand in its own header for a mistake (its bug 105593).
+// GCC 12 warns of a deliberately undefined operand in its own header (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #if !defined(__clang__)
@@ -31,11 +31,12 @@ constexpr int kTileKeys = static_cast<int>(kKeyTile);
 constexpr int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// A mask of the first `count` of 16 lanes, clamped to 0 .. 16.
 inline __mmask16 first16(int64_t count) {
   return static_cast<__mmask16>(count <= 0 ? 0 : count >= 16 ? 0xffff : (1u << count) - 1);
 }
 
-// Deals out 64-byte aligned buffers of a workspace; with a null workspace, finds out how long it must be.
+// Hands out 64-byte-aligned buffers of a workspace; given null, it only counts the bytes needed.
 class Carver {
  public:
   explicit Carver(const void* workspace) : at_(reinterpret_cast<uintptr_t>(workspace)) {}
@@ -47,13 +48,13 @@ class Carver {
     return buffer;
   }
 
-  size_t bytes() const { return at_; }  // of a null workspace
+  size_t bytes() const { return at_; }  // meaningful for a null workspace only
 
  private:
   uintptr_t at_;
 };
 
-// The keys of a tile that take part, one bit each.
+// The present keys of the tile that starts at `first`: bit i is set if key first + i takes part.
 inline uint64_t present_keys(const Keys& keys, int64_t first) {
   const int64_t count = smaller(keys.count - first, kTileKeys);
   uint64_t present = ~uint64_t{0} >> (kTileKeys - count);
@@ -66,9 +67,8 @@ inline uint64_t present_keys(const Keys& keys, int64_t first) {
   return present;
 }
 
-// Rows first .. of a matrix of bfloat16 to tile[rows][pairs]; zeros beyond its width and in rows that are not present.
-// Whole vectors are stored, so that up to kSlack pairs after the tile are overwritten. The rows after these are on
-// their way to the cache meanwhile.
+// Copies rows `first` .. of a bfloat16 matrix to tile[rows][pairs]; zeros beyond its width and in rows that are not
+// present. Stores whole vectors: up to kSlack pairs after the tile are overwritten. Prefetches the rows after these.
 constexpr int64_t kSlack = 16;
 
 inline void fetch(const Matrix& matrix, int64_t first, int64_t width, uint64_t present, int64_t rows, int64_t pairs,
@@ -95,7 +95,7 @@ inline void fetch(const Matrix& matrix, int64_t first, int64_t width, uint64_t p
   }
 }
 
-// From the 32 entries of row 2i and of row 2i+1, the pairs of columns 0 .. 15 or of columns 16 .. 31.
+// Interleaves the 32 entries of rows 2i and 2i+1: the pairs of columns 0 .. 15, or (kHalf = 1) of columns 16 .. 31.
 template <int kHalf>
 inline __m512i pair_rows(__m512i even, __m512i odd) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -104,7 +104,7 @@ inline __m512i pair_rows(__m512i even, __m512i odd) {
   return _mm512_permutex2var_epi16(even, order, odd);
 }
 
-// Columns c .. c + 15 of rows 2i and 2i+1 of a tile as pairs; columns beyond the tile's hold anything.
+// Columns c .. c + 15 of rows 2i and 2i+1 of a tile as pairs; columns beyond the tile's are undefined.
 inline __m512i pair_columns(const Pair* tile, int64_t pairs, int64_t i, int64_t c) {
   const __m256i* even = reinterpret_cast<const __m256i*>(tile + 2 * i * pairs + c / 2);
   const __m256i* odd = reinterpret_cast<const __m256i*>(tile + (2 * i + 1) * pairs + c / 2);
@@ -112,7 +112,7 @@ inline __m512i pair_columns(const Pair* tile, int64_t pairs, int64_t i, int64_t 
                       _mm512_castsi256_si512(_mm256_loadu_si256(odd)));
 }
 
-// A square of 16 x 16 in registers, by squares of 2, of 4, of 8 (halves) and of 16.
+// Transposes a 16 x 16 square of 32-bit elements in registers, by blocks of 2, 4, 8 and 16.
 inline void transpose16(__m512i (&row)[16]) {
   __m512i other[16];
   for (int i = 0; i < 16; i += 2) {
@@ -137,7 +137,7 @@ inline void transpose16(__m512i (&row)[16]) {
   }
 }
 
-// tile[rows][pairs] to out[pairs][rows]: rows that are lanes. rows is a multiple of 16.
+// Transposes tile[rows][pairs] to out[pairs][rows], a lane operand; `rows` is a multiple of 16.
 inline void rows_to_lanes(const Pair* tile, int64_t rows, int64_t pairs, Pair* out) {
   for (int64_t p = 0; p < pairs; p += 16) {
     for (int64_t r = 0; r < rows; r += 16) {
@@ -149,8 +149,8 @@ inline void rows_to_lanes(const Pair* tile, int64_t rows, int64_t pairs, Pair* o
   }
 }
 
-// tile[rows][pairs] to out[columns][rows / 2], the transposed matrix as a broadcast operand. rows is a multiple of 32;
-// columns beyond the tile's hold anything.
+// Turns tile[rows][pairs] into out[columns][rows / 2], the transposed matrix as a broadcast operand. `rows` is a
+// multiple of 32; columns beyond the tile's are undefined.
 inline void columns_to_rows(const Pair* tile, int64_t rows, int64_t pairs, int64_t columns, Pair* out) {
   for (int64_t c = 0; c < columns; c += 16) {
     for (int64_t r = 0; r < rows / 2; r += 16) {
@@ -162,8 +162,8 @@ inline void columns_to_rows(const Pair* tile, int64_t rows, int64_t pairs, int64
   }
 }
 
-// 2^t. The fraction's polynomial is minimax with value 1 at 0, relative error 3e-6, a thousandth of what bfloat16
-// rounds away. Exactly 0 at -infinity; underflows gradually; keeps NaN.
+// 2^t by a minimax polynomial of the fraction, exact at 0, with a relative error of 3e-6, a thousandth of bfloat16's
+// rounding. Exactly 0 at -infinity; underflows gradually; keeps NaN.
 inline __m512 exp2_lanes(__m512 t) {
   const __m512 fraction = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 power = _mm512_set1_ps(0x1.b7f738p-7f);
@@ -174,12 +174,12 @@ inline __m512 exp2_lanes(__m512 t) {
   return _mm512_scalef_ps(power, t);
 }
 
-// (low, high) rounded to bfloat16, 32 in a row.
+// Rounds 32 floats to bfloat16, `low` in the lower half.
 inline __m512i round_to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-// Scores are products of packed queries and keys; a logit is factor * score in natural units. The sign of the scale
-// goes into the packed queries (exact), so that the largest score is the largest logit; a scale of 0 is a scale of 1 on
-// queries of 0.
+// A score is the product of a packed query and a key; the logit is factor * score in natural units. The sign of the
+// scale is applied to the packed queries (exact), so that the largest score is the largest logit; a scale of 0 becomes
+// a factor of 1 with queries of 0.
 inline float score_factor(const Shape& shape) {
   const float scale = static_cast<float>(shape.scale);
   return scale == 0.0f ? 1.0f : scale < 0.0f ? -scale : scale;

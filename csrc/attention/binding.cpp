@@ -1,4 +1,4 @@
-// Latent cross-attention as Python calls it.
+// Python bindings of latent cross-attention on the CPU.
 #include "attention/call.h"
 #include "common/arguments.h"
 #include "common/bindings.h"

@@ -7,7 +7,7 @@ namespace cmab::cpu {
 
 struct Inputs {
   Shape shape;
-  int64_t batch, heads, queries, keys;  // keys: N, over all sets where sets are packed
+  int64_t batch, heads, queries, keys;  // keys: N, the total over all sets if they are packed
   Operand query, key, value;
   const uint8_t* ignored;  // (batch of the keys, N), or null
   int64_t ignored_stride[2];
@@ -16,12 +16,12 @@ struct Inputs {
   int threads;
 };
 
-// out (B, H, L, E) and lse (B, H, L) are contiguous; out in the type of sums. state_out and state_lse (width 1) without
-// data: no incoming state.
+// Fills out (B, H, L, E), in the type of sums, and lse (B, H, L); both are contiguous. state_out and state_lse (width
+// 1) are the incoming state; without data there is none.
 void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse);
 
-// dout (B, H, L, E), dlse (B, H, L, 1); out and lse as forward wrote them. Gradients are contiguous, in the dtype of
-// the inputs; null where not needed.
+// Fills the gradients, contiguous and in the inputs' dtype; null where not needed. dout (B, H, L, E), dlse (B, H, L,
+// 1); out and lse as forward wrote them.
 struct Gradients {
   void *query, *key, *value;
 };

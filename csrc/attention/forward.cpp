@@ -1,4 +1,4 @@
-// Forward: pack the queries, attend to every piece of the keys, merge the pieces.
+// The forward driver: packs the queries, attends to each piece of the keys, merges the pieces.
 #include <omp.h>
 
 #include "attention/plan.h"
@@ -9,22 +9,22 @@ namespace cmab::cpu {
 namespace {
 
 constexpr double kLn2 = 0.69314718055994530942;
-constexpr int64_t kGroupRows = 1024;  // queries of one head in a wave
+constexpr int64_t kGroupRows = 1024;  // queries of a group, at most
 
-// Partial states of the pieces are kept until they are merged: with many queries there is less to gain from pieces.
+// The number of pieces of the keys. Each keeps its own partial states until they are merged, so many queries get fewer.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   return keys == 0 ? 0 : std::clamp<int64_t>(std::min(keys / 2048, 2048 / queries), 1, 16);
 }
 
-// Some rows of one head, against all keys of its set.
+// A group: some query rows of one head, against all keys of its set.
 struct Group {
   int64_t b, h, first_row, rows;
   KeySet set;
   int64_t pieces;
-  size_t packed, states;  // where its blocks start in the workspace
+  size_t packed, states;  // byte offsets of its blocks in the workspace
 };
 
-// What one thread does in one go: blocks of queries of some neighbouring heads against one piece of the keys.
+// A unit of work of one thread: blocks of queries of some neighbouring heads against one piece of the keys.
 struct Task {
   size_t group, heads;
   int64_t piece, first_block, blocks;
@@ -33,7 +33,7 @@ struct Task {
 // A thread's buffers while it merges one block.
 struct Merge {
   Sums<double>* total;             // [rows]
-  double *reference, *sum, *part;  // [rows], [rows], [rows][E]: one piece
+  double *reference, *sum, *part;  // [rows], [rows], [rows][E]: of one piece
   double* acc;                     // [rows][E]: of all pieces so far
 
   Merge(const Shape& shape, int rows, char* memory)
@@ -69,7 +69,7 @@ class Forward {
     for (int64_t next = 0; next < count;) {
       groups_.clear();
       size_t bytes = threads_ * scratch_bytes_;
-      do {  // heads go fastest, so that those that share cache lines are neighbours
+      do {  // heads vary fastest: those that share cache lines are neighbours
         const int64_t batch_row = next / in_.heads;
         bytes = add_group(batch_row / row_groups, next % in_.heads, batch_row % row_groups * kGroupRows, bytes);
         ++next;
@@ -157,7 +157,7 @@ class Forward {
       }
   }
 
-  // Merges the pieces, in their order, and the incoming state, and writes the rows of one block.
+  // Writes the rows of one block: merges the pieces in ascending order, then the incoming state.
   void finish(const Group& group, int64_t block, char* scratch) const {
     const int rows = rows_of_block(group, block), width = in_.shape.value_width;
     const int64_t first = group.first_row + block * kernel_.block;

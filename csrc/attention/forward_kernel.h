@@ -1,6 +1,6 @@
-// The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Lanes are queries: the scores of a
-// tile of keys stand as weights[key][query], so that maximum and sum run down the columns and no lane ever asks
-// another.
+// The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Queries are in the lanes: the
+// scores of a tile of keys are laid out as weights[key][query], so that maximum and sum run down the columns without
+// cross-lane operations.
 #pragma once
 
 #include "attention/attention.h"
@@ -9,12 +9,12 @@
 namespace cmab::cpu {
 namespace {
 
-// What the register file holds: 16 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
+// Accumulators of a register tile: 16 of 32 registers with AVX-512, 8 of 16 elsewhere.
 constexpr int kAccumulators = CMAB_VECTOR_BYTES == 64 ? 16 : 8;
 constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int kBlockVectors = 4;
 
-// A block of `kVectors` vectors of queries. Few queries take the smallest block that holds them.
+// A block of `kVectors` vectors of queries; few queries take the smallest block that holds them.
 template <class T, int kVectors>
 struct Block {
   using V = Vector<T>;
@@ -28,7 +28,7 @@ constexpr int block_vectors(int rows) {
   return rows <= kVectorLanes<T> ? 1 : rows <= 2 * kVectorLanes<T> ? 2 : kBlockVectors;
 }
 
-// Calls `function` with the block that holds `rows`.
+// Calls `function` with the smallest block that holds `rows`.
 template <class T, class Function>
 CMAB_INLINE void with_block(int rows, Function function) {
   switch (block_vectors<T>(rows)) {
@@ -59,7 +59,7 @@ inline void pack_columns(DType dtype, const Matrix& matrix, int rows, int width,
     for (int row = rows; row < stride; ++row) columns[d * stride + row] = 0;
 }
 
-// Rows of `out` += rows of a' b for the columns of one register tile; `rows` is a multiple of 4.
+// out[:rows] += a' b for the columns of one register tile, over `steps` keys; `rows` is a multiple of 4.
 template <class B, class T>
 CMAB_INLINE void accumulate_rows(T* out, int rows, Tile<T> a, const T* b, int steps) {
   using V = typename B::V;
@@ -71,7 +71,7 @@ CMAB_INLINE void accumulate_rows(T* out, int rows, Tile<T> a, const T* b, int st
     accumulate<V, 4, B::kColumns>(out + r * B::kRows, B::kRows, a.rows + r, 1, a.stride, b, B::kRows, steps);
 }
 
-// A partial state in memory: the sums are relative to 2^reference, and reference is a logit that the row has seen.
+// A partial state in memory; the sums are relative to 2^reference, where reference is a logit that the row has seen.
 template <class T>
 struct State {
   T* reference;
@@ -86,13 +86,12 @@ inline State<T> state_of(int rows, const void* memory) {
   return {first, first + stride, first + 2 * stride};
 }
 
-// A row's reference follows its largest logit only when that gets ahead by kSlack: exp2 stays in range, and rescaling
-// is rare.
+// A row's reference follows its largest logit only when exceeded by kSlack: exp2 stays in range, and rescaling is rare.
 constexpr int kSlack = 8;
 
-// Moves the references of one column of lanes up to `top` where that is due, and all that is relative to them: the sum
-// of the state, that of the tile so far (`tile_sum`), the accumulator and the tile's weights so far. Nothing is added
-// up here and a lane that stays is multiplied by 1: its bits do not depend on its neighbours.
+// Raises the references of one vector of queries to `top` where it exceeds them by kSlack, and rescales what is
+// relative to them: the state's sum, the tile's sum so far (`tile_sum`), the accumulator and the tile's weights so far.
+// Nothing is added here and other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
 template <class B, class T>
 __attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* tile_sum,
                                                T* weights, int weight_rows) {
@@ -115,14 +114,14 @@ __attribute__((noinline)) void raise_reference(State<T> state, int column, int v
   }
 }
 
-// Where a reference is still -inf, weights are taken relative to 0: exp2(-inf - 0) = 0, not NaN.
+// The reference to subtract: 0 where it is still -inf, so that exp2(-inf - 0) = 0, not NaN.
 template <class V>
 CMAB_INLINE V anchor(V reference) {
   return reference == -kInfinity ? V{} : reference;
 }
 
-// weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of one
-// register tile from `column` on.
+// weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of the
+// register tile that starts at `column`.
 template <class B, class T>
 inline void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, State<T> state, int column, int value_rows,
                        T* weights) {
@@ -203,7 +202,7 @@ struct Forward {
   };
   static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
 
-  // Logits are in base 2: the scale and log2(e) go into the queries.
+  // Packs the queries times scale * log2(e): logits are in base 2.
   static void pack(const Shape& shape, int rows, const Matrix& query, void* packed) {
     pack_columns(shape.dtype, query, rows, shape.key_width, shape.scale * kLog2E, static_cast<T*>(packed));
   }

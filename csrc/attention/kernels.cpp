@@ -1,4 +1,4 @@
-// The kernels of attention, for the instruction set that this file is compiled for.
+// The table of attention kernels for the instruction set that this file is compiled for.
 #include "attention/backward_kernel.h"
 #include "attention/forward_kernel.h"
 #include "common/instance.h"

@@ -1,6 +1,6 @@
-// What the forward and the backward driver share: how work is cut. Cuts that decide the order of additions depend on
-// the numbers of keys and queries of one head alone, so that a result has the same bits for any number of threads, and
-// for a batch element alone or within a batch. How cuts are dealt out to threads is free.
+// How the forward and backward drivers divide the work. Cuts that decide the order of additions depend only on the
+// numbers of keys and queries of one head, so that a result has the same bits for any number of threads, and for a
+// batch element alone or within a batch. The assignment to threads is free.
 #pragma once
 
 #include <vector>
@@ -40,8 +40,8 @@ inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t firs
           in.ignored_stride[1], count};
 }
 
-// Heads that lie side by side in a row of memory share its cache lines: they are visited together, chunk by chunk of
-// keys. Up to this many, as far as that leaves every thread a few tasks.
+// How many heads one task visits together, chunk by chunk of keys: heads interleaved in memory share cache lines. As
+// many as leave every thread a few tasks.
 inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
   if (!interleaved(in.key) && !interleaved(in.value)) return 1;
@@ -51,7 +51,8 @@ inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, in.heads);
 }
 
-// Keys of a chunk, a multiple of kKeyTile: with their values they stay in the second cache while they are used again.
+// The number of keys of a chunk, a multiple of kKeyTile: with their values they stay in the L2 cache while they are
+// reused.
 inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t row = heads * (in.shape.key_width + in.shape.value_width) * element_bytes(in.shape.dtype);
@@ -63,7 +64,7 @@ inline int useful_threads(const Inputs& in) {
   return useful_threads(keys * (in.shape.key_width + in.shape.value_width), in.threads);
 }
 
-// Batch elements and heads are worked through in waves, so that the workspace stays within bounds.
+// Heads are processed in waves, which bounds the workspace.
 constexpr size_t kWaveBytes = 768 << 10;
 constexpr size_t kWaveHeads = 1024;
 

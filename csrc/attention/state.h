@@ -1,9 +1,9 @@
 // The state of softmax attention and its algebra, for one query row.
 //
-// A set of keys leaves behind  sum = Σ exp(S_i - reference)  and  acc = Σ exp(S_i - reference) v_i; `reference` is any
-// number near the largest logit. The union of two disjoint sets has the sums of both, brought to one reference: merging
-// is associative and commutative, and the empty set (-inf, 0, 0) is its identity. Read out, a state is
-// (lse, out) = (reference + log(sum), acc / sum), and (lse, out) is a state again: reference = lse, sum = 1, acc = out.
+// The state of a set of keys is  sum = Σ exp(S_i - reference)  and  acc = Σ exp(S_i - reference) v_i; `reference` is
+// any number near the largest logit. The state of the union of two disjoint sets is the sum of both, rescaled to one
+// reference: merging is associative and commutative, and the empty set (-inf, 0, 0) is its identity. The result of a
+// state is (lse, out) = (reference + log(sum), acc / sum), which is a state again: reference = lse, sum = 1, acc = out.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ struct Sums {
   bool empty() const { return reference == -INFINITY && sum == 0; }
 };
 
-// Takes `from` into `into`. Exact where either is empty; a NaN in either stays.
+// Merges `from` into `into`. Exact where either is empty; a NaN in either stays.
 template <class T>
 inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const T* __restrict from_acc, int width) {
   if (from.empty()) return;
@@ -40,7 +40,7 @@ inline T log_sum(const Sums<T>& sums) {
   return sums.empty() ? T(-INFINITY) : sums.reference + std::log(sums.sum);
 }
 
-// What acc is multiplied with to give out; 0 for the empty state, whose out is 0.
+// The factor that turns acc into out; 0 for the empty state, whose out is 0.
 template <class T>
 inline T normaliser(const Sums<T>& sums) {
   return sums.empty() ? T(0) : T(1) / sums.sum;

@@ -1,5 +1,5 @@
-// Which kernels attention runs: those of bfloat16 where the instruction set has products of its own for it, else those
-// of vectors of its width.
+// Chooses the attention kernels: for bfloat16 those with bfloat16 products if the instruction set has them, else those
+// of its vector width.
 #include "attention/attention.h"
 #include "common/instruction_sets.h"
 

@@ -1,5 +1,5 @@
-// Whether AMX may be used by this process. The tile registers are 8 KiB that Linux keeps from a process until it has
-// asked for them; the first tile instruction of one that has not asked kills it.
+// Asks whether this process may use AMX. Linux withholds the 8 KiB of tile registers until a process has requested
+// them; a process that uses them before is killed at its first tile instruction.
 #include "common/instruction_sets.h"
 
 #if defined(__x86_64__)

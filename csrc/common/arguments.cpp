@@ -1,3 +1,4 @@
+// Reads and checks the arguments of a call from Python (arguments.h).
 #include "common/arguments.h"
 
 #include <cstring>
@@ -26,7 +27,7 @@ void Arguments::refuse(const char* name, const std::string& problem) const {
   throw py::value_error(std::string(function_) + ": `" + name + "` " + problem);
 }
 
-// Calls name their arguments in the order in which they are read: the search begins where the last one ended.
+// Callers mostly pass arguments in the order in which they are read, so the search starts after the last one found.
 PyObject* Arguments::argument(const char* name) {
   const Py_ssize_t count = names_ ? PyTuple_GET_SIZE(names_) : 0;
   for (Py_ssize_t i = 0; i < count; ++i) {

@@ -1,11 +1,11 @@
-// The arguments of a call from Python: each is asked for by its name, once, and checked as it is read.
+// Keyword arguments of a call from Python. Each is read by name, once, and checked as it is read.
 //
 //   const TensorView key = in.tensor("key", "BHND", kFloating);
 //   const TensorView value = in.tensor("value", "BHNE", key.dtype);
 //
-// A letter stands for one extent in the whole call: the first tensor that has it says which. A digit stands for itself.
-// Python has checked before: what is wrong here is a mistake of the package, and becomes an exception that names the
-// argument.
+// Each letter of `dims` names an extent: the first tensor that has the letter defines it, all others must agree. A
+// digit is the extent itself. Python has checked the arguments before: a failure here is a bug of the package, reported
+// as an exception that names the argument.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,10 +17,10 @@
 
 namespace cmab {
 
-// Where the tensors of this extension's calls are; each extension defines it.
+// The device that all tensors of this extension's calls must be on; each extension defines it.
 extern const Device kDevice;
 
-// A set of types.
+// A set of element types.
 class Types {
  public:
   constexpr Types(DType one) : bits_(1u << int(one)) {}
@@ -36,19 +36,19 @@ constexpr Types kFloating = kWide | DType::kBFloat16 | DType::kFloat16;
 
 class Arguments {
  public:
-  // The values by keyword of a vectorcall.
+  // Takes the arguments of a vectorcall: `values`, and the tuple of their keywords (null for none).
   Arguments(const char* function, PyObject* const* values, PyObject* names)
       : function_(function), values_(values), names_(names) {}
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
   TensorView tensor(const char* name, const char* dims, Types types) { return read(argument(name), name, dims, types); }
-  // Without data where it is None.
+  // As tensor(); None gives a view whose data is null.
   TensorView optional(const char* name, const char* dims, Types types) {
     PyObject* object = argument(name);
     return object == Py_None ? TensorView{} : read(object, name, dims, types);
   }
-  // Contiguous: what kernels fill, and what they read without strides.
+  // As tensor(), and contiguous: for outputs, and for inputs that kernels read without strides.
   TensorView contiguous(const char* name, const char* dims, Types types) {
     const TensorView view = tensor(name, dims, types);
     require(view.contiguous(), name, "is not contiguous");
@@ -59,24 +59,25 @@ class Arguments {
     require(view.contiguous(), name, "is not contiguous");
     return view;
   }
-  // A part of an argument, such as a field of a state.
+  // Reads a tensor that is part of an argument, such as a field of a state; checks it like tensor().
   TensorView read(PyObject* object, const char* name, const char* dims, Types types);
 
+  // Scalars by name, and the object itself, unchecked.
   double number(const char* name);
   int64_t integer(const char* name);
   bool flag(const char* name);
   PyObject* object(const char* name) { return argument(name); }
 
-  // The extent that a letter stands for.
+  // The extent that a letter of `dims` was given.
   int64_t extent(char letter) const { return extents_[int(letter)]; }
   int device_index() const { return device_index_ < 0 ? 0 : device_index_; }
 
-  // Raises unless it holds: what the argument is that it must not be.
+  // Raises ValueError unless `holds`; the message is the argument's name followed by `problem`.
   void require(bool holds, const char* name, const char* problem) const {
     if (!holds) refuse(name, problem);
   }
 
-  // Lets other threads of Python run while the result lives. Every argument must have been read.
+  // Releases the interpreter's lock until the result is destroyed. Raises TypeError if an argument was not read.
   [[nodiscard]] pybind11::gil_scoped_release run() const;
 
  private:
@@ -94,9 +95,9 @@ class Arguments {
   bool known_[kLetters] = {};
 };
 
-// ---- functions of a module that take arguments by keyword alone. Faster than pybind11's: half a microsecond a call.
+// ---- module functions that take keyword arguments only; a call is half a microsecond faster than pybind11's
 
-// What `work` gives, with exceptions as Python has them.
+// Returns work()'s result; a C++ exception becomes the current Python exception, and the result is null.
 template <class Work>
 PyObject* guarded(Work work) {
   try {
@@ -113,7 +114,7 @@ PyObject* guarded(Work work) {
   return nullptr;
 }
 
-// A function that gives nothing, or a pybind11::object.
+// Adds kFunction(Arguments&) to the module as `name`; it returns void (None in Python) or a pybind11::object.
 template <auto kFunction>
 void define(pybind11::module_& module, const char* name) {
   static PyMethodDef definition = {name, nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};

@@ -1,4 +1,4 @@
-// What the bindings of the families on the CPU share.
+// Helpers shared by the CPU bindings: views as kernel operands, and one bind function for each family.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 
 namespace cmab {
 
-// A view of up to four dimensions, of three, .. without its own last stride.
+// An operand with the data and strides of a view. With fewer than four dimensions, its last strides are not used.
 inline cpu::Operand operand(const TensorView& view) {
   cpu::Operand made;
   made.data = view.data;
@@ -22,7 +22,7 @@ inline cpu::Matrices matrices(const TensorView& view) {
   return {view.data, {view.stride[0], view.stride[1], view.stride[2]}};
 }
 
-// One file a family, <family>/binding.cpp.
+// Each is defined in <family>/binding.cpp.
 void bind_attention(pybind11::module_&);
 void bind_continual(pybind11::module_&);
 void bind_gram(pybind11::module_&);

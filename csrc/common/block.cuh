@@ -1,9 +1,9 @@
-// A block of threads: on a GPU the real one, elsewhere one that a CPU thread plays, so that what a kernel computes can
-// be tested without a GPU (cuda_emulated.cpp).
+// A block of threads: a real one on a GPU; elsewhere a CPU thread runs all its threads in turn, so that kernels can be
+// tested without a GPU (cuda_emulated.cpp).
 //
-// Code for a block is a sequence of phases, and between two phases all threads meet. What a thread keeps from one phase
-// to the next is PerThread; what it tells other threads, through shared or global memory, they may read in a later
-// phase only. Control flow outside the phases is the same for all threads.
+// A block's code is a sequence of phases with a barrier between them. PerThread holds a thread's registers across
+// phases. What a thread writes to shared or global memory, other threads may read only in a later phase. Control flow
+// outside the phases is uniform: the same for all threads.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@
 
 namespace cmab::cuda {
 
-constexpr int kThreads = 256;  // of a block, at most
+constexpr int kThreads = 256;  // per block, at most
 constexpr int kWarp = 32;
 
 CMAB_HOST_DEVICE int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -53,8 +53,8 @@ struct Block {
     return __syncthreads_or(test(int(threadIdx.x)));
   }
 
-  // Whether this block is the last of `count` to come here; it sees what the others wrote before they came: the second
-  // fence empties the cache of its multiprocessor.
+  // Counts this block in at `ticket`; true for the last of `count` blocks, which then sees what the others wrote
+  // before: the second fence invalidates its multiprocessor's L1 cache.
   CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
     __threadfence();
     __syncthreads();
@@ -75,7 +75,7 @@ struct PerThread {
 struct Block {
   char* shared;
   int threads;
-  bool backwards;  // the order in which threads go through a phase: a result that depends on it shows a race
+  bool backwards;  // runs the threads of a phase in descending order: a result that changes shows a race
 
   template <class Work>
   void each_thread(Work work) const {
@@ -94,7 +94,7 @@ struct Block {
 
 #endif
 
-// A phase that calls `work` for 0, ..., count - 1, neighbours by neighbouring threads.
+// A phase that calls `work` for 0, ..., count - 1; neighbouring threads take neighbouring indices.
 template <class Work>
 CMAB_DEVICE void each_index(const Block& block, int count, Work work) {
   block.each_thread([&](int thread) {

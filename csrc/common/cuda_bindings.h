@@ -1,5 +1,4 @@
-// What the bindings of the CUDA kernels share. The same bindings call the kernels as a CPU plays them,
-// cuda_emulated.cpp.
+// Helpers shared by the CUDA bindings, which also call the emulated kernels of cuda_emulated.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,10 +17,10 @@ inline Operand operand(const TensorView& view) {
   return made;
 }
 
-// Once the tensors have been read, which say on which device.
+// Reads the argument `stream`, a cudaStream_t as an integer. To be called after the tensors, which set the device.
 inline Stream read_stream(Arguments& in) { return {in.device_index(), uintptr_t(in.integer("stream"))}; }
 
-// One file a family, <family>/cuda_binding.cpp.
+// Each is defined in <family>/cuda_binding.cpp.
 void bind_continual(pybind11::module_&);
 void bind_ridge(pybind11::module_&);
 void bind_solve(pybind11::module_&);

@@ -1,6 +1,5 @@
-// Types of elements, and conversions between float32 and the two 16-bit types, on raw bits: branch-free, so that loops
-// over them vectorise.
-// Everything is static: files compiled for different instruction sets must not share one copy.
+// Element types, and conversions between float32 and the two 16-bit types, on raw bits and branch-free, so that loops
+// over them vectorise. Everything is static: files compiled for different instruction sets must not share one copy.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +7,7 @@
 
 namespace cmab {
 
-// Elements of tensors; kernels compute with the first four.
+// Element types of tensors; queries, keys and values have one of the first four.
 enum class DType : int { kFloat64, kFloat32, kBFloat16, kFloat16, kBool, kInt32, kInt64 };
 
 static inline int64_t element_bytes(DType dtype) {
@@ -16,7 +15,7 @@ static inline int64_t element_bytes(DType dtype) {
   return kBytes[int(dtype)];
 }
 
-// The type of sums and of weights.
+// The type in which elements of `dtype` are accumulated: float64 for float64, else float32. Weights have it too.
 static inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 struct BFloat16 {
@@ -40,7 +39,7 @@ static inline uint32_t bits_from_float(float x) {
 
 static inline float widen(BFloat16 x) { return float_from_bits(uint32_t(x.bits) << 16); }
 
-// The exponent moves by 112 through a product, which also makes subnormals right.
+// A product rebases the exponent by 112 and also normalises subnormals.
 static inline float widen(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;

@@ -1,4 +1,4 @@
-// Elements of the inputs, four at a time where they lie side by side.
+// Typed access to the inputs on a GPU; four elements are loaded at once where they are contiguous and aligned.
 #pragma once
 
 #include "common/block.cuh"
@@ -6,7 +6,7 @@
 
 namespace cmab::cuda {
 
-// Calls `work` with an element of this floating type.
+// Calls `work` with a value-initialised element of the C++ type of `dtype`, one of the floating types.
 template <class Work>
 void with_type(DType dtype, Work work) {
   switch (dtype) {
@@ -29,7 +29,7 @@ template <>
 struct SumType<double> {
   using type = double;
 };
-// What products of T are summed in, and the type of the weights.
+// The accumulator type for products of T, and the type of the weights.
 template <class T>
 using Sum = typename SumType<T>::type;
 
@@ -59,14 +59,14 @@ struct Matrix {
   int64_t row_stride, column_stride;
   int width;
 
-  // Whether four neighbours of a row can be loaded at once.
+  // Whether four neighbouring columns of a row can be loaded at once.
   CMAB_DEVICE bool in_quads() const {
     return column_stride == 1 && row_stride % 4 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(Quad<T>) == 0;
   }
 
   CMAB_DEVICE double wide(int row, int column) const { return as_sum(data[row * row_stride + column * column_stride]); }
 
-  // Columns from `column` on; zeros (all bits of every type's zero) past the last.
+  // The four columns from `column` on; zeros past the last.
   CMAB_DEVICE Quad<T> quad(int row, int column, bool in_quads) const {
     const T* from = data + row * row_stride + column * column_stride;
     if (in_quads && column + 4 <= width) return *reinterpret_cast<const Quad<T>*>(from);

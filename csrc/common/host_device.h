@@ -1,4 +1,4 @@
-// What nvcc compiles for a GPU, and any compiler for the CPU.
+// Function attributes: device code under nvcc, plain inline functions under any other compiler.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,3 +1,4 @@
+// Detects the usable instruction sets and chooses one (instruction_sets.h).
 #include "common/instruction_sets.h"
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Which instruction set the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another. The
-// emulated AMX is for tests: it is never the best, and not listed.
+// The instruction set that the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another. The
+// emulated AMX is for tests: it is never chosen by default, and not listed.
 #pragma once
 
 #include <string>
@@ -9,9 +9,10 @@ namespace cmab::cpu {
 
 enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx, kAmxEmulated };
 
+// The names of the usable instruction sets, from the least capable to the best.
 std::vector<std::string> usable_instruction_sets();
 
-// Throws std::runtime_error where CMAB_KERNELS_ISA asks for what there is not.
+// The instruction set in use. Throws std::runtime_error if CMAB_KERNELS_ISA names one that is unknown or not usable.
 Isa instruction_set();
 const char* name(Isa);
 
@@ -20,7 +21,7 @@ const char* name(Isa);
 bool amx_usable();
 #endif
 
-// One of three tables of kernels that differ in the width of their vectors alone: that of the instruction set in use.
+// The table for the instruction set in use, of three that differ in vector width only.
 template <class Kernels>
 const Kernels& widest(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
   const Isa isa = instruction_set();

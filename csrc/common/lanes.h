@@ -1,5 +1,5 @@
-// Vectors lane by lane: roots, signs, partial vectors, the transposition of a square of registers. Internal linkage, as
-// in simd.h.
+// Lane-wise vector operations (square root, sign, magnitude), loads and stores of partial vectors, and the transpose of
+// a square of registers. Internal linkage, as in simd.h.
 #pragma once
 
 #include <cmath>
@@ -29,14 +29,14 @@ CMAB_INLINE V magnitude(V x) {
   return (V)((Bits)x & ~kSignBit<V>);
 }
 
-// size >= 0 with the sign of x.
+// `size` (>= 0) with the sign of x.
 template <class V>
 CMAB_INLINE V with_sign_of(V x, V size) {
   using Bits = typename BitsOfVector<V>::type;
   return (V)(((Bits)x & kSignBit<V>) | (Bits)size);
 }
 
-// |x|, and infinity for a NaN, which a maximum might lose.
+// |x|, but infinity for a NaN, which maximum() might drop.
 template <class V>
 CMAB_INLINE V size_or_infinity(V x) {
   const V size = magnitude(x), infinity = broadcast<V>(ElementOf<V>(kInfinity));
@@ -69,7 +69,8 @@ CMAB_INLINE V square_root(V x) {
 #endif
 }
 
-// The first `count` elements from anywhere in memory, 1 <= count <= lanes; zeros after them. Nothing else is touched.
+// Loads `count` elements, 1 <= count <= lanes, from an unaligned address; the other lanes are 0. Memory past them is
+// not touched.
 template <class V, class T>
 CMAB_INLINE V load_first(const T* from, int64_t count) {
 #if defined(__AVX512F__)
@@ -87,6 +88,7 @@ CMAB_INLINE V load_first(const T* from, int64_t count) {
 #endif
 }
 
+// Stores the first `count` lanes, 1 <= count <= lanes, to an unaligned address. Memory past them is not touched.
 template <class V, class T>
 CMAB_INLINE void store_first(T* to, V x, int64_t count) {
 #if defined(__AVX512F__)
@@ -107,7 +109,7 @@ CMAB_INLINE V lane_numbers(std::index_sequence<I...>) {
   return V{ElementOf<V>(I)...};
 }
 
-// 0, 1, 2, ..
+// The vector 0, 1, 2, ...: each lane's index.
 template <class V>
 CMAB_INLINE V lane_numbers() {
   return lane_numbers<V>(std::make_index_sequence<lanes<V>()>());
@@ -121,7 +123,8 @@ CMAB_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
   a = low;
 }
 
-// Swaps the off-diagonal quarters of all blocks of 2 kStep by 2 kStep, for kStep = 1, 2, 4, ..
+// Transposes a square of registers in place: swaps the off-diagonal quarters of all blocks of 2 kStep by 2 kStep, for
+// kStep = 1, 2, 4, ...
 template <int kStep = 1, class V>
 CMAB_INLINE void transpose(V (&square)[lanes<V>()]) {
   constexpr int kLanes = lanes<V>();

@@ -1,4 +1,4 @@
-// Launching, with every error turned into an exception that says what failed.
+// Kernel launches; a CUDA error becomes an exception that says what failed.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// `kernel` may have more shared memory than the default 48 KiB.
+// Launches `kernel` asynchronously; it may use more shared memory than the default 48 KiB.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, Stream on,
             const Arguments&... arguments) {

@@ -1,4 +1,4 @@
-// Tensors in the caller's memory, as every family takes them. Strides are in elements, of any sign or zero.
+// Tensors in the caller's memory, as all CPU families take them. Strides are in elements, of any sign or zero.
 #pragma once
 
 #include <cstddef>
@@ -15,18 +15,19 @@ struct Matrix {
   int64_t col_stride;
 };
 
-// (batch, heads, rows, width) in the caller's memory; strides in elements.
+// A (batch, heads, rows, width) tensor in the caller's memory; strides in elements.
 struct Operand {
   void* data = nullptr;
   int64_t stride[4] = {};
 
+  // The address of the first column of a row.
   template <class T>
   T* at(int64_t b, int64_t h, int64_t row) const {
     return static_cast<T*>(data) + b * stride[0] + h * stride[1] + row * stride[2];
   }
 };
 
-// (matrices, rows, columns) in the caller's memory; strides in elements, of any sign or zero.
+// A (matrices, rows, columns) tensor in the caller's memory; strides in elements, of any sign or zero.
 struct Matrices {
   const void* data;
   int64_t stride[3];
@@ -37,15 +38,15 @@ struct Matrices {
   }
 };
 
-// Keys of a tile; ranges of keys start at multiples of it.
+// The number of keys of a tile; ranges of keys start at multiples of it.
 constexpr int64_t kKeyTile = 64;
 
-// A range of keys of one head, with their values. An ignored key counts as absent: nothing of it, not even a NaN, may
+// A range of keys of one head, with their values. An ignored key counts as absent: no part of it, not even a NaN, may
 // reach a result.
 struct Keys {
   Matrix key;              // (count, D)
   Matrix value;            // (count, E)
-  const uint8_t* ignored;  // null: none is; else nonzero where the key is absent
+  const uint8_t* ignored;  // null: no key is ignored; else nonzero where one is
   int64_t ignored_stride;
   int64_t count;
 };

@@ -1,4 +1,4 @@
-// What the drivers of every family share: memory, and cuts.
+// Helpers shared by the CPU drivers: workspace memory, partition into pieces, number of threads.
 #pragma once
 
 #if defined(__linux__)
@@ -15,17 +15,17 @@ namespace cmab::cpu {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where piece `i` of `pieces` starts among `count` rows: at a multiple of `unit`.
+// The first row of piece `i` when `count` rows are cut into `pieces`: a multiple of `unit`, or `count` at the end.
 inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t unit) {
   return std::min(count, ceil_div(count, unit) * i / pieces * unit);
 }
 
-// Starting threads costs microseconds: what multiplies little is done by the caller's.
+// How many of `threads` to use: starting threads costs microseconds, so below `little` multiplications only one.
 inline int useful_threads(double multiplications, int threads, double little = 1 << 18) {
   return multiplications < little ? 1 : std::max(threads, 1);
 }
 
-// Memory that is never touched before it is needed; 64-byte aligned.
+// A 64-byte-aligned buffer that only grows. It is not initialised, and growing discards its contents.
 class Workspace {
  public:
   void reserve(size_t bytes) {
@@ -44,10 +44,11 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
+// Rounds up to a multiple of 64 bytes.
 inline size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Lets a large result, which nobody has touched yet, have pages of 2 MiB: its first touch then takes a quarter of the
-// time. Does nothing where the system has no such pages.
+// Asks for 2 MiB pages for a large, untouched result: its first touch then takes a quarter of the time. Does nothing
+// where the system has no such pages.
 inline void prefer_huge_pages(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;

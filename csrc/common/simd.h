@@ -1,5 +1,5 @@
 // Vectors of CMAB_VECTOR_BYTES bytes in the compiler's own vector types: one source for every instruction set. A source
-// file defines the width for the flags it is compiled with before it includes this. All of it has internal linkage.
+// file is compiled with the width that its flags allow. Everything has internal linkage.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ constexpr int kVectorLanes = CMAB_VECTOR_BYTES / sizeof(T);
 constexpr float kInfinity = __builtin_inff();
 constexpr double kLog2E = 1.4426950408889634074;
 
-// The compute types' bits.
+// The integer type as wide as the compute type T.
 template <class T>
 using BitsOf = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
@@ -52,7 +52,7 @@ CMAB_INLINE V broadcast(T x) {
   return x - V{};
 }
 
-// Where either is a NaN: b.
+// The larger of a and b in each lane; b where either is NaN.
 template <class V>
 CMAB_INLINE V maximum(V a, V b) {
   return a > b ? a : b;
@@ -74,9 +74,9 @@ CMAB_INLINE bool any(M mask) {
 #endif
 }
 
-// 2^x to a relative 2e-7 (float) or 5e-16 (double), for x <= 126; exactly 0 below the smallest normal number and at
-// -inf; NaN stays NaN. x = n + f with |f| <= 1/2: the sum with `shift` leaves n + bias in the low bits of its mantissa,
-// from where it becomes an exponent. The polynomials are minimax for the relative error.
+// 2^x to a relative error of 2e-7 (float) or 5e-16 (double), for x <= 126; exactly 0 below 2^-126.5 (float) or
+// 2^-1022.5 (double) and at -inf; NaN stays NaN. x = n + f with |f| <= 1/2: adding kShift leaves n + bias in the low
+// mantissa bits, which are shifted to the exponent. The polynomials are minimax for the relative error.
 template <class V>
 CMAB_INLINE V exp2(V x) {
   using T = std::remove_cv_t<std::remove_reference_t<decltype(x[0])>>;
@@ -113,7 +113,7 @@ CMAB_INLINE V exp2(V x) {
 }
 
 #if defined(__AVX512F__)
-// AVX-512 rounds and scales in one instruction each, and both take -inf to the right end.
+// The same with AVX-512, which rounds and scales in one instruction each; both handle -inf.
 CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
   const __m512 n = _mm512_maskz_roundscale_ps(0xffff, x, 8), f = x - n;
   __m512 p = f * 0.001327644937f + 0.009675564158f;
@@ -125,8 +125,8 @@ CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
 }
 #endif
 
-// acc[r][c] += sum over i < steps of a[r * a_row + i * a_step] * b[i * b_step + lanes of c]: the one loop that all the
-// matrix products here are made of. `a` is read one scalar at a time, so it may lie anywhere; `b` is aligned.
+// acc[r][c] += sum over i < steps of a[r * a_row + i * a_step] * b[i * b_step + lanes of c]: the inner loop of the
+// matrix products. `a` is read one scalar at a time, so any strides will do; `b` is aligned.
 template <class V, int R, int C, class T>
 CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                               ptrdiff_t b_step, ptrdiff_t steps) {
@@ -143,8 +143,8 @@ CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdi
   }
 }
 
-// The same, added to R rows of `out` in memory. The steps are summed first: sums of sums keep the rounding error of
-// many keys small.
+// As multiply_add, into R rows of `out` in memory. The steps are summed from zero before they are added: sums of
+// partial sums keep the rounding error over many keys small.
 template <class V, int R, int C, class T>
 CMAB_INLINE void accumulate(T* out, ptrdiff_t out_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                             ptrdiff_t b_step, ptrdiff_t steps) {

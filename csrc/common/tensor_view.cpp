@@ -1,3 +1,4 @@
+// Reads and makes torch tensors through DLPack's C table, or through Python where there is no table (tensor_view.h).
 #include "common/tensor_view.h"
 
 #include <algorithm>
@@ -41,7 +42,7 @@ struct Table {
   int (*allocate)(Tensor*, Managed**, void*, void (*)(void*, const char*, const char*));
   int (*share)(void* object, Managed**);
   int (*adopt)(Managed*, void** object);
-  int (*look)(void* object, Tensor*);  // what it points to is the object's
+  int (*look)(void* object, Tensor*);  // borrows: shape and strides stay the object's
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
@@ -50,7 +51,7 @@ constexpr uint8_t kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6;
 
 }  // namespace dlpack
 
-// Looked up once, and kept for good.
+// Python objects of torch, looked up once and never released.
 struct Torch {
   PyObject* module = checked(PyImport_ImportModule("torch"));
   PyObject* tensor_type = attribute("Tensor");
@@ -87,7 +88,7 @@ const Torch& torch() {
   return *kept;
 }
 
-// ---- through the table
+// ---- through the DLPack table
 
 bool dtype_of(const dlpack::Tensor& seen, DType& dtype) {
   constexpr struct {
@@ -120,8 +121,8 @@ bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
   return true;
 }
 
-// Memory that a tensor of torch takes over, and what describes it, in one piece: a step makes one of a few hundred
-// bytes.
+// A tensor's data and its DLPack descriptor in one allocation, which torch takes over: a step makes one of a few
+// hundred bytes.
 struct Lent {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], stride[kMaxDims];
@@ -163,7 +164,7 @@ NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[k
   return {py::reinterpret_steal<py::object>(static_cast<PyObject*>(object)), data};
 }
 
-// ---- through Python
+// ---- through Python, where torch has no DLPack table
 
 bool look_slowly(PyObject* object, TensorView& tensor) {
   try {

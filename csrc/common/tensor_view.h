@@ -1,5 +1,6 @@
-// Tensors of torch without torch: read where they lie and made around memory of ours, through the table of functions
-// that DLPack 1.3 keeps on the tensor's type (50 ns a tensor), or where torch has none, through Python (1 us).
+// Access to torch tensors without linking against torch: views of their memory, and new tensors over memory allocated
+// here. Uses the C functions that DLPack 1.3 keeps on the tensor's type (50 ns a tensor), or Python where torch has
+// none (1 us).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +15,7 @@ constexpr int kMaxDims = 4;
 
 enum class Device : int { kCpu, kCuda };
 
-// Valid as long as the Python object is.
+// A tensor's memory and layout; strides in elements. Valid as long as the Python object is.
 struct TensorView {
   void* data;
   DType dtype;
@@ -23,7 +24,7 @@ struct TensorView {
   int dims;
   int64_t shape[kMaxDims], stride[kMaxDims];
 
-  // Whether it is of this type, and (batch, heads, rows, columns).
+  // Whether it has this type and the shape (batch, heads, rows, columns).
   bool is(DType type, int64_t batch, int64_t heads, int64_t rows, int64_t columns) const {
     return dtype == type && dims == 4 && shape[0] == batch && shape[1] == heads && shape[2] == rows &&
            shape[3] == columns;
@@ -33,14 +34,14 @@ struct TensorView {
 
 bool is_tensor(PyObject* object);
 
-// The view of a tensor; false where it has a type, a device, a layout or more dimensions than a view can have. No
-// Python error is left behind.
+// Fills in the view of a tensor; false if its type, device, layout or number of dimensions is one that a view cannot
+// have. Leaves no Python error behind.
 bool view(PyObject* tensor, TensorView& view);
 
-// The same of any object; false as well unless it is a torch.Tensor, of no subclass, on the CPU.
+// As view(), for any object: also false unless it is a torch.Tensor, not of a subclass, on the CPU.
 bool view_plain(PyObject* object, TensorView& view);
 
-// Whether the tensor's numbers are the negatives of those in its memory.
+// Whether torch has marked the tensor as the negative of what its memory holds.
 bool is_negated(PyObject* tensor);
 bool requires_grad(PyObject* tensor);
 
@@ -49,16 +50,17 @@ struct NewTensor {
   void* data;
 };
 
-// Contiguous and uninitialised, (batch, heads, rows, columns), on the CPU.
+// A contiguous, uninitialised CPU tensor of a floating type, of shape (batch, heads, rows, columns).
 NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
-// The same by torch's own allocator, on the device of `like`.
+// The same, from torch's allocator, on the device of `like`.
 pybind11::object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows,
                                  int64_t columns);
 
-// Uninitialised, like another in everything.
+// torch.empty_like(tensor).
 pybind11::object empty_like(PyObject* tensor);
 
+// torch.get_num_threads().
 int torch_threads();
 
 }  // namespace cmab

@@ -1,5 +1,6 @@
-// A tile of at most kKeyTile keys (or values) of one head in the compute type: read where it lies if it can be, else
-// copied with its absent rows left out and zeros after the last. Internal linkage, as in simd.h.
+// A tile of at most kKeyTile keys (or values) of one head in the compute type: read in place if possible, else copied
+// without the absent rows and padded with zero rows. Also Arena, which divides up scratch memory. Internal linkage, as
+// in simd.h.
 #pragma once
 
 #include "common/operands.h"
@@ -10,14 +11,14 @@ namespace {
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Kernels step through the keys of a tile by divisors of this: so far past the last key are zeros.
+// A copied tile is zero-padded to a multiple of this many keys; kernels take steps that divide it.
 constexpr int kKeyStep = 16;
 
 // Which keys of a tile are present.
 struct Present {
   int count;
-  bool all;               // every key of a full tile: rows need not be gathered
-  uint8_t row[kKeyTile];  // of the present keys, in order
+  bool all;               // a full tile without absent keys: rows need not be gathered
+  uint8_t row[kKeyTile];  // indices of the present keys in the tile, ascending
 };
 
 inline Present present_keys(const Keys& keys, int64_t first) {
@@ -33,14 +34,15 @@ inline Present present_keys(const Keys& keys, int64_t first) {
   return present;
 }
 
-// Rows in the compute type T, the elements of a row next to each other.
+// Rows in the compute type T; the elements of a row are contiguous.
 template <class T>
 struct Tile {
   const T* rows;
   ptrdiff_t stride;
 };
 
-// Calls `function` with the address of the matrix's first element, in its own type. T is the compute type.
+// Calls `function` with the address of the matrix's first element, as a pointer to its element type. T is the compute
+// type.
 template <class T, class Function>
 CMAB_INLINE auto with_elements(DType dtype, const Matrix& matrix, Function function) {
   if constexpr (sizeof(T) == 8) {
@@ -52,7 +54,7 @@ CMAB_INLINE auto with_elements(DType dtype, const Matrix& matrix, Function funct
   }
 }
 
-// A row in the compute type, zero from `width` to `padded`.
+// Converts a row of elements `step` apart to the compute type; zeros from `width` to `padded`.
 template <class From, class T>
 CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded, T* to) {
   if (step == 1)
@@ -62,8 +64,7 @@ CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded,
   for (int d = width; d < padded; ++d) to[d] = 0;
 }
 
-// The present rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements, a multiple
-// of 4.
+// The present rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements.
 template <class T>
 inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
                          int padded, T* copy) {
@@ -78,7 +79,7 @@ inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const
   });
 }
 
-// Cuts buffers, each aligned for every vector, from a block of memory; from null, it only counts.
+// Hands out 64-byte-aligned buffers from a block of memory; given null, it only counts the bytes needed.
 class Arena {
  public:
   explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}

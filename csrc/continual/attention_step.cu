@@ -1,3 +1,4 @@
+// The kernel of an exact continual attention step, a block per head, and its launch.
 #include "common/launch.cuh"
 #include "continual/attention_step.cuh"
 

@@ -1,4 +1,4 @@
-// A step of exact continual attention of one head, by a block.
+// A step of exact continual attention on a GPU, for one head, by one block.
 #pragma once
 
 #include "common/stream.h"
@@ -6,7 +6,7 @@
 
 namespace cmab::cuda {
 
-// The newest tokens' rows of softmax(scale q K') V, each at its own time.
+// Single outputs: for each new token, its row of softmax(scale q K') V over the window that ends with it.
 template <class T>
 CMAB_DEVICE void step_newest(const Block& block, const StepCall& call, int64_t head, Window<T>& window) {
   WindowSums<T> sums(block, call, window);
@@ -19,7 +19,7 @@ CMAB_DEVICE void step_newest(const Block& block, const StepCall& call, int64_t h
   }
 }
 
-// All rows, after the last token.
+// Retroactive output: the rows of all queries of the window, after the last new token.
 template <class T>
 CMAB_DEVICE void step_all(const Block& block, const StepCall& call, int64_t head, Window<T>& window) {
   SlidingRows<T> rows(block, call, window, head, call.window);
@@ -48,7 +48,7 @@ CMAB_DEVICE void step_head(const Block& block, const StepCall& call, int64_t hea
   window.put_position();
 }
 
-// Asynchronous, and without an allocation.
+// Launches the step asynchronously; allocates nothing.
 void attention_step(const StepCall& call, Stream on);
 
 }  // namespace cmab::cuda

@@ -1,5 +1,5 @@
-// The steps of continual attention as Python calls them: step(state, query, key, value, retroactive) gives a
-// StepResult, or None, with nothing written, where anything is out of the ordinary; the caller then finds out what.
+// Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
+// or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why.
 #include <algorithm>
 #include <optional>
 
@@ -17,7 +17,7 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// A state and the tokens that come to it.
+// The arguments of a step: a state and the new tokens.
 class StepArguments {
  public:
   static constexpr Py_ssize_t kCount = 5;
@@ -25,7 +25,7 @@ class StepArguments {
   StepArguments(PyObject* const* given, const Fields& fields)
       : state_(given[0]), tokens_(given + 1), retroactive_(given[4] == Py_True), fields_(fields) {}
 
-  // What is the same for Nyström and exact attention, but for the sums; false where it is out of the ordinary.
+  // Reads what Nyström and exact attention share, except the sums; false where the fast path does not apply.
   bool read(Stream& stream) const {
     if (Py_TYPE(state_) != fields_.type) return false;
     const int names[] = {fields_.queries, fields_.keys, fields_.values};
@@ -55,7 +55,7 @@ class StepArguments {
            shape.window >= 1 && shape.position >= shape.window && shape.capacity > shape.window && shape.tokens >= 1;
   }
 
-  // How many rows the sums have; they and the memory like them.
+  // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false as read().
   bool read_sums(const StreamShape& shape, int64_t& rows, void*& sums, void*& spare) const {
     TensorView tensor;
     if (!view_plain(field(fields_.sums), tensor) || tensor.dims != 4) return false;
@@ -65,7 +65,7 @@ class StepArguments {
            matrix(fields_.spare, shape, rows, columns, spare);
   }
 
-  // Contiguous (batch, heads, rows, columns) of the state's type.
+  // Reads the memory of field `index`; false unless it is contiguous (batch, heads, rows, columns) of the state's type.
   bool matrix(int index, const StreamShape& shape, int64_t rows, int64_t columns, void*& data) const {
     TensorView tensor;
     if (!view_plain(field(index), tensor)) return false;
@@ -73,7 +73,7 @@ class StepArguments {
     return tensor.is(state_type(shape.dtype), shape.batch, shape.heads, rows, columns) && tensor.contiguous();
   }
 
-  // An int of the state.
+  // Reads an int field of the state; false if it is not one of 64 bits.
   bool count(int index, int64_t& number) const {
     PyObject* object = field(index);
     if (!PyLong_CheckExact(object)) return false;
@@ -109,7 +109,7 @@ PyTypeObject* step_result_type() {
   return reinterpret_cast<PyTypeObject*>(kept);
 }
 
-// A NamedTuple; calling its type takes 0.1 us more.
+// Makes a StepResult, a NamedTuple, without calling its type, which takes 0.1 us more.
 PyObject* step_result(py::object out, py::object state) {
   PyTypeObject* type = step_result_type();
   PyObject* made = type->tp_alloc(type, 2);
@@ -119,7 +119,8 @@ PyObject* step_result(py::object out, py::object state) {
   return made;
 }
 
-// While a step runs without the interpreter's lock, a second one of the same state must see that it is not alone.
+// Releases the interpreter's lock while a step runs, if `wanted`. Holds references to the tensors that the step writes,
+// so that a second step of the same state sees that it is not their sole owner.
 class Unlocked {
  public:
   Unlocked(PyObject* state, const Fields& fields, bool wanted) {
@@ -136,7 +137,7 @@ class Unlocked {
   std::optional<py::gil_scoped_release> release_;
 };
 
-// One step: where it writes, and what it gives.
+// One step: chooses its memory, runs it, makes its result.
 class Step {
  public:
   Step(const StepArguments& arguments, const Fields& fields, const StreamShape& shape, double multiplications)
@@ -151,7 +152,7 @@ class Step {
     return cpu::finite(kernel_, stream, threads_);
   }
 
-  // The memory that the step writes to; `rows` of sums, of which the state has `rows_before`.
+  // Chooses the memory that the step writes to: rings, and `rows` rows of sums where the state has `rows_before`.
   void choose_memory(NextState& next, Stream& stream, int64_t rows_before, int64_t rows, void* spare) {
     const OldRings old{stream.queries, stream.keys, stream.values, stream.shape.capacity};
     if (next.choose_rings(stream.shape, stream.queries, stream.keys, stream.values)) old_rings_ = old;
@@ -208,7 +209,7 @@ PyObject* nystrom_step(PyObject* const* given) {
       !arguments.count(fields.pinv_iterations, iterations) || !arguments.count(fields.fixed, fixed))
     return none();
   const int64_t m = stream.landmarks;
-  // The exact pseudo-inverse is torch's.
+  // Without iterations the pseudo-inverse is exact, which is left to torch.
   if (m < 1 || m > shape.window || iterations < !fixed || iterations > INT32_MAX) return none();
   if (!arguments.matrix(fields.landmark_queries, shape, m, shape.key_width, stream.landmark_queries) ||
       !arguments.matrix(fields.landmark_keys, shape, m, shape.key_width, stream.landmark_keys) ||
@@ -240,7 +241,7 @@ PyObject* attention_step(PyObject* const* given) {
   return step.result(next, stream);
 }
 
-// A plain C function: pybind11's way of calling takes as long as the step itself.
+// A plain C function: pybind11's calling convention takes as long as the step itself.
 template <PyObject* (*kStep)(PyObject* const*)>
 PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != StepArguments::kCount) {

@@ -1,18 +1,18 @@
-// The steps of continual attention over raw memory; the caller allocates everything.
+// The steps of continual attention on the CPU, over raw memory; the caller allocates everything.
 #pragma once
 
 #include "continual/continual.h"
 
 namespace cmab::cpu {
 
-// Where the window is before the step, if not yet in the rings of the stream.
+// The rings that hold the window before the step, if the step moves to new ones.
 struct OldRings {
-  const void* queries = nullptr;  // null: it is there
+  const void* queries = nullptr;  // null: the step stays in the stream's rings
   const void *keys = nullptr, *values = nullptr;
   int64_t capacity = 0;
 };
 
-// Where the landmarks are before the step, if the step replaces one and so goes to new memory.
+// The landmarks before the step, if the step replaces one and so writes them to new memory; null otherwise.
 struct OldLandmarks {
   const void* queries = nullptr;
   const void *keys = nullptr, *inverse = nullptr;
@@ -20,13 +20,14 @@ struct OldLandmarks {
 
 const ContinualKernel& continual_kernel(DType);
 
-// Whether a landmark is replaced by one of the stream's tokens.
+// Whether one of the stream's new tokens ends a segment, whose means replace a landmark.
 bool replaces_landmark(const NystromStream&);
 
-// What a step multiplies, about.
+// The approximate number of multiplications of a step.
 double multiplications(const NystromStream&);
 double multiplications(const AttentionStream&);
 
+// Whether all new tokens of all heads are finite.
 bool finite(const ContinualKernel&, const Stream&, int threads);
 void continual_nystrom(const ContinualKernel&, const NystromStream&, const OldRings&, const OldLandmarks&, int threads);
 void continual_attention(const ContinualKernel&, const AttentionStream&, const OldRings&, int threads);

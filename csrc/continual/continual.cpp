@@ -1,5 +1,5 @@
-// The driver: heads are shared out among threads. A head's window and landmarks are brought to where the step goes on
-// with them, if they are not there yet.
+// The CPU driver of continual steps: divides heads among threads. First moves a head's window and landmarks to the
+// memory that the step writes, if they are elsewhere.
 #include <omp.h>
 
 #include <atomic>
@@ -12,7 +12,7 @@
 namespace cmab::cpu {
 namespace {
 
-// The window's rows of one head, from a ring of one capacity to one of another.
+// Copies the window's rows of one head from a ring of `capacity` rows to one of shape.capacity rows.
 void move_rows(const StreamShape& shape, int64_t head, const void* from, int64_t capacity, void* to, int width) {
   const int64_t bytes = width * element_bytes(shape.dtype);
   const char* source = static_cast<const char*>(from) + head * capacity * bytes;
@@ -45,7 +45,7 @@ void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_
   move(old.inverse, stream.inverse, stream.landmarks * stream.landmarks);
 }
 
-// Calls step(head, scratch) for every head. What a small step needs is on the stack: an allocation takes longer.
+// Calls step(head, scratch) for every head. Small scratch is on the stack, as an allocation would cost too much time.
 template <class Step>
 void for_each_head(int64_t heads, size_t scratch_bytes, int threads, const Step& step) {
   constexpr size_t kOnStack = 64 << 10;

@@ -1,10 +1,10 @@
-// Continual attention on the CPU: what the driver (continual.cpp) and the kernels of the instruction sets owe each
-// other. Everything but tokens is contiguous, (batch, heads, rows, width); what is said of the state stands in
+// Continual attention on the CPU: the interface between the driver (continual.cpp) and the kernels of each instruction
+// set. Everything but the new tokens is contiguous, (batch, heads, rows, width); the state is documented in
 // cmab_kernels/nystrom/continual/state.py.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing, starts no thread and sees one head;
-// its scratch is 64-byte aligned and uninitialised. What a token leaves behind depends on the tokens before it, never
-// on the capacity of the rings, on where their rows wrap around or on how many tokens come at once.
+// its scratch is 64-byte aligned and uninitialised. The state after a token depends on the tokens before it, never on
+// the capacity of the rings, on where their rows wrap around or on how many tokens come at once.
 #pragma once
 
 #include "common/operands.h"
@@ -12,48 +12,52 @@
 
 namespace cmab::cpu {
 
-// What is the same for every head.
+// The parameters that all heads of a step share.
 struct StreamShape {
   DType dtype;  // of tokens, rings and outputs; sums and landmarks have the state's type
   int64_t batch, heads;
   int64_t window;              // n
   int64_t capacity;            // C > n, rows of the rings
-  int64_t position;            // tokens taken before these
+  int64_t position;            // number of tokens taken before this step
   int64_t tokens;              // t >= 1
   int key_width, value_width;  // D, E >= 1
   double scale;                // logits are scale * q k'
-  bool retroactive;            // one output for the whole window instead of each new token's
+  bool retroactive;            // outputs of the whole window after the last token, instead of each new token's
 };
 
-// The rings already hold the window; the kernel adds the tokens, and reads the one that leaves, which is still there.
+// One step. The rings already hold the window; the kernel adds the new tokens, and reads the tokens that leave the
+// window, which are still there.
 struct Stream {
   StreamShape shape;
   Operand query, key, value;      // the new tokens
   void *queries, *keys, *values;  // rings
-  const void* sums;               // before
-  void* new_sums;                 // after: other memory of the same size
+  const void* sums;               // before the step
+  void* new_sums;                 // after the step; never the memory of `sums`
   void* out;                      // (B, H, t, E), or retroactive (B, H, n, E)
 };
 
+// A step of Nyström attention; `sums` has a row for each landmark.
 struct NystromStream : Stream {
   int64_t landmarks;  // m
   int iterations;     // of the pseudo-inverse
   bool fixed;
-  void *landmark_queries, *landmark_keys, *inverse;  // written where a landmark is replaced, else only read
+  void *landmark_queries, *landmark_keys, *inverse;  // written only if a landmark is replaced
 };
 
-// A row of sums for each of the window's queries; null where there are none yet. Single outputs need none.
+// A step of exact attention; `sums` has a row for each query of the window, or is null if there are none yet. Single
+// outputs use none.
 struct AttentionStream : Stream {};
 
+// The entry points of one instruction set and type; each call handles one head.
 struct ContinualKernel {
-  bool (*finite)(const Stream&, int64_t head);  // whether its new tokens are
+  bool (*finite)(const Stream&, int64_t head);  // whether the head's new tokens are finite
   size_t (*nystrom_bytes)(const NystromStream&);
   void (*nystrom)(const NystromStream&, int64_t head, void* scratch);
   size_t (*attention_bytes)(const AttentionStream&);
   void (*attention)(const AttentionStream&, int64_t head, void* scratch);
 };
 
-// The tables: [0] computes in float64, [1] in float32.
+// The tables of kernels: [0] computes in float64, [1] in float32.
 extern const ContinualKernel continual_portable[2];
 #if defined(__x86_64__)
 extern const ContinualKernel continual_avx2[2];

@@ -1,5 +1,5 @@
-// The steps of continual attention on a GPU as Python calls them: from one state to the next, whose memory next_state
-// chooses, or which is the same while a CUDA graph captures.
+// Python bindings of the continual steps on a GPU: from the state `state` to the state `after`, which next_state
+// allocates, or which is the same object while a CUDA graph is captured.
 #include "common/cuda_bindings.h"
 #include "continual/attention_step.cuh"
 #include "continual/fields.h"
@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace cmab::cuda {
 namespace {
 
-// The states of a call, before a step and after it.
+// The state before a step and the one after it.
 class States {
  public:
   States(Arguments& in, const Fields& fields)
@@ -58,7 +58,7 @@ class States {
   PyObject *const before_, *const after_;
 };
 
-// What both steps are told; of exact attention single outputs leave no sums.
+// Reads what both steps share. Single outputs of exact attention leave no sums.
 template <class Call>
 Call read_step(Arguments& in, const States& states) {
   Call call{};
@@ -128,8 +128,8 @@ void attention(Arguments& in) {
   attention_step(call, on);
 }
 
-// The next state, whose memory a step is to fill. New landmarks are always made: how far the stream is, and so whether
-// one of them is replaced, stands in the GPU's memory.
+// Makes the next state, whose memory a step is to fill. New landmarks are always allocated: the stream's position, and
+// so whether a landmark is replaced, is known on the GPU only.
 py::object next_state(Arguments& in) {
   PyObject* const state = in.object("state");
   const Fields& fields = fields_of(state);

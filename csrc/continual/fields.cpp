@@ -1,3 +1,4 @@
+// Finds the fields of the state types by name (fields.h).
 #include "continual/fields.h"
 
 #include <memory>

@@ -1,11 +1,12 @@
-// Where the fields of the states of continual attention are: as their NamedTuples say, in
-// cmab_kernels/nystrom/continual/state.py. A field that is not named here goes on from state to state as it is.
+// The indices of the fields in the states of continual attention, NamedTuples of
+// cmab_kernels/nystrom/continual/state.py. A field that is not named here is passed on unchanged from state to state.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace cmab {
 
+// A state type, its number of fields, and the index of each field by name.
 struct Fields {
   explicit Fields(const char* state_type);
 
@@ -21,10 +22,10 @@ constexpr Py_ssize_t kMostFields = 16;
 
 const Fields& nystrom_fields();
 const Fields& attention_fields();
-// Those of a state, by its type; raises TypeError where it is none.
+// The fields of a state, by its type; raises TypeError for any other object.
 const Fields& fields_of(PyObject* state);
 
-// Imports the states, once and for all: what is found out while several threads wait must need no import.
+// Imports the state types, once, at start-up: a lookup while several threads wait must not trigger an import.
 void find_fields();
 
 }  // namespace cmab

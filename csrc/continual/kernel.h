@@ -1,4 +1,5 @@
-// One head's steps of continual attention, token by token: Nyström, and exact. Internal linkage, as in simd.h.
+// One head's steps of continual attention on the CPU, token by token: Nyström and exact. Internal linkage, as in
+// simd.h.
 #pragma once
 
 #include "continual/sums.h"
@@ -9,7 +10,7 @@ namespace {
 
 // ---- tokens
 
-// Whether no exponent is all ones.
+// Whether all elements are finite, that is no exponent is all ones.
 template <class Bits, Bits kExponent>
 bool finite_rows(const void* data, const Operand& at, int64_t rows, int width) {
   const Bits* from = static_cast<const Bits*>(data);
@@ -45,7 +46,7 @@ inline bool finite_tokens(const Stream& stream, int64_t head) {
          finite_rows(shape.dtype, stream.value, b, h, shape.tokens, shape.value_width);
 }
 
-// A head's rings, and the tokens that go into them.
+// A head's rings, and the new tokens that are written to them.
 class Tokens {
  public:
   Tokens(const Stream& stream, int64_t head)
@@ -55,7 +56,7 @@ class Tokens {
         values(ring(stream.values, head, shape_.value_width)),
         sources_{of_head(stream.query, head), of_head(stream.key, head), of_head(stream.value, head)} {}
 
-  // Token `index` of the new ones becomes the stream's token of this number.
+  // Copies the new token `index` to the rings as the stream's token `number`.
   void put(int64_t index, int64_t number) const {
     const Ring* rings[] = {&queries, &keys, &values};
     for (int i = 0; i < 3; ++i) {
@@ -92,7 +93,7 @@ class Tokens {
   const Operand sources_[3];
 };
 
-// What both steps need of a head.
+// Scratch that both kinds of step need for a head.
 template <class T>
 struct HeadScratch {
   WindowScratch<T> window;
@@ -106,6 +107,7 @@ struct HeadScratch {
   }
 };
 
+// A head's window and guarded sums, as both kinds of step use them.
 template <class T>
 class Head {
  public:
@@ -127,7 +129,8 @@ class Head {
     ++index_;
   }
 
-  // Logits of a few queries with the newest token's key and with that of the one that left, from the row `first` on.
+  // Computes the logits of `count` queries, rows `first` on, with the newest token's key and with that of the token
+  // that left.
   void exchange_logits(Tile<T> queries, int64_t first, int64_t count) {
     const int64_t newest = taken() - 1;
     const auto with = [&](int64_t token, T* copy, T* logits) {
@@ -138,7 +141,7 @@ class Head {
     with(newest - shape_.window, scratch_.removed_key, guarded_.removed());
   }
 
-  // Rows `skipped`, .. of the sums become rows 0, ..
+  // Adds the newest token to `rows` rows of the sums and subtracts the one that left; row `skipped` + i becomes row i.
   template <class MakeAfresh>
   void exchange(int64_t skipped, int64_t rows, const MakeAfresh& make_afresh) {
     const int64_t newest = taken() - 1;
@@ -151,6 +154,7 @@ class Head {
     sums_ = new_sums_;
   }
 
+  // Recomputes a row of sums from the window.
   void make_afresh(const T* query, int64_t row) {
     guarded_.put(new_sums_, row,
                  attend_window(shape_, query, tokens_.keys, tokens_.values, taken(), scratch_.window,
@@ -197,7 +201,7 @@ struct NystromScratch {
   T *near, *shares;  // m each, padded
   T* kernel;         // Gamma / phi(Gamma), (m, m)
   T* pinv;
-  T* values;  // retroactive: pinv (Delta V / phi(Delta)), (m, E)
+  T* values;  // for retroactive output: pinv (Delta V / phi(Delta)), (m, E)
   T* queries;
   size_t bytes;
 
@@ -268,7 +272,7 @@ class NystromHead : Head<T> {
     iterative_pinv<Vector<T>>(at_.kernel, landmarks_, stream_.iterations, inverse_, at_.pinv);
   }
 
-  // The mean of the newest tokens, after the landmarks but the oldest.
+  // Drops the oldest landmark and appends the mean of the newest `count` tokens.
   void push_mean(const Ring& ring, int64_t count, T* landmarks) const {
     const int width = ring.width;
     __builtin_memmove(landmarks, landmarks + width, size_t(landmarks_ - 1) * width * sizeof(T));
@@ -282,13 +286,14 @@ class NystromHead : Head<T> {
     for (int d = 0; d < width; ++d) mean[d] /= T(count);
   }
 
-  // exp(logit - top) of a query with the landmark keys; returns their sum.
+  // near[i] = exp(logit - top) of a query with each landmark key, where top is the largest logit; returns their sum.
   T near_landmarks(const T* query, T* near) const {
     make_logits(query, {landmark_keys_, shape_.key_width}, landmarks_, shape_.key_width, shape_.scale, near);
     return exponentiate(near, landmarks_).sum;
   }
 
-  // (near pinv) (Delta V / phi(Delta)) for the newest query; returns what it is still to be multiplied with.
+  // Writes (near pinv) (Delta V / phi(Delta)) of the newest query to scratch_.out; returns the factor still to be
+  // applied.
   T single_output() const {
     const T* query = ring_rows(tokens_.queries, this->taken() - 1, 1, scratch_.query).rows;
     const T sum = near_landmarks(query, at_.near);
@@ -298,7 +303,7 @@ class NystromHead : Head<T> {
     return T(1) / sum;
   }
 
-  // near (pinv (Delta V / phi(Delta))) for every query of the window.
+  // Writes near (pinv (Delta V / phi(Delta))) for every query of the window.
   void write_window() const {
     const int width = shape_.value_width;
     for (int64_t r = 0; r < landmarks_; ++r) {
@@ -374,7 +379,7 @@ class AttentionHead : Head<T> {
       this->write(row, sums.rows + row * sums.stride, T(1) / this->weight_sum(row));
   }
 
-  // The row of the oldest query goes, that of the newest comes.
+  // Adds a token: the row of the oldest query goes, that of the newest comes.
   void take_token() {
     this->put_token();
     const int64_t window = shape_.window, oldest = this->taken() - window;

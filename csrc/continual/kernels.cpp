@@ -1,4 +1,4 @@
-// The kernels of continual steps, for the instruction set that this file is compiled for.
+// The table of continual kernels for the instruction set that this file is compiled for.
 #include "common/instance.h"
 #include "continual/kernel.h"
 

@@ -1,3 +1,4 @@
+// Ownership of a state's tensors, and construction of the next state (next_state.h).
 #include "continual/next_state.h"
 
 #include "common/tensor_view.h"

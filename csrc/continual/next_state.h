@@ -1,7 +1,7 @@
-// The state that a step makes, and which memory of the state before it goes on in: decided here, for every device.
+// Makes the state after a step and decides, for every device, which memory of the state before it is reused.
 //
-// A state whose tensors nobody else holds is stepped where it is: new tokens go to free rows of its rings, and its sums
-// and its spare memory change places. What somebody else may read is never written to: the step goes to new memory.
+// A state that is the sole owner of its tensors is stepped in place: new tokens go to free rows of its rings, and its
+// sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,19 +14,21 @@
 
 namespace cmab {
 
-// Whether nobody but the state holds the tensors that a step writes to, and no graph will read them.
+// Whether only the state holds the tensors that a step writes to, and none of them requires a gradient.
 bool is_sole_owner(PyObject* state, const Fields&);
 
-// Fields that are not set are those of the state before. Nothing may hold the state's tensors while one is made.
+// Builds the next state; fields that are not set are taken over. When it is constructed, the caller must hold no
+// references of its own to the state's tensors: they would count as another owner.
 class NextState {
  public:
-  // Python's objects for tensors, made with their memory on the CPU, or by torch on the device of the state.
+  // Who allocates: this extension, on the CPU, or torch, on the device of the state.
   enum class Memory { kOnCpu, kOfTorch };
 
   NextState(PyObject* before, const Fields& fields, Memory memory)
       : before_(before), fields_(fields), memory_(memory), sole_(is_sole_owner(before, fields)) {}
 
-  // Rings with room for the new tokens. True if they are new: then they have the capacity, and where they are was set.
+  // Chooses rings with room for the new tokens. True if new ones are allocated: shape.capacity and the pointers are
+  // then set to theirs (null pointers where torch allocates).
   bool choose_rings(cpu::StreamShape& shape, void*& queries, void*& keys, void*& values) {
     if (sole_ && shape.capacity >= shape.window + shape.tokens) return false;
     shape.capacity = shape.window + (shape.tokens < shape.window ? shape.tokens : shape.window);
@@ -36,7 +38,8 @@ class NextState {
     return true;
   }
 
-  // Where a step leaves so many rows of sums, of a state that has `before` rows and spare memory like them.
+  // Chooses the memory for `rows` rows of sums, and returns it; null where torch allocates. The state has `before`
+  // rows, and spare memory of the same size.
   void* choose_sums(const cpu::StreamShape& shape, int64_t before, int64_t rows, void* spare) {
     if (rows == 0 && before == 0) return nullptr;
     if (sole_ && rows == before) {
@@ -48,7 +51,7 @@ class NextState {
     return allocate(fields_.sums, state_type(shape.dtype), shape, rows, shape.value_width + 3);
   }
 
-  // New landmarks: those of a state are never written to, and shared until one is replaced.
+  // Allocates new landmarks. Those of a state are never written to: states share them until one is replaced.
   void new_landmarks(const cpu::StreamShape& shape, int64_t landmarks, void*& queries, void*& keys, void*& inverse) {
     const DType dtype = state_type(shape.dtype);
     queries = allocate(fields_.landmark_queries, dtype, shape, landmarks, shape.key_width);

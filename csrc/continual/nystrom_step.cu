@@ -1,3 +1,4 @@
+// The kernel of a continual Nyström attention step, a block per head, and its launch.
 #include "common/launch.cuh"
 #include "continual/nystrom_step.cuh"
 

@@ -1,4 +1,4 @@
-// A step of continual Nyström attention of one head, by a block.
+// A step of continual Nyström attention on a GPU, for one head, by one block.
 #pragma once
 
 #include "common/stream.h"
@@ -53,8 +53,8 @@ class NystromStepBlock {
     return landmarks.of_head<S>(head_, int64_t(landmarks_) * call_.key_width);
   }
 
-  // Copies the landmarks, before the first token, to where the step leaves them; if a segment has ended, its means
-  // replace the oldest.
+  // Before the first token, copies the landmarks to where the step leaves them; if a segment has ended, its means
+  // replace the oldest landmark.
   CMAB_DEVICE void renew_landmarks(int segment, bool first) const {
     const bool moving = first && call_.landmark_keys.from != call_.landmark_keys.to;
     if (segment == 0 && !moving) return;
@@ -66,6 +66,7 @@ class NystromStepBlock {
         block_, landmarks_ * landmarks_, [&](int i) { return inverse + i; }, [&](int i) { return inverse_ + i; });
   }
 
+  // Drops the first `rows` landmarks and moves the others up, from the old memory for the first token.
   CMAB_DEVICE void move_up(const Renewed<S>& landmarks, int rows, bool first) const {
     const S* from = (first ? landmarks.from : landmarks.to) + rows * call_.key_width;
     move_elements<S>(
@@ -73,10 +74,10 @@ class NystromStepBlock {
         [&](int i) { return landmarks.to + i; });
   }
 
-  // Writes the means of the newest tokens to the last landmark.
+  // Writes the means of the newest `segment` tokens' queries and keys as the last landmark.
   CMAB_DEVICE void put_means(int segment) const {
     each_index(block_, call_.key_width, [&](int d) {
-      const S share = S(1) / segment;  // a sum of finite tokens may be too large
+      const S share = S(1) / segment;  // applied to each term: the plain sum could overflow
       S query = 0, key = 0;
       for (int i = call_.window - segment; i < call_.window; ++i) {
         query = std::fma(share, S(as_sum(window_.query(i)[d])), query);
@@ -88,7 +89,8 @@ class NystromStepBlock {
     });
   }
 
-  // exp(S - max S) of `count` queries and all landmarks, for the phase that follows; count * m <= kTilePairs.
+  // affinity_ = exp(S - max S) of `count` queries with all landmarks, readable in the next phase; count * m <=
+  // kTilePairs.
   template <class Query>
   CMAB_DEVICE void attend(int count, Query query) const {
     const int m = landmarks_, pairs = count * m;
@@ -105,7 +107,7 @@ class NystromStepBlock {
 
   CMAB_DEVICE int queries_at_once() const { return kTilePairs / landmarks_; }
 
-  // The pseudo-inverse of softmax(scale q~ k~').
+  // Sets inverse_ to the pseudo-inverse of softmax(scale q~ k~') over the landmarks q~, k~.
   CMAB_DEVICE void invert() const {
     const int m = landmarks_;
     const PinvBlock<S> pinv(block_, matrices_, m);
@@ -122,7 +124,8 @@ class NystromStepBlock {
     each_index(block_, m * m, [&](int i) { inverse_[i] = pinv.inverse(i / m, i % m); });
   }
 
-  // softmax(scale q k~') inverse (Delta V / phi) of the newest token, which is number t of the call; or of all.
+  // Writes softmax(scale q k~') inverse (Delta V / phi) for the newest token, number t of the call; or for the whole
+  // window if retroactive.
   CMAB_DEVICE void put_out(int t) const {
     const bool all = call_.retroactive;
     const int m = landmarks_, width = call_.value_width, first = all ? 0 : call_.window - 1;
@@ -167,7 +170,7 @@ CMAB_DEVICE void step_head(const Block& block, const NystromStepCall& call, int6
   NystromStepBlock<T>(block, call, head, window, rows).run();
 }
 
-// Asynchronous, and without an allocation.
+// Launches the step asynchronously; allocates nothing.
 void nystrom_step(const NystromStepCall& call, Stream on);
 
 }  // namespace cmab::cuda

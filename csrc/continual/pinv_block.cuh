@@ -1,5 +1,6 @@
-// The iterated pseudo-inverse of one small matrix, in shared memory (Razavi et al.):
-// Z = A' / (largest column sum of |A| * largest row sum of |A|), then Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4.
+// The iterative pseudo-inverse of one small matrix, in shared memory, by one block (Razavi et al. 2014):
+//   Z = A' / (largest column sum of |A| * largest row sum of |A|),
+//   Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4.
 #pragma once
 
 #include "continual/step.cuh"
@@ -9,7 +10,7 @@ namespace cmab::cuda {
 template <class S>
 class PinvBlock {
  public:
-  // `matrices`: room for 4 m^2 + 2 m, of which the first m^2 are A when `invert` is called.
+  // `matrices` has room for 4 m^2 + 2 m elements; its first m^2 are A, to be filled before invert().
   CMAB_DEVICE PinvBlock(const Block& block, S* matrices, int order)
       : block_(block), a_(matrices), order_(order), size_(order * order) {}
 
@@ -29,14 +30,14 @@ class PinvBlock {
   }
 
  private:
-  static constexpr int kSide = 16;  // threads stand in a square, kSide x kSide
+  static constexpr int kSide = 16;  // the threads form a square, kSide x kSide
 
   CMAB_DEVICE S* z() const { return a_ + size_; }
   CMAB_DEVICE S* az() const { return a_ + 2 * size_; }
   CMAB_DEVICE S* inner() const { return a_ + 3 * size_; }
 
   CMAB_DEVICE void start() const {
-    S* norms = a_ + 4 * size_;  // of rows, of columns
+    S* norms = a_ + 4 * size_;  // row sums of |A|, then column sums
     each_index(block_, 2 * order_, [&](int line) {
       const bool column = line >= order_;
       const S* from = column ? a_ + line - order_ : a_ + line * order_;
@@ -67,7 +68,7 @@ class PinvBlock {
     multiply<kEach>(z(), inner(), z(), same, [](int, int, S x) { return x / 4; });
   }
 
-  // to = after(left before(right)); `to` may be a factor. A thread has kEach x kEach elements, kSide apart.
+  // to = after(left * before(right)); `to` may be one of the factors. A thread has kEach x kEach elements, kSide apart.
   template <int kEach, class Before, class After>
   CMAB_DEVICE void multiply(const S* left, const S* right, S* to, Before before, After after) const {
     PerThread<S[kEach * kEach]> sums;
@@ -79,7 +80,7 @@ class PinvBlock {
       for (int k = 0; k < order_; ++k) {
         S a[kEach], b[kEach];
         CMAB_UNROLL
-        for (int s = 0; s < kEach; ++s) {  // past the end, the last one stands in
+        for (int s = 0; s < kEach; ++s) {  // past the end: clamped to the last
           const int i = least(row + s * kSide, order_ - 1), j = least(column + s * kSide, order_ - 1);
           a[s] = left[i * order_ + k];
           b[s] = before(k, j, right[k * order_ + j]);

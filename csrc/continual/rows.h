@@ -1,6 +1,6 @@
-// What continual attention is made of: one query's logits against rows of keys, their exponentials, and sums of rows of
-// values. Each element of a result is made by the same operations in the same order however many rows come at once.
-// Internal linkage, as in simd.h.
+// The building blocks of continual attention: one query's logits with rows of keys, their exponentials, weighted sums
+// of rows of values, and rings of tokens. Each element of a result is made by the same operations in the same order
+// however many rows come at once. Internal linkage, as in simd.h.
 #pragma once
 
 #include "common/lanes.h"
@@ -10,13 +10,14 @@
 namespace cmab::cpu {
 namespace {
 
-// Rows that are read, or copied, at a time. Their sums are formed from zero and then added: many keys err like few.
+// The number of rows read or copied at a time. Their sums start from zero and are then added to the total, which keeps
+// the rounding error over many keys small.
 constexpr int kBlockRows = 32;
 
 template <class T>
 constexpr T kLargest = std::numeric_limits<T>::max();
 
-// Elements of an array of `count` whose last vector may be written whole.
+// The size of an array of `count` elements to which whole vectors may be written up to and past the end.
 template <class T>
 constexpr int64_t padded(int64_t count) {
   return next_multiple(count, kVectorLanes<T>) + kVectorLanes<T>;
@@ -32,7 +33,7 @@ CMAB_INLINE void store_anywhere(T* to, V x) {
   store_first(to, x, lanes<V>());
 }
 
-// Calls function(offset, count) for the vectors of a row, all but the last of which are full.
+// Calls function(offset, count) for the vectors of a row; all but the last are full.
 template <class V, class Function>
 CMAB_INLINE void for_each_vector(int64_t width, const Function& function) {
   int64_t at = 0;
@@ -40,14 +41,15 @@ CMAB_INLINE void for_each_vector(int64_t width, const Function& function) {
   if (at < width) function(at, width - at);
 }
 
-// Cuts `count` into tiles of R, then of R / 2, ..., of 1.
+// Calls function(first, R) for tiles of R rows from `first` to `count`, then of R / 2, ..., 1.
 template <int R, class Function>
 CMAB_INLINE void for_each_tile(int64_t first, int64_t count, const Function& function) {
   for (; first + R <= count; first += R) function(first, std::integral_constant<int, R>());
   if constexpr (R > 1) for_each_tile<R / 2>(first, count, function);
 }
 
-// Lane i becomes the sum over the lanes of sums[i % R], in one order of additions for every R, a power of two.
+// Reduces R vectors: lane i of sums[0] becomes the sum over the lanes of sums[i % R], in one order of additions for
+// every R, a power of two.
 template <int kStep, int R, class V>
 CMAB_INLINE void fold_lanes(V (&sums)[R]) {
   constexpr bool kPairs = kStep < R;
@@ -75,7 +77,7 @@ CMAB_INLINE ElementOf<V> sum_lanes(V x) {
 
 // ---- logits
 
-// Sums of products that left the finite range on the way, again, in a wider type.
+// Recomputes the logits that are not finite in a wider type, and clamps them to the finite range.
 template <class T>
 __attribute__((noinline)) void mend_logits(const T* query, Tile<T> keys, int64_t count, int width, double scale,
                                            T* logits) {
@@ -89,8 +91,8 @@ __attribute__((noinline)) void mend_logits(const T* query, Tile<T> keys, int64_t
   }
 }
 
-// logits[i] = scale * query . keys[i], within the finite range: two infinities have no difference. Up to a vector of
-// them is written past the last.
+// logits[i] = scale * query . keys[i], clamped to the finite range, as the difference of two infinities is NaN. Writes
+// up to a vector past the last logit.
 template <class T>
 inline void make_logits(const T* query, Tile<T> keys, int64_t count, int width, double scale, T* logits) {
   using V = Vector<T>;
@@ -122,10 +124,10 @@ CMAB_INLINE V exponential(V x) {
 
 template <class T>
 struct Total {
-  T top, sum;  // the largest logit, and the sum of exp(logit - top)
+  T top, sum;  // the largest logit; the sum of exp(logit - top)
 };
 
-// logits[i] becomes exp(logits[i] - top). The array is padded.
+// Replaces logits[i] by exp(logits[i] - top). The array is padded.
 template <class T>
 inline Total<T> exponentiate(T* logits, int64_t count) {
   using V = Vector<T>;
@@ -145,7 +147,8 @@ inline Total<T> exponentiate(T* logits, int64_t count) {
 
 // ---- sums of rows
 
-// C vectors of columns, of which the last has `in_last` elements; K sums run side by side, to hide their latency.
+// One block of add_rows: C vectors of columns, the last with `in_last` elements, in K independent accumulators to hide
+// the latency of additions.
 template <int C, int K, class T>
 CMAB_INLINE void add_columns(const T* weights, Tile<T> rows, int count, int64_t in_last, bool first, T* out) {
   using V = Vector<T>;
@@ -170,7 +173,7 @@ CMAB_INLINE void add_columns(const T* weights, Tile<T> rows, int count, int64_t 
   }
 }
 
-// out = the sum of weights[i] rows[i], or += where not `first`.
+// out = sum of weights[i] * rows[i] if `first`, else out += that sum.
 template <class T>
 inline void add_rows(const T* weights, Tile<T> rows, int64_t count, int width, bool first, T* out) {
   constexpr int kLanes = kVectorLanes<T>;
@@ -188,7 +191,7 @@ inline void add_rows(const T* weights, Tile<T> rows, int64_t count, int width, b
 
 // ---- rings
 
-// A head's ring; row p % capacity has token p.
+// A head's ring buffer of tokens; token p is in row p % capacity.
 struct Ring {
   DType dtype;
   char* rows;
@@ -199,7 +202,8 @@ struct Ring {
   char* row(int64_t position) const { return rows + position % capacity * row_bytes(); }
 };
 
-// The rows of the tokens from `first` on: where they lie if they are of type T and one after the other, else in `copy`.
+// The rows of `count` tokens from `first` on, in type T: in place if they are of that type and contiguous, else in
+// `copy`.
 template <class T>
 inline Tile<T> ring_rows(const Ring& ring, int64_t first, int64_t count, T* copy) {
   const int64_t row = first % ring.capacity, before_end = least(count, ring.capacity - row);

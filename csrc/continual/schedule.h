@@ -1,4 +1,5 @@
-// When a step of continual attention does more than add and subtract: the same on the CPU and on a GPU.
+// The schedule of continual attention, shared by CPU and GPU: when sums are recomputed, and when a landmark's segment
+// ends.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +8,11 @@
 
 namespace cmab {
 
-// Tokens after which a row of sums is made afresh in any case, as in cmab_kernels/constants.py.
+// After this many tokens a row of sums is recomputed in any case; from cmab_kernels/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 
-// The length of the segment that ends with the token that makes the stream `position` tokens long; 0 if none does. The
-// first n % m of the m segments of a window have one token more.
+// The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window
+// % landmarks segments of a window have one token more.
 template <class Int>
 static CMAB_HOST_DEVICE Int segment_ending(int64_t position, Int window, Int landmarks) {
   const Int size = window / landmarks, longer = window % landmarks;

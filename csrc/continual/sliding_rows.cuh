@@ -1,9 +1,9 @@
-// Rows of sums that slide with the window, one a query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, and the
-// peak of the scaled phi since the row was last made from the window.
+// Rows of sums that slide with the window on a GPU, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the
+// log-scale c, and the peak of the scaled phi since the row was last recomputed.
 //
-// What comes is added and what goes is subtracted. When less than half of its peak is left of a row's phi, or the
-// values that go outweigh what they leave, errors of the terms that are gone begin to weigh: the row is made from the
-// window again. So it is after 1,024 steps.
+// A new token is added, the one that leaves is subtracted. When phi falls below half of its peak, or the values that
+// leave outweigh those that remain, rounding errors of the subtracted terms begin to show: the row is recomputed from
+// the window, as it is after every kSchedule tokens.
 #pragma once
 
 #include "continual/schedule.h"
@@ -11,7 +11,7 @@
 
 namespace cmab::cuda {
 
-constexpr int kMostRemoved = 2;  // or when more than this multiple of what is left of its values goes
+constexpr int kMostRemoved = 2;  // the largest ratio of values subtracted to values left
 
 template <class T>
 class SlidingRows {
@@ -35,8 +35,8 @@ class SlidingRows {
   CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
   CMAB_DEVICE S phi(int r) const { return row(r)[width_]; }
 
-  // After a token has been admitted: row r becomes what row r + shift was, slid; the last `shift` rows are new.
-  // `query(r)` is row r's query, `due(r)` whether it is to be made from the window anyway.
+  // Updates all rows after a token was admitted: row r becomes the updated row r + shift; the last `shift` rows are
+  // new. `query(r)` is row r's query, `due(r)` whether it is to be recomputed in any case.
   template <class Query, class Due>
   CMAB_DEVICE void slide(int shift, Query query, Due due) {
     for (int first = 0; first < rows_; first += kTileRows) {
@@ -62,7 +62,8 @@ class SlidingRows {
   CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + 3); }
   CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
 
-  // phi, c and peak of row i of a tile, and what its sums are to be changed by; whether the row has lost its digits.
+  // Computes the new phi, c and peak of row i of a tile, and the factors `change` for its sums; true if phi has lost
+  // its digits.
   CMAB_DEVICE bool slide_scale(int i, const S* old) {
     const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
     const S top = comes > before ? comes : before;
@@ -75,14 +76,15 @@ class SlidingRows {
     scale[0] = phi;
     scale[1] = top;
     scale[2] = phi > peak ? phi : peak;
-    return !(phi >= peak / 2);  // as a NaN is
+    return !(phi >= peak / 2);  // true for a NaN, too
   }
 
+  // change[0] * sum + change[1] * comes - change[2] * goes.
   static CMAB_DEVICE S slid(const S* change, S sum, S comes, S goes) {
     return std::fma(-change[2], goes, std::fma(change[1], comes, change[0] * sum));
   }
 
-  // In place too: a chunk of sums is read before any of it is written, and rows go up.
+  // Updates the sums of `count` rows. Works in place: a chunk is read before any of it is written, and rows move up.
   CMAB_DEVICE void slide_sums(int first, int count, int shift) {
     const int chunk = kHeld * block_.threads;
     for (int begin = 0; begin < count * width_; begin += chunk) {
@@ -93,7 +95,7 @@ class SlidingRows {
         }
         CMAB_UNROLL
         for (int h = 0; h < kHeld; ++h) {
-          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end, the last
+          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end: clamped
           const int i = item / width_, e = item % width_;
           const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
           held_[thread][h] = slid(changes_ + 3 * i, old_row(first + shift + i)[e], comes, goes);
@@ -109,8 +111,8 @@ class SlidingRows {
     }
   }
 
-  // Marks rows of a tile whose values, sum |.|, are little beside those that went, or are no numbers; whether there are
-  // any.
+  // Marks as stale the rows of a tile whose values (sum |.|) are small beside those subtracted, or not finite; true if
+  // there are any.
   CMAB_DEVICE bool find_outweighed(int first, int count) {
     block_.each_thread([&](int thread) {
       for (int item = thread; item < count * kParts; item += block_.threads) {
@@ -135,6 +137,7 @@ class SlidingRows {
     });
   }
 
+  // Recomputes row r from the window.
   template <class Query>
   CMAB_DEVICE void renew(int r, const Query* query) {
     of_window_.sum(query);

@@ -1,27 +1,26 @@
-// A step of continual attention, as its launchers know it; and the shared memory of the blocks that make it, one a
-// head.
+// The arguments of a continual step's launch on a GPU, and the layout of its shared memory; a block handles one head.
 #pragma once
 
 #include "common/elements.cuh"
 
 namespace cmab::cuda {
 
-constexpr int kParts = 8;             // of a dot product, a thread each
-constexpr int kTilePairs = kThreads;  // dot products at once
+constexpr int kParts = 8;             // partial sums of a dot product, a thread each
+constexpr int kTilePairs = kThreads;  // dot products of a phase
 constexpr int kTileRows =
     kThreads / 2;  // rows of sums at once: of each, a product with what comes and one with what goes
 constexpr int kMaxima = 16;
 constexpr int kMaxLandmarks = 64;
 constexpr int kMaxValueWidth = 512;  // E
 
-// What a step reads, and where it leaves it: the same memory where it goes on in place.
+// An array before and after the step: the same memory if the step works in place.
 template <class T>
 struct Renewed {
   const T* from;
   T* to;
 };
 
-// The same of all heads, one after the other.
+// The same for all heads, stored one after the other.
 struct Renewal {
   const void* from;
   void* to;
@@ -32,6 +31,7 @@ struct Renewal {
   }
 };
 
+// The arguments that both kinds of step share.
 struct StepCall {
   DType dtype;
   int64_t batch, heads;
@@ -40,12 +40,12 @@ struct StepCall {
   double scale;
   Operand query, key, value;       // (B, H, t, width)
   int capacity_from, capacity_to;  // of the rings, > window
-  // Contiguous.
+  // Contiguous:
   Renewal queries, keys, values;  // (B, H, capacity, width)
   Renewal sums;                   // (B, H, rows, E + 3)
   Renewal position;               // (B, H) int64
   void* out;                      // (B, H, t or n, E)
-  bool sums_known;  // whether there are sums yet: of exact attention not before the first retroactive step
+  bool sums_known;                // false in exact attention until the first retroactive step
 };
 
 struct NystromStepCall : StepCall {
@@ -55,7 +55,7 @@ struct NystromStepCall : StepCall {
   Renewal inverse;                          // (B, H, m, m)
 };
 
-// Where things are in shared memory, counted in sums.
+// Offsets of the arrays in a block's shared memory, in elements of the accumulator type.
 struct Layout {
   static constexpr int parts = 0;
   static constexpr int weights = parts + kTilePairs * kParts;
@@ -76,7 +76,7 @@ CMAB_HOST_DEVICE int step_shared_bytes(int value_width, int landmarks) {
   return Layout(value_width, landmarks).elements * int(sizeof(Sum<T>));
 }
 
-// Outputs and tokens are rounded to their own type.
+// Stores x rounded to the output's type.
 CMAB_DEVICE void round_to(double x, double* to) { *to = x; }
 CMAB_DEVICE void round_to(float x, float* to) { *to = x; }
 #if defined(__CUDACC__)
@@ -98,7 +98,7 @@ struct Largest<double> {
   static constexpr double value = 0x1.fffffffffffffp1023;
 };
 
-// Within the finite range: two infinities have no difference. A NaN stays one.
+// Clamps x to the finite range, as the difference of two infinities is NaN. Keeps a NaN.
 template <class S>
 CMAB_DEVICE S clamped(S x) {
   return x > Largest<S>::value ? Largest<S>::value : x < -Largest<S>::value ? -Largest<S>::value : x;

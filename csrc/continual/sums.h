@@ -1,7 +1,7 @@
-// The guarded sums of a window that moves on. A row of log-scale c holds, of a query's logits S,
-//   exp(-c) sum exp(S) v  |  exp(-c) sum exp(S)  |  c  |  the peak of the second since the row was last made afresh.
-// A token that comes is added, the one that leaves is subtracted. A subtraction leaves the rounding error of what it
-// took away: the row is made afresh from the window when that would show. Internal linkage, as in simd.h.
+// The guarded sums of a sliding window on the CPU. A row of log-scale c holds, for a query's logits S,
+//   exp(-c) sum exp(S) v  |  exp(-c) sum exp(S)  |  c  |  the peak of the second since the row was last recomputed.
+// A new token is added, the one that leaves is subtracted. A subtraction leaves behind the rounding error of the term:
+// the row is recomputed from the window before that shows. Internal linkage, as in simd.h.
 #pragma once
 
 #include "continual/rows.h"
@@ -10,11 +10,11 @@ namespace cmab::cpu {
 namespace {
 
 constexpr int kExtra = 3;             // columns of a row beside the values'
-constexpr double kLeastOfPeak = 0.5;  // A row is made afresh where its sum has fallen below this share of its peak,
-constexpr double kMostRemoved = 2;    // or its values shrink by more than this multiple of what is left
-constexpr int64_t kSmallWindow = 4;   // up to which sums of a window are no dearer than an exchange, and exact
+constexpr double kLeastOfPeak = 0.5;  // a row is recomputed if its sum is below this share of its peak,
+constexpr double kMostRemoved = 2;    // or the values subtracted exceed this multiple of those left
+constexpr int64_t kSmallWindow = 4;   // up to this size rows are always recomputed: as fast, and exact
 
-// A head's window as a query sees it.
+// Scratch for attending to a head's window.
 template <class T>
 struct WindowScratch {
   T *keys, *values;  // kBlockRows rows of each
@@ -26,7 +26,7 @@ struct WindowScratch {
         weights(arena.take<T>(padded<T>(shape.window))) {}
 };
 
-// Delta V to `to`, of the window of the `window` tokens before `end`.
+// Writes Delta V, over the `window` tokens before `end`, to `to`; returns the row's log-scale and sum.
 template <class T>
 Total<T> attend_window(const StreamShape& shape, const T* query, const Ring& keys, const Ring& values, int64_t end,
                        const WindowScratch<T>& scratch, T* to) {
@@ -42,13 +42,13 @@ Total<T> attend_window(const StreamShape& shape, const T* query, const Ring& key
   return total;
 }
 
-// The rows' parts while a token comes and one leaves, one element a row.
+// Scratch for an exchange of tokens, one element per row.
 template <class T>
 struct RowScratch {
   T *added, *removed;  // logits of the two tokens, then their weights
-  T* kept;             // what the row is multiplied with
+  T* kept;             // the row's rescaling factor; after is_sound, whether it is sound
   T *top, *sum, *peak;
-  T* size;  // of the values' sums: sum |.|
+  T* size;  // sum |.| of the row's values
 
   RowScratch(Arena& arena, int64_t rows) {
     for (T** each : {&added, &removed, &kept, &top, &sum, &peak, &size}) *each = arena.take<T>(padded<T>(rows));
@@ -61,6 +61,7 @@ struct Exchange {
   const T *added, *removed;
 };
 
+// The rows of sums of a head, and their update when a token comes and one leaves.
 template <class T>
 class GuardedSums {
   using V = Vector<T>;
@@ -71,16 +72,18 @@ class GuardedSums {
       : rows_(rows), width_(value_width), stride_(value_width + kExtra), at_(scratch) {}
 
   int64_t stride() const { return stride_; }
-  // Where the logits of both tokens go, one a row.
+  // Where the caller puts the logits of both tokens, one per row.
   T* added() { return at_.added; }
   T* removed() { return at_.removed; }
 
+  // Writes the last columns of a row that was recomputed.
   void put(T* sums, int64_t row, const Total<T>& total) const {
     T* extra = sums + row * stride_ + width_;
     extra[0] = total.sum, extra[1] = total.top, extra[2] = total.sum;
   }
 
-  // The `rows` rows of `from` after the exchange, in `to`. Calls make_afresh(row) where the guard asks for it.
+  // Writes `rows` rows of `from`, with the tokens exchanged, to `to`. Calls make_afresh(row) where the guard requires
+  // it.
   template <class MakeAfresh>
   void exchange(const T* from, T* to, int64_t rows, const Exchange<T>& values, const MakeAfresh& make_afresh) {
     gather(from, rows);
@@ -109,11 +112,11 @@ class GuardedSums {
     }
   }
 
-  // Logits to weights, relative to the larger of the row's log-scale and the new logit.
+  // Turns the logits into weights relative to the larger of the row's log-scale and the new logit.
   void weigh(int64_t rows) const {
     for (int64_t r = 0; r < rows; r += lanes<V>()) {
       const V logit = load<V>(at_.added + r), before = load<V>(at_.top + r), top = maximum(before, logit);
-      // exp2(0) may be off by an eps, which every token would add once more.
+      // exp2(0) may be off by an epsilon, which would accumulate with every token.
       const V kept = logit > before ? exponential(before - top) : broadcast<V>(T(1));
       const V added = exponential(logit - top);
       const V removed = exponential(load<V>(at_.removed + r) - top);
@@ -170,7 +173,7 @@ class GuardedSums {
     return sum_lanes(size);
   }
 
-  // Whether every row is; kept[r] becomes 0 where one is not, or not a number, and 1 elsewhere.
+  // Whether every row is sound; kept[r] becomes 0 where one is not (or is NaN) and 1 elsewhere.
   bool is_sound(int64_t rows, T come, T gone) const {
     bool all = true;
     for (int64_t r = 0; r < rows; r += lanes<V>()) {

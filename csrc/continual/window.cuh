@@ -1,20 +1,20 @@
-// The window of a stream: its ring of tokens, and softmax sums of a query over it.
+// The window of a stream on a GPU: its rings of tokens, and a query's softmax sums over it.
 #pragma once
 
 #include "continual/step.cuh"
 
 namespace cmab::cuda {
 
-constexpr int kHeld = 4;  // elements that a thread has on their way at once
+constexpr int kHeld = 4;  // elements that a thread loads at a time
 
-// *to(i) = *from(i) for i < count, where neither is a `to` of smaller i.
+// *to(i) = *from(i) for i < count, where no from(i) is a to(j) of a smaller j.
 template <class T, class From, class To>
 CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) {
   PerThread<T[kHeld]> held;
   for (int begin = 0; begin < count; begin += kHeld * block.threads) {
     block.each_thread([&](int thread) {
       CMAB_UNROLL
-      for (int h = 0; h < kHeld; ++h)  // past the end, the last one stands in
+      for (int h = 0; h < kHeld; ++h)  // past the end: clamped to the last
         held[thread][h] = *from(least(begin + h * block.threads + thread, count - 1));
     });
     block.each_thread([&](int thread) {
@@ -27,8 +27,8 @@ CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) 
   }
 }
 
-// The n newest tokens of a head. Of the rings it is known where the oldest token is; token i of the window is i rows
-// on.
+// The n newest tokens of a head. Only the row of the oldest is stored; token i of the window is i rows further,
+// wrapping around.
 template <class T>
 class Window {
  public:
@@ -45,20 +45,20 @@ class Window {
   CMAB_DEVICE int64_t position() const { return position_; }
   CMAB_DEVICE int tokens() const { return call_.window; }
 
-  // Rows of token i; i = -1 is the token that went last.
+  // The rows of token i of the window; i = -1 is the token that left last.
   CMAB_DEVICE const T* query(int i) const { return queries_ + row(i) * call_.key_width; }
   CMAB_DEVICE const T* key(int i) const { return keys_ + row(i) * call_.key_width; }
   CMAB_DEVICE const T* value(int i) const { return values_ + row(i) * call_.value_width; }
 
-  // Into the new rings, if there are any.
+  // Copies the window to the new rings, if there are any.
   CMAB_DEVICE void move() const {
     move(call_.queries, call_.key_width);
     move(call_.keys, call_.key_width);
     move(call_.values, call_.value_width);
   }
 
-  // Takes token t of the call in, whereupon the oldest goes. Whether that one was not finite: what it was added to is
-  // not finite either, and stays so.
+  // Adds token t of the call; the oldest token leaves the window. True if that one was not finite: the sums that
+  // contain it are not finite either, and must be recomputed.
   CMAB_DEVICE bool admit(int t) {
     ++position_;
     oldest_ = wrapped(oldest_ + 1, call_.capacity_to);
@@ -119,15 +119,15 @@ class Window {
   int oldest_;
 };
 
-// Logits scale a b' of pairs of vectors, which a phase makes in parts and the next puts together: to the same bits
-// whoever the pair's neighbours are, so that what is subtracted from a sum is what was added to it.
+// Logits scale a b' of pairs of vectors: one phase makes partial sums, the next adds them up. A pair's bits do not
+// depend on its neighbours, so that exactly what was added to a sum is subtracted later.
 template <class S>
 class Logits {
  public:
   CMAB_DEVICE Logits(const Block& block, double scale, int width)
       : block_(block), parts_(reinterpret_cast<S*>(block.shared) + Layout::parts), scale_(S(scale)), width_(width) {}
 
-  // The phase: `left(i)` and `right(i)` are the vectors of pair i < pairs <= kTilePairs.
+  // The phase that makes the partial sums; left(i) and right(i) are the vectors of pair i, for i < pairs <= kTilePairs.
   template <class Left, class Right>
   CMAB_DEVICE void multiply(int pairs, Left left, Right right) const {
     each_index(block_, pairs * kParts, [&](int item) {
@@ -153,8 +153,7 @@ class Logits {
   int width_;
 };
 
-// The sums of one query's row over the window: c = max S, the sum of exp(S - c) v, and the sum of exp(S - c), which is
-// column E.
+// One query's sums over the window: c = max S, the sum of exp(S - c) v, and, in column E, the sum of exp(S - c).
 template <class T>
 class WindowSums {
   using S = Sum<T>;
@@ -169,7 +168,7 @@ class WindowSums {
     groups_ = most(1, block.threads / columns_);
   }
 
-  // They are there in the phase that follows.
+  // Computes the sums; they are readable in the next phase.
   template <class Query>
   CMAB_DEVICE void sum(const Query* query) {
     for (int first = 0; first < window_.tokens(); first += kTilePairs)
@@ -186,13 +185,13 @@ class WindowSums {
   CMAB_DEVICE S reference(int thread) { return reference_[thread]; }
 
  private:
-  // Tokens first, ..., first + count - 1; every thread knows the largest logit so far.
+  // Adds tokens first to first + count - 1; keeps the largest logit so far in every thread.
   template <class Query>
   CMAB_DEVICE void add_tile(const Query* query, int first, int count) {
     logits_.multiply(count, [&](int) { return query; }, [&](int i) { return window_.key(first + i); });
     each_index(block_, count, [&](int i) { weights_[i] = logits_[i]; });
     each_index(block_, kMaxima, [&](int part) {
-      S largest = -Largest<S>::value;  // and not a NaN, whose weight is one anyway
+      S largest = -Largest<S>::value;  // skips NaN: the weight of a NaN is NaN in any case
       for (int i = part; i < count; i += kMaxima) largest = weights_[i] > largest ? weights_[i] : largest;
       maxima_[part] = largest;
     });

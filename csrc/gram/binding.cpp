@@ -1,4 +1,4 @@
-// Sums over rows, and rows times matrices, as Python calls them.
+// Python bindings of the sums over keys (K'WK, K'WV), their gradient, and rows times matrices, on the CPU.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "gram/call.h"

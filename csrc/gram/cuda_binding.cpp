@@ -1,4 +1,4 @@
-// The fused ridge solve on a GPU as Python calls it.
+// Python bindings of the fused ridge solve on a GPU.
 #include "common/cuda_bindings.h"
 #include "gram/ridge_solve.cuh"
 
@@ -18,7 +18,8 @@ RidgeCall read_rows(Arguments& in) {
   return call;
 }
 
-// What a call needs beside its inputs and outputs: (matrices of a launch, doubles of workspace, tickets).
+// Returns what a call needs beside its inputs and outputs: (matrices per launch, float64 elements of workspace,
+// tickets).
 py::object ridge_needs(Arguments& in) {
   const RidgeCall call = read_rows(in);
   const Needs needed =

@@ -1,7 +1,7 @@
-// One panel of one leaf of K'W[K|V], made by a block.
+// Computes one panel of one leaf of K'W[K|V] on a GPU, by one block.
 //
-// A tile of keys goes through registers to shared memory: the next one is on its way while the warps multiply. A thread
-// holds 8 x 4 sums of its warp's patch.
+// A tile of keys is staged through registers to shared memory: the next tile is loaded while the warps multiply. A
+// thread accumulates 8 x 4 sums of its warp's patch.
 #pragma once
 
 #include "common/elements.cuh"
@@ -12,7 +12,7 @@ namespace cmab::cuda {
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
 constexpr int kThreadSums = kThreadRows * kThreadColumns;
-constexpr int kRightQuads = 4;  // of a tile, that a thread brings, at most
+constexpr int kRightQuads = 4;  // the most quads of a tile that a thread stages
 constexpr int kLeftQuads = 2;
 
 // The keys of one leaf, counted from its first.
@@ -21,7 +21,7 @@ struct Keys {
   Matrix<T> key, value;
   const Sum<T>* weights;  // null: all are 1
   int64_t weight_stride;
-  const uint8_t* absent;  // null: none is; nothing of an absent key, not even a NaN, may reach a sum
+  const uint8_t* absent;  // null: no key is absent; not even a NaN of an absent key may reach a sum
   int64_t absent_stride;
   int count;
 
@@ -29,7 +29,7 @@ struct Keys {
   CMAB_DEVICE Sum<T> weight(int key) const { return weights ? weights[key * weight_stride] : Sum<T>(1); }
 };
 
-// A thread's place: the sums (row + i, column + j) of the panel, over its split of the keys.
+// The sums that a thread holds: (row + i, column + j) of the panel, over its split of the keys.
 struct Place {
   int split, row, column;
 
@@ -46,7 +46,7 @@ class GramBlock {
   using S = Sum<T>;
 
  public:
-  // Bytes of shared memory: the totals, then the tile with its weights.
+  // Bytes of shared memory: the totals, then the tile and its weights.
   static CMAB_HOST_DEVICE int shared_bytes(const Cut& cut) {
     const int tile = cut.tile_keys() * (cut.panel_columns() + (cut.splits == 1 ? cut.panel_rows() : 0) + 1);
     return cut.panel_sums() * int(sizeof(double)) + tile * int(sizeof(S));
@@ -54,8 +54,8 @@ class GramBlock {
 
   CMAB_DEVICE GramBlock(const Block& block, const Cut& cut, const Keys<T>& keys, int panel)
       : block_(block), cut_(cut), keys_(keys), first_column_(panel * cut.panel_columns()) {
-    // The columns of K that are the left factor are in the first panel anyway, unless it is too narrow; where there is
-    // another panel, or a narrow one, no patch is split.
+    // The left factor's columns of K are part of the first panel, unless that is too narrow; with several panels, or a
+    // narrow one, no patch is split.
     one_side_ = panel == 0 && cut.row_shift <= cut.column_shift;
     total_ = reinterpret_cast<double*>(block.shared);
     right_ = reinterpret_cast<S*>(total_ + cut.panel_sums());
@@ -66,7 +66,7 @@ class GramBlock {
     value_in_quads_ = keys.value.in_quads();
   }
 
-  // A sum of the panel: `total(thread, s)` of an owner is its place's sum (s / 4, s % 4).
+  // A total of the panel in shared memory: total(thread, s) is sum (s / 4, s % 4) of the owner `thread`.
   CMAB_DEVICE double& total(int thread, int s) { return total_[s * cut_.owners() + thread]; }
 
   CMAB_DEVICE void sum() {
@@ -87,14 +87,14 @@ class GramBlock {
   CMAB_DEVICE bool live(const Place& place) const { return live_patch(place.row / kPatch, place.column / kPatch); }
 
  private:
-  // Not so where there is no sum, and where a patch has nothing but the upper triangle of K'WK.
+  // Whether a patch has sums to compute: false past the edges, and where it has only the upper triangle of K'WK.
   CMAB_DEVICE bool live_patch(int patch_row, int patch_column) const {
     const int row = patch_row * kPatch, column = first_column_ + patch_column * kPatch;
     const bool above = column > row + kPatch - 1 && column + kPatch <= cut_.value_column;
     return row < keys_.key.width && column < cut_.columns && !above;
   }
 
-  // Brings a thread's share of the tile from key `first` on to registers.
+  // Loads a thread's share of the tile that starts at key `first` into registers.
   CMAB_DEVICE void stage(int thread, int first) {
     const int right = cut_.column_shift + 3, left = cut_.row_shift + 3;  // a row has 2^right quads
     CMAB_UNROLL
@@ -120,6 +120,7 @@ class GramBlock {
     return keys_.value.quad(key, column - cut_.value_column, value_in_quads_);
   }
 
+  // Stores a thread's staged share of the tile to shared memory.
   CMAB_DEVICE void unstage(int thread) {
     CMAB_UNROLL
     for (int q = 0; q < kRightQuads; ++q) {
@@ -142,7 +143,7 @@ class GramBlock {
     *reinterpret_cast<Quad<S>*>(to) = wide;
   }
 
-  // Each thread's sums over a run, the first tile of which is staged; leaves the tile after it staged.
+  // Computes each thread's sums over a run, whose first tile is staged; leaves the tile after the run staged.
   CMAB_DEVICE void sum_run(int run) {
     const int end = least(run + kRunKeys, keys_.count);
     for (int tile = run; tile < end; tile += cut_.tile_keys()) {
@@ -196,6 +197,7 @@ class GramBlock {
     return live(place) && !finite;
   }
 
+  // Adds the threads' sums of a run to the totals, split by split.
   CMAB_DEVICE void add_run() {
     for (int split = 0; split < cut_.splits; ++split)
       block_.each_thread([&](int thread) {
@@ -206,7 +208,7 @@ class GramBlock {
       });
   }
 
-  // The run again, in float64: so rare that it need not be fast.
+  // Recomputes a run that overflowed, in float64; rare, so it need not be fast.
   CMAB_DEVICE void repeat_run(int run) {
     block_.each_thread([&](int thread) {
       const Place place(cut_, thread);

@@ -1,4 +1,4 @@
-// The kernels of sums over rows and of rows times matrices, for the instruction set that this file is compiled for.
+// The table of kernels of regularised least squares for the instruction set that this file is compiled for.
 #include "common/instance.h"
 #include "gram/rows_kernel.h"
 #include "gram/sums_kernel.h"

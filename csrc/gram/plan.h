@@ -1,4 +1,4 @@
-// What the drivers of family C share.
+// Helpers shared by the drivers of regularised least squares.
 #pragma once
 
 #include "common/instruction_sets.h"

@@ -1,10 +1,11 @@
+// The fused ridge kernel and its launches.
 #include "common/launch.cuh"
 #include "gram/ridge_solve.cuh"
 
 namespace cmab::cuda {
 namespace {
 
-// Two blocks to a multiprocessor, so that one multiplies while the other waits for its keys.
+// Two blocks per multiprocessor (float32 sums), so that one multiplies while the other waits for its keys.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(Sum<T>) == 4 ? 2 : 1)
     ridge_kernel(const __grid_constant__ RidgeCall call, const __grid_constant__ Cut cut, int64_t first_matrix) {

@@ -1,4 +1,4 @@
-// The fused kernel of (K'WK + alpha I)^-1 K'WV, as its launcher and its blocks know it.
+// The fused kernel of (K'WK + alpha I)^-1 K'WV on a GPU: its arguments and the code of a block.
 #pragma once
 
 #include "common/stream.h"
@@ -10,14 +10,14 @@ namespace cmab::cuda {
 struct RidgeCall {
   DType dtype;
   int64_t batch, heads, keys;
-  int64_t together;  // matrices of a launch
+  int64_t together;  // matrices per launch
   int key_width, value_width;
   Operand key, value;
   const void* weights;  // (B, H, N) of the sums' type, or null
   int64_t weights_stride[3];
   const uint8_t* absent;  // (B, N), nonzero where a key is absent, or null
   int64_t absent_stride[2];
-  // Contiguous; `workspace` and `tickets` as Needs says, the tickets zeros.
+  // Contiguous; `workspace` and `tickets` as sized by Needs, the tickets zeroed.
   const double* alpha;  // (B, H)
   double* weight;       // (B, H, D, E)
   double* gram;         // (B, H, D, D)
@@ -26,8 +26,8 @@ struct RidgeCall {
   unsigned* tickets;
 };
 
-// What a call needs beside its inputs and outputs: matrices whose partial sums fit in `most` doubles, at least one, go
-// in a launch together (each launch then has more blocks than a GPU can hold).
+// What a call needs beside its inputs and outputs. As many matrices share a launch as have partial sums that fit in
+// `most` doubles, but at least one.
 struct Needs {
   int64_t together, workspace, tickets;  // matrices, doubles, counters
 };
@@ -40,14 +40,14 @@ CMAB_HOST_DEVICE Needs needs(int64_t matrices, int64_t keys, int key_width, int 
   return {together, each * together, matrices * cut.tickets()};
 }
 
-// The bytes of shared memory that a block needs: the solve uses again what the sums have used.
+// The bytes of shared memory of a block: the solve reuses the memory of the sums.
 template <class T>
 CMAB_HOST_DEVICE int ridge_shared_bytes(int key_width, int value_width) {
   const Cut cut = make_cut(0, key_width, value_width);
   return most(GramBlock<T>::shared_bytes(cut), SolveBlock<double>::shared_bytes(key_width, value_width));
 }
 
-// The most bytes of shared memory that a block of the ridge solve needs, at any width.
+// The most bytes of shared memory that a block of the ridge solve needs at any width.
 inline int most_shared_bytes() {
   int bytes = 0;
   for (int width = 1; width <= kMaxWidth; ++width)
@@ -56,7 +56,7 @@ inline int most_shared_bytes() {
   return bytes;
 }
 
-// Block `index` of a launch: a panel of a leaf of a matrix. The last block of a matrix adds up, and solves.
+// Block `index` of a launch: sums a panel of a leaf of a matrix. The last block of a matrix adds these up and solves.
 template <class T>
 class RidgeBlock {
  public:
@@ -97,12 +97,13 @@ class RidgeBlock {
 
   CMAB_DEVICE unsigned* tickets() const { return call_.tickets + matrix() * cut_.tickets(); }
 
-  // The panel's sums of one leaf, or, in the place of its first leaf, of one group.
+  // The memory of the panel's sums of one leaf, or, in the place of its first leaf, of one group.
   CMAB_DEVICE double* partial(int leaf) const {
     return call_.workspace + ((int64_t(slot_) * cut_.panels + panel_) * cut_.leaves + leaf) * cut_.panel_sums();
   }
 
-  // Whether this block has the sums of all leaves now.
+  // Adds this block's leaf to its group and the group to the total; true for the block that then has the sums of all
+  // leaves.
   CMAB_DEVICE bool add_leaves(GramBlock<T>& gram) const {
     if (cut_.leaves == 1) return true;
     unsigned* of_panel = tickets() + panel_ * (cut_.groups() + 1);
@@ -111,14 +112,15 @@ class RidgeBlock {
     return cut_.groups() == 1 || add(gram, first, 0, kFan, cut_.groups(), of_panel);
   }
 
-  // Leaves the block's sums at `own`; the last of `count` blocks to do so adds up those at first, first + step, ...
+  // Stores the block's sums at `own`; the last of `count` blocks to do so adds those at first, first + step, ...: true
+  // for it.
   CMAB_DEVICE bool add(GramBlock<T>& gram, int own, int first, int step, int count, unsigned* ticket) const {
     each_sum([&](int thread, int s) { partial(own)[s * cut_.owners() + thread] = gram.total(thread, s); });
     if (!block_.last_to_arrive(ticket, count)) return false;
     each_sum([&](int thread, int s) {
       double parts[kFan], sum = 0;
       CMAB_UNROLL
-      for (int i = 0; i < kFan; ++i)  // all of them on their way at once
+      for (int i = 0; i < kFan; ++i)  // all loads in flight at once
         parts[i] = i < count ? partial(first + i * step)[s * cut_.owners() + thread] : 0;
       CMAB_UNROLL
       for (int i = 0; i < kFan; ++i) sum += parts[i];
@@ -136,7 +138,7 @@ class RidgeBlock {
     });
   }
 
-  // Writes the sums: K'WK from its lower triangle, exactly symmetric, and K'WV where X = A^-1 K'WV will be.
+  // Writes K'WK from its lower triangle, exactly symmetric, and K'WV to where the solution X will replace it.
   CMAB_DEVICE void write_sums(GramBlock<T>& gram) const {
     const int D = call_.key_width, E = call_.value_width;
     double* square = call_.gram + matrix() * D * D;
@@ -163,11 +165,11 @@ class RidgeBlock {
   const Block& block_;
   const RidgeCall& call_;
   const Cut& cut_;
-  int64_t first_matrix_;     // of the launch
-  int panel_, leaf_, slot_;  // slot_: which matrix of the launch
+  int64_t first_matrix_;     // first matrix of the launch
+  int panel_, leaf_, slot_;  // slot_: index of the matrix in the launch
 };
 
-// Asynchronous, and without an allocation, like all launches.
+// Launches the solve asynchronously; allocates nothing, like all launches.
 void ridge_solve(const RidgeCall& call, Stream on);
 
 }  // namespace cmab::cuda

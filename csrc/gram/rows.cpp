@@ -1,5 +1,5 @@
-// Rows of heads times matrices of their own: a solution applied to queries, and the gradient of the sums. No row needs
-// another, so that how they are dealt out to threads changes no bit.
+// Drivers of rows times per-head matrices: a solution applied to queries, and the gradient of the sums. Rows are
+// independent, so their assignment to threads changes no bit.
 #include <omp.h>
 
 #include "gram/plan.h"
@@ -7,10 +7,10 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr int64_t kPieceRows = 2048;  // packing the matrices anew for each piece takes 1 or 2 % of its time
+constexpr int64_t kPieceRows = 2048;  // packing the matrices for each piece takes 1 to 2 % of its time
 
-// Calls `function(b, h, first row, rows, scratch)` for pieces of the rows of every head; heads go fastest, so that
-// those that share cache lines are neighbours.
+// Calls function(b, h, first row, rows, scratch) for pieces of the rows of every head. Heads vary fastest: those that
+// share cache lines are neighbours.
 template <class Function>
 void for_each_piece(int64_t batch, int64_t heads, int64_t rows, size_t scratch_bytes, int threads, Function function) {
   const int64_t pieces = ceil_div(rows, kPieceRows);

@@ -1,5 +1,5 @@
-// Rows times small matrices: applying a solution to queries, and the gradient of the sums to keys, values and weights.
-// A matrix is packed in panels of a few vectors of columns, so that a tile of registers reads it in order.
+// Kernels of rows times small matrices: a solution applied to queries, and the gradient of the sums to keys, values and
+// weights. A matrix is packed in panels of a few vectors of columns, so that a register tile reads it sequentially.
 #pragma once
 
 #include "gram/tile.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kBlockRows = 32;
 constexpr int64_t kAnywhere = INT64_MAX;
 
-// Rows times a packed matrix, one term of a sum of products.
+// One term of a sum of products: rows, and the packed matrix that they multiply.
 template <class T>
 struct Factors {
   Tile<T> rows;
@@ -18,7 +18,7 @@ struct Factors {
   int depth;
 };
 
-// to[row][:] = the sum of the terms' products.
+// to[row][:] = the sum over the terms of rows[row][:] times the packed matrix.
 template <class V, int R, int C, class T, int kTerms>
 inline void multiply_tile(const Factors<T> (&terms)[kTerms], int row, int column, T* to, ptrdiff_t to_stride) {
   V acc[R][C] = {};
@@ -44,7 +44,7 @@ inline void multiply_rows(const Factors<T> (&terms)[kTerms], int count, int widt
   });
 }
 
-// Results go where they belong if they can be stored there as they are, else through `buffer`.
+// Where results are computed: directly in the output if type and alignment allow, else in `buffer`.
 template <class T>
 struct Destination {
   T* rows;
@@ -60,7 +60,7 @@ struct Destination {
   }
 };
 
-// factor * from, in the type of the result.
+// Writes factor * from as row `row` of the output, in its type.
 template <class T>
 inline void write_row(DType dtype, void* out, int64_t row, int width, const T* from, T factor) {
   with_type<T>(dtype, out, [&](auto* to) {
@@ -163,7 +163,7 @@ struct Rows {
   };
   static size_t differentiate_scratch_bytes(const GramShape& shape) { return Scratch(shape, nullptr).bytes; }
 
-  // u = S k + dmoment v and y = dmoment' k, a block of rows at a time; then dkey = w u, dvalue = w y and
+  // Computes u = S k + dmoment v and y = dmoment' k, a block of rows at a time; then dkey = w u, dvalue = w y and
   // dweight = (k.u + v.y) / 2.
   static void differentiate(const GramShape& shape, const GramKeys& all, const PackedSlopes& slopes,
                             const GramGradient& gradient, void* memory) {
@@ -195,7 +195,7 @@ struct Rows {
     }
   }
 
-  // Rows of present keys, times their weights, to where these keys are; zeros to the absent ones.
+  // Writes the rows of present keys, times their weights, to the places of these keys; zeros for absent keys.
   static void scatter(DType dtype, void* out, int64_t first, int rows, int width, const PresentRows& present,
                       const Destination<T>& from, const T* weight) {
     int taken = 0;

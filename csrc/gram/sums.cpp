@@ -1,5 +1,5 @@
-// K'WK and K'WV: the keys of a head are cut into pieces, each is summed by itself, run by run, and the pieces are added
-// in their order. Where cuts are depends on N and the widths alone.
+// The driver of K'WK and K'WV: the keys of a head are cut into pieces; each is summed separately, run by run, and the
+// pieces are added in ascending order. The cuts depend on N and the widths only.
 #include <omp.h>
 
 #include "gram/plan.h"
@@ -7,14 +7,14 @@
 namespace cmab::cpu {
 namespace {
 
-// Keys of a run: with their values, and the next run on its way, they stay in the second cache.
+// The number of keys of a run: with their values and the prefetched next run they stay in the L2 cache.
 int64_t run_keys(const GramShape& shape, bool in_double) {
   constexpr int64_t kBytes = 256 << 10;
   const int64_t row = (int64_t(shape.key_width) + shape.value_width) * (in_double ? 8 : 4);
   return std::clamp<int64_t>(kBytes / row / 64 * 64, 128, kMaxRunKeys);
 }
 
-// Each piece but the first has sums of its own until they are added.
+// The number of pieces of the keys; each but the first needs memory for its sums until they are added.
 int64_t key_pieces(int64_t keys, int64_t sum_bytes) {
   constexpr int64_t kBytes = 4 << 20;
   return std::clamp<int64_t>(std::min(keys / 4096, std::max<int64_t>(kBytes / sum_bytes, 4)), 1, 32);
@@ -44,7 +44,7 @@ class Gram {
   }
 
   void run() {
-    // Pieces of a few heads at a time, so that there is enough for every thread and little to keep.
+    // A wave holds the pieces of a few heads: enough work for every thread, and a bounded workspace.
     const int64_t wave = pieces_ == 1 ? groups_ : std::min(groups_, ceil_div(16 * threads_, pieces_));
     partial_ = threads_ * scratch_bytes_;
     prefer_huge_pages(gram_, in_.batch * in_.heads * gram_size_ * int64_t(sizeof(double)));
@@ -64,7 +64,7 @@ class Gram {
  private:
   int64_t sum_size() const { return gram_size_ + moment_size_; }
 
-  // Heads that lie side by side in a row of memory share its cache lines and pages: their runs are taken in turns.
+  // How many heads take turns, run by run: heads interleaved in memory share cache lines and pages.
   int64_t heads_together() const {
     const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
     if (!interleaved(in_.key) && !interleaved(in_.value)) return 1;
@@ -82,7 +82,7 @@ class Gram {
   double* gram_of(int64_t head) const { return gram_ ? gram_ + head * gram_size_ : nullptr; }
   double* moment_of(int64_t head) const { return moment_ ? moment_ + head * moment_size_ : nullptr; }
 
-  // The sums of a piece, of head `slot` of this wave.
+  // The memory of a piece's sums (piece >= 1) for head `slot` of this wave.
   double* partial(int64_t slot, int64_t piece) const {
     return reinterpret_cast<double*>(workspace_.at(partial_)) + (slot * (pieces_ - 1) + piece - 1) * sum_size();
   }
@@ -131,7 +131,7 @@ class Gram {
       for (int64_t c = r; c < width; ++c) gram[r * width + c] += sums[r * width + c];
   }
 
-  // The lower triangle from the upper one, in blocks that stay in the first cache.
+  // Copies the upper triangle to the lower one, in blocks that stay in the L1 cache.
   void mirror(double* gram) const {
     if (!gram) return;
     constexpr int64_t kBlock = 8;

@@ -1,5 +1,5 @@
-// Sums over keys, K'WK and K'WV: every tile of registers of the two matrices passes over the run once, so that a run is
-// read from the second cache and its sums are never stored before they are complete.
+// The kernel of the sums over keys, K'WK and K'WV. Every register tile of the two matrices makes one pass over the run,
+// so that the run is read from the L2 cache and sums are stored only when complete.
 #pragma once
 
 #include "gram/tile.h"
@@ -16,8 +16,8 @@ struct Run {
   int count;
 };
 
-// Fetches the next run while this one is worked on: each pass over the keys asks for one line of every row. Without it
-// the first pass over a run waits for memory (10 % at D = E = 64).
+// Prefetches the next run: each pass over the keys fetches one cache line of every row. Without it the first pass over
+// a run waits for memory (10 % at D = E = 64).
 class Ahead {
  public:
   struct Line {
@@ -42,7 +42,7 @@ class Ahead {
   static constexpr int kLine = 64;
 
   static int lines(DType dtype, int width) { return (width * element_bytes(dtype) + kLine - 1) / kLine; }
-  // As numbers: there may be nothing there, of which a prefetch takes no notice.
+  // The address after the run, as an integer: it may be past the end of the tensor, which a prefetch ignores.
   static Line after(DType dtype, const Matrix& matrix, int64_t count) {
     const ptrdiff_t stride = matrix.row_stride * element_bytes(dtype);
     return {reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride * count), stride};
@@ -53,7 +53,7 @@ class Ahead {
   int taken_ = 0;
 };
 
-// One of the two sums: left' right, (rows, width).
+// One of the two sums, left' right, a (rows, width) matrix.
 template <class T>
 struct Target {
   Tile<T> right;
@@ -62,7 +62,7 @@ struct Target {
   bool first;  // whether nothing is there yet
 };
 
-// Adds a tile of sums, whose columns may run past the last one.
+// Adds a tile of sums to the target; columns past the last are left out.
 template <class S, int R, int kColumns, class T>
 inline void add_sums(const S (&sums)[R][kColumns], const Target<T>& target, int row, int column) {
   const int columns = target.width - column < kColumns ? target.width - column : kColumns;
@@ -85,7 +85,7 @@ inline bool all_finite(const float* sums, int count) {
   return !overflow;
 }
 
-// A tile whose float32 sums overflowed, again.
+// Recomputes in float64 a tile whose float32 sums overflowed.
 template <int R, int kColumns>
 __attribute__((noinline)) void add_in_double(const Run<float>& run, const Target<float>& target, int row, int column) {
   double sums[R][kColumns] = {};
@@ -100,8 +100,8 @@ __attribute__((noinline)) void add_in_double(const Run<float>& run, const Target
   add_sums(sums, target, row, column);
 }
 
-// sums (R, C vectors) += left' right over a few keys. Not inlined: the compiler would keep both sums and their addend
-// in registers, for which there are too few.
+// sums (R rows, C vectors) += left' right over a few keys. Not inlined: the compiler would keep both accumulators and
+// addend in registers and spill.
 template <class V, int R, int C, class T>
 __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
                                             ptrdiff_t right_stride, int keys, Ahead::Line ahead, T* sums) {
@@ -114,8 +114,8 @@ __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride
     for (int c = 0; c < C; ++c, sums += lanes<V>()) store<V>(sums, load<V>(sums) + acc[r][c]);
 }
 
-// Sums of this many keys are added up from zero, then to those of the run: equal terms, whose roundings all go one way,
-// err less than in one sum of 512.
+// Keys per partial sum, which starts from zero and is added to the run's: terms whose roundings all have one sign err
+// less than in a single sum of 512.
 constexpr int kStepKeys = 128;
 
 template <class V, int R, int C, class T>
@@ -148,8 +148,8 @@ inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ah
   });
 }
 
-// On and above the diagonal, in steps of kNarrow. Where that is half a vector, every second block of the diagonal is
-// taken by narrow vectors, so that less is computed twice.
+// Adds K'WK on and above the diagonal, in steps of kNarrow rows. Where kNarrow is half a vector, every second diagonal
+// block uses narrow vectors, so that less is computed twice.
 template <class V, class T>
 inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead& ahead) {
   for (int row = 0; row < gram.width; row += kNarrow) {
@@ -165,7 +165,7 @@ inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead& ahead) {
   }
 }
 
-// Rows that are further apart than this many widths compete for a few sets of the first cache: they are copied.
+// Rows further apart than this many widths compete for a few sets of the L1 cache: they are copied.
 constexpr int kApart = 2;
 
 template <class T>

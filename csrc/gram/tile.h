@@ -1,5 +1,5 @@
-// What the kernels of family C share: rows in the compute type, and how a matrix of results is cut into tiles of
-// registers. Internal linkage, as in simd.h.
+// Helpers shared by the kernels of regularised least squares: rows in the compute type, and the division of a matrix of
+// results into register tiles. Internal linkage, as in simd.h.
 #pragma once
 
 #include "common/tile.h"
@@ -8,7 +8,7 @@
 namespace cmab::cpu {
 namespace {
 
-// Rows of up to kNarrow columns take a vector of kNarrow lanes where the widest has more; others take whole vectors.
+// Rows of up to kNarrow columns use vectors of at most kNarrow lanes; wider rows use whole vectors.
 constexpr int kNarrow = 8;
 
 template <class T>
@@ -19,7 +19,7 @@ constexpr int padded_width(int width) {
   return round_up(width, width <= kNarrow ? lanes<NarrowVector<T>>() : kVectorLanes<T>);
 }
 
-// Calls `function` with a vector that fits rows of `width` columns.
+// Calls `function` with a zero vector of the type that fits rows of `width` columns.
 template <class T, class Function>
 CMAB_INLINE void with_vector(int width, Function function) {
   if (width <= kNarrow)
@@ -28,14 +28,15 @@ CMAB_INLINE void with_vector(int width, Function function) {
     function(Vector<T>{});
 }
 
-// A tile of registers is R rows of C vectors: 16 to 24 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
+// A register tile is R rows of C vectors: 16 to 24 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
 constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int tile_rows(int columns) { return columns == kMaxColumns ? 4 : 8; }
 
 template <int n>
 using Constant = std::integral_constant<int, n>;
 
-// Cuts `vectors` into panels of up to kMaxColumns of them, the last two alike: a panel of one is bound by loads.
+// Cuts `vectors` into panels of up to kMaxColumns; the last two are balanced, as a panel of one vector is bound by
+// loads.
 template <class Function>
 CMAB_INLINE void for_each_panel(int vectors, Function function) {
   for (int first = 0; first < vectors;) {
@@ -58,7 +59,7 @@ CMAB_INLINE void for_each_tile(int first, int end, Function function) {
   if constexpr (R > 1) for_each_tile<R / 2>(first, end, function);
 }
 
-// Calls `function` with the address, to const or not, in its own type. T is the compute type.
+// Calls `function` with `data` as a pointer to elements of `dtype`, const or not. T is the compute type.
 template <class T, class Void, class Function>
 CMAB_INLINE auto with_type(DType dtype, Void* data, Function function) {
   const auto typed = [&](auto element) {
@@ -77,7 +78,7 @@ inline Matrix from_row(DType dtype, const Matrix& matrix, int64_t row) {
           matrix.col_stride};
 }
 
-// `count` of the keys from `first` on.
+// The `count` keys from `first` on.
 inline GramKeys from_key(const GramShape& shape, GramKeys keys, int64_t first, int64_t count) {
   keys.key = from_row(shape.dtype, keys.key, first);
   keys.value = from_row(shape.dtype, keys.value, first);
@@ -89,7 +90,7 @@ inline GramKeys from_key(const GramShape& shape, GramKeys keys, int64_t first, i
   return keys;
 }
 
-// The rows of a run that are present, in order.
+// The present rows of a run, ascending.
 struct PresentRows {
   int count = 0;
   bool all;
@@ -103,11 +104,11 @@ struct PresentRows {
     all = count == rows;
   }
 
-  // Whether row k is, where `taken` of those before it are.
+  // Whether row k is present, given that `taken` present rows precede it.
   bool has(int k, int taken) const { return taken < count && row[taken] == k; }
 };
 
-// Whether rows are whole aligned vectors.
+// Whether rows can be accessed as whole, aligned vectors.
 template <class T>
 inline bool aligned(const T* rows, int64_t stride, int width) {
   const size_t bytes = width <= kNarrow ? sizeof(NarrowVector<T>) : sizeof(Vector<T>);
@@ -115,7 +116,7 @@ inline bool aligned(const T* rows, int64_t stride, int width) {
          (reinterpret_cast<uintptr_t>(rows) | size_t(stride) * sizeof(T)) % bytes == 0;
 }
 
-// A row of whole vectors, aligned or not.
+// Copies a row of whole vectors, aligned or not.
 template <class T>
 CMAB_INLINE void copy_vectors(const T* from, int width, T* to) {
   with_vector<T>(width, [&](auto vector) {
@@ -124,8 +125,8 @@ CMAB_INLINE void copy_vectors(const T* from, int width, T* to) {
   });
 }
 
-// The present rows: where they lie if they can be read there by aligned vectors and are at most `apart` elements apart,
-// else in `copy`, with zeros up to padded_width.
+// The present rows: in place if aligned vectors can read them and they are at most `apart` elements apart, else in
+// `copy`, zero-padded to padded_width.
 template <class T>
 inline Tile<T> load_rows(DType dtype, const Matrix& matrix, const PresentRows& present, int width, int64_t apart,
                          T* copy) {

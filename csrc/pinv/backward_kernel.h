@@ -1,10 +1,10 @@
-// The gradient of the iterative pseudo-inverse. The iterates are made again, transposed, for so every factor of the
-// adjoint products lies in rows: with X = A Z,
+// The gradient of the iterative pseudo-inverse. The iterates are recomputed, transposed, so that every factor of the
+// adjoint products is read along its rows: with X = A Z,
 //   P = 7 I - X,  Q = 15 I - X P,  R = 13 I - X Q,  Z_next = Z R / 4,
 // and G the gradient of Z_next,
 //   dR = Z' G / 4,  dQ = -X' dR,  dP = -X' dQ,  dX = -dR Q' - dQ P' - dP,
 //   dA += dX Z',  dZ = G R' / 4 + A' dX.
-// P' = 7 I - X' is not kept: dQ P' = 7 dQ - dQ X'.
+// P' = 7 I - X' is not stored: dQ P' = 7 dQ - dQ X'.
 #pragma once
 
 #include "pinv/kernel.h"
@@ -20,7 +20,7 @@ class PinvGradient : PinvSquares<T> {
   using V = Vector<T>;
 
  public:
-  // Three squares of each iteration, one iterate more, and eight.
+  // Elements of workspace: four squares per iteration (Z, X, Q, R), the last iterate, the identity and eight more.
   static int64_t elements(int64_t m, int iterations) { return Squares::elements(m, 4 * iterations + 10); }
 
   PinvGradient(int64_t m, int iterations, T* memory) : Squares(m, memory), iterations_(iterations) {
@@ -29,7 +29,7 @@ class PinvGradient : PinvSquares<T> {
   }
 
   T* matrix() { return matrix_; }                                               // to be filled before run
-  T* gradient() { return gradient_; }                                           // of the result; before differentiate
+  T* gradient() { return gradient_; }                                           // of the inverse; before differentiate
   const T* turned_inverse() const { return trail_ + 4 * size_ * iterations_; }  // after run
   const T* dmatrix() const { return dmatrix_; }                                 // after differentiate
   const T* turned() const { return turned_; }                                   // the transpose of the matrix
@@ -85,8 +85,8 @@ class PinvGradient : PinvSquares<T> {
     std::swap(gradient_, next_);
   }
 
-  // Z_0 = A' / (c r): through A' itself, and through the norms c and r to the columns and rows that reach them, of
-  // which several have equal shares.
+  // Adds the gradient through Z_0 = A' / (c r): through A' itself, and through the norms c and r to the columns and
+  // rows that attain them; several that tie have equal shares.
   void differentiate_start() {
     transpose_matrix(gradient_, m_, m_, next_);
     if (columns_.largest == 0) {
@@ -108,7 +108,8 @@ class PinvGradient : PinvSquares<T> {
       }
   }
 
-  // What an element of each column takes part in, in the place of the column's sum.
+  // Replaces each column's sum by the gradient of the norm to that column's elements: 0 unless it attains the largest
+  // sum.
   void share(T product, ColumnSums<T>& sums) const {
     int64_t count = 0;
     for (int64_t j = 0; j < m_; ++j) count += sums.of[j] == sums.largest;

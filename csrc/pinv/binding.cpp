@@ -1,4 +1,4 @@
-// The m x m part of Nyström attention as Python calls it.
+// Python bindings of the m x m part of Nyström attention on the CPU.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "pinv/pinv.h"

@@ -8,23 +8,23 @@
 namespace cmab::cpu {
 namespace {
 
-// NaN if either is.
+// The larger of a and b in each lane; NaN if either is.
 template <class V>
 CMAB_INLINE V maximum_or_nan(V a, V b) {
   return (b > a) | (b != b) ? b : a;
 }
 
-// The column sums of |A|, zeros after them, and the largest of them.
+// The column sums of |A|, zero-padded, and the largest of them.
 template <class T>
 struct ColumnSums {
   T* of;
   T largest;
 
-  // What is divided by: A = 0 has Z = 0.
+  // The largest sum, or 1 for A = 0, whose Z is 0.
   T divisor() const { return largest == 0 ? T(1) : largest; }
 };
 
-// m x m matrices in padded rows, and their products.
+// The workspace of m x m matrices in padded rows ("squares"), and operations on them.
 template <class T>
 class PinvSquares {
  protected:
@@ -47,14 +47,15 @@ class PinvSquares {
 
   V identity(int64_t at) const { return load<V>(identity_ + at); }
 
-  // Calls finish(at, sum) with every vector of the product, and where it lies in a square.
+  // Multiplies two squares: calls finish(offset in a square, vector of the product) for every vector.
   template <class Finish>
   CMAB_INLINE void times(const T* left, const T* right, const Finish& finish) const {
     multiply(Left<T>{left, width_, 1}, right, width_, padded_rows(m_), m_, width_,
              [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
   }
 
-  // The largest sums of |A| and of its transpose. A is divided by one after the other, for their product may overflow.
+  // Sets the largest column sums of |A| and of its transpose. over_norms divides by each in turn: their product may
+  // overflow.
   void take_norms(const T* matrix, const T* turned) {
     add_columns(matrix, columns_);
     add_columns(turned, rows_);
@@ -81,6 +82,7 @@ class PinvSquares {
   T *memory_, *identity_;
 };
 
+// Iterates on one matrix: fill matrix(), call run(), read inverse().
 template <class T>
 class PinvIteration : PinvSquares<T> {
   using Squares = PinvSquares<T>;
@@ -94,7 +96,7 @@ class PinvIteration : PinvSquares<T> {
     for (T** each : {&matrix_, &inverse_, &product_, &odd_, &even_}) *each = Squares::take(size_);
   }
 
-  T* matrix() { return matrix_; }  // to be filled
+  T* matrix() { return matrix_; }  // to be filled before run
   const T* inverse() const { return inverse_; }
   void write(T* inverse) const {
     for (int64_t i = 0; i < m_; ++i) write_row(inverse_ + i * width_, m_, inverse + i * m_);
@@ -127,8 +129,8 @@ int64_t pinv_workspace(int64_t m) {
   return PinvIteration<ElementOf<V>>::elements(m);
 }
 
-// Both matrices are contiguous, and may be the same; the workspace, of pinv_workspace<V>(m) elements, is 64-byte
-// aligned and uninitialised.
+// The pseudo-inverse of one contiguous m x m matrix; `inverse` may be `matrix`. The workspace, of pinv_workspace<V>(m)
+// elements, is 64-byte aligned and uninitialised.
 template <class V>
 void iterative_pinv(const ElementOf<V>* matrix, int64_t m, int iterations, ElementOf<V>* inverse,
                     ElementOf<V>* workspace) {

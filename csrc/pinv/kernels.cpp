@@ -1,4 +1,4 @@
-// The kernels of the pseudo-inverse and of the landmarks, for the instruction set that this file is compiled for.
+// The table of pseudo-inverse and landmark kernels for the instruction set that this file is compiled for.
 #include "common/instance.h"
 #include "pinv/landmarks_kernel.h"
 

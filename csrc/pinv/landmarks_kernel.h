@@ -1,5 +1,5 @@
-// The landmarks' share of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. The absent landmarks
-// are left out from the start. The softmax is taken of the transpose, k q': its sums then run down the columns.
+// The landmark part of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. Absent landmarks are left
+// out when reading. The softmax is computed on the transpose, k q', so that its sums run down the columns.
 #pragma once
 
 #include "common/tile.h"
@@ -9,7 +9,7 @@
 namespace cmab::cpu {
 namespace {
 
-// The present landmarks of one matrix: padded rows of each operand.
+// The queries and keys of the present landmarks of one matrix, in padded rows, and their softmax.
 template <class T>
 class Landmarks {
   using V = Vector<T>;
@@ -24,7 +24,7 @@ class Landmarks {
     turned_softmax_ = arena.take<T>(padded_size<T>(call.order, call.order));
   }
 
-  // The rest, once there is memory.
+  // Reads the operands; the constructor only lays out memory.
   void read() {
     for (int64_t i = 0; i < call_.order; ++i)
       if (!call_.absent || !call_.absent[matrix_ * call_.absent_stride[0] + i * call_.absent_stride[1]])
@@ -43,7 +43,7 @@ class Landmarks {
     read_matrix(from.at<T>(matrix_), from.stride[1], from.stride[2], which_, present_, columns, to);
   }
 
-  // Padded rows of the present landmarks to all rows of a result.
+  // Writes padded rows of the present landmarks to a result with a row for every landmark; zeros for the absent.
   void write_rows(const T* from, int64_t columns, void* result) const {
     T* to = static_cast<T*>(result) + matrix_ * call_.order * columns;
     const int64_t width = padded_columns<T>(columns);
@@ -54,7 +54,8 @@ class Landmarks {
         for (int64_t j = 0; j < columns; ++j) to[j] = 0;
   }
 
-  // softmax(scale q k') by rows. The scale is in the query, so that a small one keeps large products in range.
+  // Writes softmax(scale q k'), by rows. The scale is applied to the query, so that a small one keeps large products in
+  // range.
   void softmax(T* to) const {
     const int64_t columns = padded_columns<T>(present_);
     transpose_matrix(query_, present_, call_.width, turned_query_);
@@ -65,14 +66,14 @@ class Landmarks {
   }
 
  private:
-  // Logits beyond the range of numbers: at its end. A NaN stays one.
+  // Clamps a logit to the finite range; keeps a NaN.
   static V finite(V logit) {
     constexpr T kMost = std::numeric_limits<T>::max();
     logit = logit > kMost ? broadcast<V>(kMost) : logit;
     return logit < -kMost ? broadcast<V>(-kMost) : logit;
   }
 
-  // A vector of columns; zeros in those past the last.
+  // Normalises a vector of columns; zeros in the padding.
   void normalise(T* logits, int64_t column) const {
     const int64_t row = padded_columns<T>(present_);
     V most = load<V>(logits), sum{};
@@ -93,6 +94,7 @@ class Landmarks {
   T *query_, *key_, *turned_query_, *turned_softmax_;
 };
 
+// Computes W for one matrix of a call.
 template <class T>
 class LandmarkValues {
   using V = Vector<T>;
@@ -129,6 +131,7 @@ class LandmarkValues {
   T *value_, *out_, *squares_;
 };
 
+// Computes the gradients of W to query, key and value for one matrix of a call.
 template <class T>
 class LandmarkGradients {
   using V = Vector<T>;
@@ -173,7 +176,7 @@ class LandmarkGradients {
     write_product({dout_, width, 1}, turned_value_, call_.value_width, present_, pinv.gradient());
   }
 
-  // With A = softmax(S): dS = A (dA - the row sums of A dA), taken of the transpose.
+  // With A = softmax(S): dS = A (dA - the row sums of A dA), computed on the transpose.
   void differentiate_softmax(const PinvGradient<T>& pinv) {
     const int64_t columns = padded_columns<T>(present_);
     transpose_matrix(pinv.dmatrix(), present_, present_, dlogits_);
@@ -189,7 +192,7 @@ class LandmarkGradients {
     write_product({dlogits_, columns, 1}, landmarks_.scaled_query(), present_, call_.width, dkey_);
   }
 
-  // A row for each present landmark.
+  // Writes factor * left * right, with a row for each present landmark.
   void write_product(const Left<T>& left, const T* right, int64_t steps, int64_t columns, T* to, T factor = 1) const {
     const int64_t width = padded_columns<T>(columns);
     multiply(left, right, width, padded_rows(present_), steps, width,
@@ -203,7 +206,7 @@ class LandmarkGradients {
   T *value_, *dout_, *dvalue_, *turned_value_, *dlogits_, *dquery_, *dkey_, *squares_;
 };
 
-// The table of kernels, for vectors of CMAB_VECTOR_BYTES.
+// The entries of the kernel table, for vectors of CMAB_VECTOR_BYTES.
 template <class T>
 struct Pinv {
   using V = Vector<T>;

@@ -1,4 +1,4 @@
-// The driver: one matrix after the other, on as many threads as pay.
+// The driver of the m x m part of Nyström attention: runs a kernel for each matrix, on as many threads as pay off.
 #include "pinv/pinv.h"
 
 #include <omp.h>
@@ -30,7 +30,7 @@ void run(const MatrixKernel<Call>& kernel, const Call& call, int threads) {
   const size_t bytes = align(kernel.bytes(call));
   Workspace workspace;
   workspace.reserve(team * bytes);
-  if (team == 1) {  // without OpenMP, to which half a microsecond goes even then
+  if (team == 1) {  // without OpenMP, which costs half a microsecond even then
     for (int64_t matrix = 0; matrix < call.count; ++matrix) kernel.run(call, matrix, workspace.at(0));
     return;
   }

@@ -1,5 +1,5 @@
-// What the m x m part of Nyström attention is made of: small padded matrices, read from anywhere, transposed and
-// multiplied. Internal linkage, as in simd.h.
+// Small matrices in padded rows, for the m x m part of Nyström attention: reading, transposing, multiplying. Internal
+// linkage, as in simd.h.
 #pragma once
 
 #include "common/lanes.h"
@@ -7,15 +7,14 @@
 namespace cmab::cpu {
 namespace {
 
-// A tile of registers: 8 rows of one vector, or as many accumulators of two where there are registers for no more.
+// Rows of a register tile: 8 of one vector, or kPairRows of two vectors, as many as the registers can hold.
 constexpr int kTileRows = 8;
 constexpr int kPairRows = CMAB_VECTOR_BYTES == 64 ? 8 : 4;
 
-// Rows of matrices that products read and write: up to full tiles. What lies past the last row is never part of a
-// result.
+// Rows are padded to full tiles. Padding rows are computed, but never part of a result.
 constexpr int64_t padded_rows(int64_t n) { return next_multiple(n, kTileRows); }
 
-// Columns, likewise: up to full vectors, and to full tiles, for what is a row here is a column of the transpose.
+// Columns are padded to full vectors, and to full tiles, as the columns are the rows of the transpose.
 template <class T>
 constexpr int64_t padded_columns(int64_t n) {
   return next_multiple(n, kVectorLanes<T> > kTileRows ? kVectorLanes<T> : kTileRows);
@@ -26,7 +25,7 @@ constexpr int64_t padded_size(int64_t rows, int64_t columns) {
   return padded_rows(rows) * padded_columns<T>(columns);
 }
 
-// The left factor of a product, which is read element by element: so its transpose is one too.
+// The left factor of a product, read element by element with any strides: it may be a transpose.
 template <class T>
 struct Left {
   const T* data;
@@ -45,7 +44,7 @@ CMAB_INLINE void multiply_tile(const Left<T>& left, const T* right, int64_t righ
     for (int c = 0; c < C; ++c) finish(row + r, column + c * lanes<V>(), sum[r][c]);
 }
 
-// Calls finish(row, column, sum) with every vector of the product. `rows` and `columns` are padded, `steps` are not.
+// Calls finish(row, column, sum) with every vector of the product. `rows` and `columns` are padded, `steps` is not.
 template <class T, class Finish>
 void multiply(const Left<T>& left, const T* right, int64_t right_row, int64_t rows, int64_t steps, int64_t columns,
               const Finish& finish) {
@@ -59,7 +58,7 @@ void multiply(const Left<T>& left, const T* right, int64_t right_row, int64_t ro
       multiply_tile<kTileRows, 1>(left, right, right_row, steps, row, column, finish);
 }
 
-// A row of elements `step` apart, zero from `count` to `width`.
+// Reads a row of elements `step` apart; zeros from `count` to `width`.
 template <class T>
 CMAB_INLINE void read_row(const T* from, int64_t step, int64_t count, int64_t width, T* to) {
   using V = Vector<T>;
@@ -77,7 +76,7 @@ CMAB_INLINE void write_row(const T* from, int64_t count, T* to) {
   for (int64_t j = 0; j < count; j += lanes<V>()) store_first(to + j, load<V>(from + j), least(lanes<V>(), count - j));
 }
 
-// A matrix into padded rows, zeros up to padded_rows. `which` are the rows to read; null: the first ones.
+// Reads a matrix into padded rows, zeros in the padding. `which` lists the rows to read; null: the first ones.
 template <class T>
 void read_matrix(const T* from, int64_t from_row, int64_t step, const int64_t* which, int64_t rows, int64_t columns,
                  T* to) {
@@ -86,7 +85,7 @@ void read_matrix(const T* from, int64_t from_row, int64_t step, const int64_t* w
     read_row(from + (which && i < rows ? which[i] : i) * from_row, step, i < rows ? columns : 0, width, to + i * width);
 }
 
-// The transpose of a padded matrix, a square of registers at a time.
+// Transposes a padded matrix, a square of registers at a time.
 template <class T>
 void transpose_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
   using V = Vector<T>;

@@ -1,4 +1,4 @@
-// The batched regularised solve as Python calls it.
+// Python binding of the batched regularised solve on the CPU.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "solve/solve.h"

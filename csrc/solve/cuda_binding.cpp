@@ -1,4 +1,4 @@
-// The batched regularised solve on a GPU as Python calls it.
+// Python binding of the batched regularised solve on a GPU.
 #include "common/cuda_bindings.h"
 #include "gram/cut.cuh"
 #include "solve/regularised_solve.cuh"

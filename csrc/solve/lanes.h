@@ -1,5 +1,5 @@
-// Many small matrices side by side, one a lane: a vector holds the element (i, j) of each. No lane ever asks another,
-// so a bad matrix leaves its neighbours alone.
+// Solves many small systems at once, one per lane: a vector holds element (i, j) of each matrix. There are no
+// cross-lane operations, so a bad matrix does not affect its neighbours.
 #pragma once
 
 #include "common/lanes.h"
@@ -13,9 +13,9 @@ template <class T>
 class LanesSolve {
   using V = Vector<T>;
   static constexpr int kLanes = kVectorLanes<T>;
-  // Elements of a tile of registers.
+  // Rows and columns of a register tile.
   static constexpr int kRows = 4, kColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
-  // Odd, like the rows of the matrix, so that rows spread over the sets of the cache.
+  // The stride of rhs_; odd, like that of the matrix, so that rows spread over the sets of the cache.
   static constexpr int64_t kRhsRow = kLanes + 1;
   using Lines = const T* [kLanes];
 
@@ -51,10 +51,11 @@ class LanesSolve {
  private:
   V& at(int64_t i, int64_t j) { return matrix_[i * row_ + j]; }
 
-  // Past the last matrix the last one is read again, and not written.
+  // The matrix in a lane. Lanes past the last matrix read the last one again, and are not written.
   int64_t matrix_of(int lane) const { return first_ + least(lane, count_ - 1); }
 
-  // Elements [first, last) of a line of each matrix; `step` apart in the caller's memory and `to_step` here.
+  // Gathers elements [first, last) of a line of each matrix into vectors; `step` apart in the caller's memory,
+  // `to_step` here.
   static void read_line(const Lines& lines, int64_t offset, int64_t step, int64_t first, int64_t last, V* to,
                         int64_t to_step) {
     for (; step == 1 && first < last; first += kLanes) {
@@ -77,7 +78,7 @@ class LanesSolve {
     for (int lane = 0; lane < kLanes; ++lane) lines[lane] = matrices.at<T>(matrix_of(lane));
   }
 
-  // The lower triangle, along its rows or its columns, whichever are contiguous; alpha; the identity as padding.
+  // Reads the lower triangle along its contiguous dimension, adds alpha, and pads with the identity.
   void read_matrix() {
     Lines lines;
     point_at(systems_.gram, lines);
@@ -96,7 +97,8 @@ class LanesSolve {
     }
   }
 
-  // The 1-norm over `root_`, the root of the largest element, which keeps norm and estimate in range.
+  // Sets root_ to the square root of the largest diagonal element; returns the 1-norm divided by root_^2, which keeps
+  // norm and estimate in range.
   V scale_and_norm() {
     V largest{};
     for (int64_t i = 0; i < order_; ++i) largest = maximum(at(i, i), largest);
@@ -117,6 +119,7 @@ class LanesSolve {
     return norm * unit;
   }
 
+  // Factors the matrix in place into L (Cholesky); reciprocal_ holds 1 / l_jj.
   void factor() {
     failed_ = V{};
     for (int64_t column = 0; column < padded_; column += kColumns) {
@@ -136,7 +139,7 @@ class LanesSolve {
     }
   }
 
-  // a_ij -= l_ik l_jk for the rows i and columns j of a tile.
+  // tile -= l_ik l_jk for one k and the rows i and columns j of a tile.
   CMAB_INLINE void eliminate(V (&tile)[kRows][kColumns], const V* l_row, const V* l_column) const {
     V factor[kColumns];
 #pragma GCC unroll 4
@@ -147,7 +150,8 @@ class LanesSolve {
       for (int c = 0; c < kColumns; ++c) tile[r][c] -= l_row[r * row_] * factor[c];
   }
 
-  // The tile on the diagonal, which it meets in row kFirst, and the reciprocals of the pivots.
+  // Factors a tile on the diagonal, whose first diagonal element is in row kFirst, and stores the reciprocals of its
+  // pivots.
   template <int kFirst>
   CMAB_INLINE void factor_top(V (&tile)[kRows][kColumns], V* reciprocal) {
 #pragma GCC unroll 4
@@ -164,7 +168,7 @@ class LanesSolve {
     }
   }
 
-  // A tile below it.
+  // Finishes a tile below the diagonal.
   CMAB_INLINE void finish(V (&tile)[kRows][kColumns], int64_t column) {
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c)
@@ -177,8 +181,8 @@ class LanesSolve {
       }
   }
 
-  // y = L^-1 y for kWidth columns, the rows of y `y_row` apart. kGrow: y = L^-1 d for the signs d, times root_, that
-  // make every |y_i| as large as it can be.
+  // y = L^-1 y for kWidth columns, where the rows of y are `y_row` apart. With kGrow, y = L^-1 d for d of signs times
+  // root_, chosen to make every |y_i| as large as possible.
   template <int kWidth, bool kGrow = false>
   void forward(V* y, int64_t y_row) {
     for (int64_t row = 0; row < padded_; row += kRows) {
@@ -196,12 +200,12 @@ class LanesSolve {
         }
       store_tile(y + row * y_row, y_row, tile);
     }
-    // An infinity would have made NaNs of the padding.
+    // An infinity would have left NaNs in the padding.
     for (int64_t row = order_; row < padded_; ++row)
       for (int c = 0; c < kWidth; ++c) y[row * y_row + c] = V{};
   }
 
-  // y = L'^-1 y.
+  // y = L'^-1 y for kWidth columns.
   template <int kWidth>
   void backward(V* y, int64_t y_row) {
     for (int64_t row = padded_ - kRows; row >= 0; row -= kRows) {
@@ -236,7 +240,7 @@ class LanesSolve {
       for (int c = 0; c < kWidth; ++c) to[r * to_row + c] = tile[r][c];
   }
 
-  // Takes what is known of one row, `y`, from all rows of a tile.
+  // Subtracts factor[r * step] times the solved row `y` from each row r of a tile.
   template <int kWidth>
   CMAB_INLINE static void subtract(V (&tile)[kRows][kWidth], const V* factor, int64_t step, const V* y) {
 #pragma GCC unroll 4
@@ -258,8 +262,8 @@ class LanesSolve {
     solve_width<3>(y);
   }
 
-  // root_^2 times the inf-norm of the inverse, from below, by two vectors of signs: one that grows L^-1 d, then the
-  // signs of what that gave (Cline, Moler, Stewart and Wilkinson 1979; Hager 1984).
+  // A lower bound of root_^2 times the inf-norm of the inverse, from two probes of signs: one chosen to make L^-1 d
+  // grow, then the signs of its solution (Cline, Moler, Stewart and Wilkinson 1979; Hager 1984).
   V inverse_norm() {
     for (int64_t i = 0; i < padded_; ++i) probe_[i] = V{};
     forward<1, true>(probe_, 1);
@@ -269,6 +273,7 @@ class LanesSolve {
     return maximum(finish_probe(), first);
   }
 
+  // Completes the solve of a probe; returns its largest magnitude, infinity for a NaN.
   V finish_probe() {
     for (int64_t i = 0; i < order_; ++i) probe_[i] *= root_;
     backward<1>(probe_, 1);
@@ -277,7 +282,7 @@ class LanesSolve {
     return largest;
   }
 
-  // A right-hand side or weight of one column is a line itself.
+  // Reads `columns` right-hand sides along their contiguous dimension; a single column is a line itself.
   void read_rhs(int64_t column, int64_t columns) {
     Lines lines;
     point_at(systems_.rhs, lines);
@@ -298,7 +303,7 @@ class LanesSolve {
     for (int64_t i = 0; i < order_; ++i) write_line(rhs_ + i * kRhsRow, 1, columns, i * systems_.columns + column);
   }
 
-  // `count` elements of each matrix to where they are neighbours.
+  // Scatters `count` elements of each matrix to contiguous memory; NaN for a matrix that is not positive definite.
   void write_line(const V* from, int64_t step, int64_t count, int64_t offset) const {
     for (int64_t first = 0; first < count; first += kLanes) {
       const int64_t part = least(kLanes, count - first);
@@ -316,7 +321,7 @@ class LanesSolve {
   const int64_t first_;
   const int count_;
   const int64_t order_, padded_;
-  int64_t row_;  // from one row of the matrix to the next
+  int64_t row_;  // the stride of rows of the matrix
   V *matrix_, *reciprocal_, *probe_, *rhs_;
   V root_, failed_;
   size_t bytes_;

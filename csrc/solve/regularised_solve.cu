@@ -1,3 +1,4 @@
+// The batched solve kernel, a block per matrix, and its launch.
 #include "common/launch.cuh"
 #include "solve/regularised_solve.cuh"
 

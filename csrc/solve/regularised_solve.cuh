@@ -1,4 +1,4 @@
-// The kernel of (A + alpha I)^-1 B over a batch, a block a matrix.
+// The kernel of (A + alpha I)^-1 B over a batch on a GPU, a block per matrix.
 #pragma once
 
 #include "common/stream.h"
@@ -6,12 +6,12 @@
 
 namespace cmab::cuda {
 
-// Strides in elements; float64, or float32.
+// The arguments of a batched solve; strides in elements. All tensors are float64 if `wide`, else float32.
 struct SolveCall {
   bool wide;
   int64_t matrices;
   int order, columns;
-  const void* gram;  // (M, D, D), of which the lower triangle is read
+  const void* gram;  // (M, D, D); only the lower triangle is read
   int64_t gram_stride[3];
   const void* rhs;  // (M, D, E)
   int64_t rhs_stride[3];
@@ -35,10 +35,10 @@ CMAB_HOST_DEVICE System<T> system(const SolveCall& call, int64_t matrix) {
           call.info + matrix};
 }
 
-// Small matrices leave most of a large block waiting.
+// Threads of a block: small matrices would leave most of a large block idle.
 CMAB_HOST_DEVICE int solve_threads(int order) { return order <= 32 ? 64 : kThreads; }
 
-// Asynchronous, and without an allocation.
+// Launches the solve asynchronously; allocates nothing.
 void regularised_solve(const SolveCall& call, Stream on);
 
 }  // namespace cmab::cuda

@@ -1,8 +1,8 @@
-// One matrix at a time, with its rows, or its right-hand sides, in the lanes.
+// Solves one system at a time, with the matrix rows, or the right-hand sides, in the lanes.
 //
-// It lies in a square array whose line j holds column j of the lower triangle from the diagonal on: an operation on
-// rows i is one on neighbours. Once it is factored the rest of line i is filled with row i of L, so that the
-// substitution with L' has neighbours too.
+// The matrix is kept in a square array whose line j holds column j of the lower triangle from the diagonal on: a range
+// of rows i is contiguous. After the factorisation the rest of line i is filled with row i of L, so that the
+// substitution with L' reads contiguous elements too.
 #pragma once
 
 #include "common/lanes.h"
@@ -17,12 +17,12 @@ class RowsSolve {
   using V = Vector<T>;
   static constexpr int kLanes = kVectorLanes<T>;
   static constexpr bool kManyRegisters = CMAB_VECTOR_BYTES == 64;
-  static constexpr int kColumns = 4;                          // of a tile of the factorisation,
-  static constexpr int kRowVectors = kManyRegisters ? 4 : 2;  // and its rows at most
-  static constexpr int kSolveRows = kManyRegisters ? 8 : 4;   // of a tile of the substitutions,
-  static constexpr int kStripVectors = 2;                     // and its right-hand sides at most
+  static constexpr int kColumns = 4;                          // columns of a factorisation tile
+  static constexpr int kRowVectors = kManyRegisters ? 4 : 2;  // vectors of its rows, at most
+  static constexpr int kSolveRows = kManyRegisters ? 8 : 4;   // rows of a substitution tile
+  static constexpr int kStripVectors = 2;                     // vectors of its right-hand sides, at most
   static constexpr int64_t kStrip = kStripVectors * kLanes;
-  static constexpr int64_t kPanel = 64;  // columns that are eliminated from the rest in one go
+  static constexpr int64_t kPanel = 64;  // columns eliminated from the rest at a time
 
  public:
   RowsSolve(const Systems& systems, int64_t matrix, void* memory)
@@ -33,7 +33,7 @@ class RowsSolve {
         lines_(next_multiple(order_, kLanes > kSolveRows ? kLanes : kSolveRows)),
         vectors_(lines_ / kLanes) {
     Arena arena(memory);
-    line_ = (vectors_ | 1) * kLanes;  // lines spread over the sets of the cache
+    line_ = (vectors_ | 1) * kLanes;  // odd number of vectors: lines spread over the cache's sets
     matrix_ = arena.take<T>(lines_ * line_);
     reciprocal_ = arena.take<T>(lines_);
     residual_ = arena.take<T>(lines_);
@@ -63,7 +63,7 @@ class RowsSolve {
  private:
   T* line(int64_t j) const { return matrix_ + j * line_; }
 
-  // The lower triangle, into both triangles; alpha; the identity as padding.
+  // Reads the lower triangle into both triangles, adds alpha, and pads with the identity.
   void read_matrix() {
     const T* from = systems_.gram.at<T>(number_);
     const int64_t row = systems_.gram.stride[1], column = systems_.gram.stride[2];
@@ -87,7 +87,8 @@ class RowsSolve {
       for (int64_t i = 0; i < count; ++i) to[i] = from[i * step];
   }
 
-  // Fills one triangle of the array from the other, whose elements are known: kAfter, those after the diagonal.
+  // Fills one triangle of the array from the other, known one: with kAfter, from the elements after the diagonal of
+  // each line.
   template <bool kAfter>
   void mirror() const {
     for (int64_t a = 0; a < lines_; a += kLanes)
@@ -111,7 +112,7 @@ class RowsSolve {
       }
   }
 
-  // Calls `function` with tiles of vectors that cover [first, last): how many, as a constant, and from where.
+  // Covers the vectors [first, last) with tiles: calls function(number of vectors, as a constant; offset in elements).
   template <class Function>
   CMAB_INLINE static void with_tiles(int64_t first, int64_t last, Function function) {
     for (; last - first >= kRowVectors; first += kRowVectors)
@@ -121,7 +122,8 @@ class RowsSolve {
     if (last - first == 1) function(std::integral_constant<int, 1>(), first * kLanes);
   }
 
-  // The 1-norm over `root_`, the root of the largest element, which keeps norm and estimate in range.
+  // Sets root_ to the square root of the largest diagonal element; returns the 1-norm divided by root_^2, which keeps
+  // norm and estimate in range.
   T scale_and_norm() {
     T largest = 0, norm = 0;
     for (int64_t i = 0; i < order_; ++i) largest = line(i)[i] > largest ? line(i)[i] : largest;
@@ -139,7 +141,8 @@ class RowsSolve {
     return norm * unit;
   }
 
-  // Panel by panel: its columns are factored, and what they take from all columns after them is taken.
+  // Factors the matrix in place (Cholesky), panel by panel: a panel's columns are factored, then eliminated from all
+  // columns after them. False for a bad pivot.
   bool factor() {
     bool positive = true;
     for (int64_t panel = 0; panel < columns_ && positive; panel += kPanel) {
@@ -181,7 +184,7 @@ class RowsSolve {
       for (int r = 0; r < kVectors; ++r) store(to + c * line_ + r * kLanes, tile[c][r]);
   }
 
-  // a_ij -= l_ik l_jk for k in [first, last), the rows i from `row` on and the columns j from `column` on.
+  // tile -= l_ik l_jk for k in [first, last), the rows i from `row` on and the columns j from `column` on.
   template <int kVectors>
   CMAB_INLINE void eliminate(V (&tile)[kColumns][kVectors], int64_t row, int64_t column, int64_t first,
                              int64_t last) const {
@@ -197,8 +200,8 @@ class RowsSolve {
     }
   }
 
-  // The square on the diagonal where the rows are the columns of a tile, in place, and the reciprocals of its pivots.
-  // False for a bad pivot.
+  // Factors in place the diagonal square of a tile's kColumns columns, and stores the reciprocals of its pivots. False
+  // for a bad pivot.
   bool factor_corner(int64_t column) const {
     T a[kColumns][kColumns];
     for (int j = 0; j < kColumns; ++j)
@@ -219,7 +222,7 @@ class RowsSolve {
     return positive;
   }
 
-  // What is left of a tile once the square of its columns is factored.
+  // Finishes a tile once its diagonal square is factored.
   template <int kVectors>
   CMAB_INLINE void finish(V (&tile)[kColumns][kVectors], int64_t column) const {
 #pragma GCC unroll 4
@@ -244,7 +247,7 @@ class RowsSolve {
     }
   }
 
-  // Right-hand sides in the lanes: a tile is some rows of a strip of them.
+  // Solves a strip of right-hand sides, which are in the lanes: a tile is some rows of the strip.
   template <int kVectors>
   void solve_strip(int64_t column, int64_t columns) {
     constexpr int64_t kWidth = kVectors * kLanes;
@@ -285,7 +288,7 @@ class RowsSolve {
       for (int c = 0; c < kVectors; ++c) store(to + (r * kVectors + c) * kLanes, tile[r][c]);
   }
 
-  // Takes what is known of one row from all rows of a tile.
+  // Subtracts factor[r] times the solved row `known` from each row r of a tile.
   template <int kVectors>
   CMAB_INLINE static void subtract(V (&tile)[kSolveRows][kVectors], const T* factor, const T* known) {
     V row[kVectors];
@@ -297,7 +300,7 @@ class RowsSolve {
       for (int c = 0; c < kVectors; ++c) tile[r][c] -= factor[r] * row[c];
   }
 
-  // Row r of a tile by its pivot, and from the tile's rows [first, last) what it takes from them.
+  // Divides row r of a tile by its pivot, and eliminates it from the tile's rows [first, last).
   template <int kVectors>
   CMAB_INLINE void divide(V (&tile)[kSolveRows][kVectors], int r, int first, int last, int64_t row) const {
 #pragma GCC unroll 2
@@ -325,7 +328,7 @@ class RowsSolve {
     for (int64_t i = 0; i < order_; ++i) copy(strip_ + i * kWidth, 1, columns, to + i * systems_.columns);
   }
 
-  // One right-hand side: its rows in the lanes.
+  // Solves a single right-hand side, whose rows are in the lanes.
   void solve_vector() {
     copy(systems_.rhs.at<T>(number_), systems_.rhs.stride[1], order_, residual_);
     for (int64_t i = order_; i < lines_; ++i) residual_[i] = 0;
@@ -334,8 +337,8 @@ class RowsSolve {
     copy(residual_, 1, order_, systems_.weight_at<T>(number_));
   }
 
-  // root_^2 times the inf-norm of the inverse, from below, by two vectors of signs: one that grows L^-1 d, then the
-  // signs of what that gave (Cline, Moler, Stewart and Wilkinson 1979; Hager 1984).
+  // A lower bound of root_^2 times the inf-norm of the inverse, from two probes of signs: one chosen to make L^-1 d
+  // grow, then the signs of its solution (Cline, Moler, Stewart and Wilkinson 1979; Hager 1984).
   T inverse_norm() {
     for (int64_t i = 0; i < lines_; ++i) residual_[i] = 0;
     forward<true>();
@@ -346,6 +349,7 @@ class RowsSolve {
     return second > first ? second : first;
   }
 
+  // Completes the solve of a probe; returns its largest magnitude, infinity for a NaN.
   T finish_probe() {
     for (int64_t i = 0; i < order_; ++i) probe_[i] *= root_;
     backward();
@@ -356,7 +360,8 @@ class RowsSolve {
     return size;
   }
 
-  // probe = L^-1 residual. kGrow: L^-1 d for the signs d, times root_, that make every element as large as it can be.
+  // probe = L^-1 residual. With kGrow, L^-1 d for d of signs times root_, chosen to make every element as large as
+  // possible.
   template <bool kGrow = false>
   void forward() {
     for (int64_t block = 0; block < lines_; block += kLanes) {
@@ -402,7 +407,7 @@ class RowsSolve {
     for (int r = 0; r < kVectors; ++r) left[r] -= known * load<V>(factors + r * kLanes);
   }
 
-  // The rows of one vector, one after the other: lane i is done once the lanes before it have been taken from it.
+  // Solves the rows of one vector in turn: lane i is final once the lanes before it have been eliminated from it.
   template <bool kGrow, bool kForward>
   CMAB_INLINE void substitute_block(int64_t block, const T* from, T* to) const {
     const V number = lane_numbers<V>(), reciprocal = load<V>(reciprocal_ + block);
@@ -420,10 +425,10 @@ class RowsSolve {
 
   const Systems& systems_;
   const int64_t number_, order_;
-  const int64_t columns_;  // that are factored: up to full tiles
-  const int64_t lines_;    // of the array: up to full vectors
-  const int64_t vectors_;  // of a line
-  int64_t line_;           // from one line to the next
+  const int64_t columns_;  // factored columns: the order, padded to full tiles
+  const int64_t lines_;    // lines of the array: padded to full vectors
+  const int64_t vectors_;  // vectors of a line
+  int64_t line_;           // the stride of lines
   T *matrix_, *reciprocal_, *residual_, *probe_, *strip_;
   T root_;
   size_t bytes_;

@@ -1,5 +1,5 @@
-// The driver: which matrices go side by side in lanes and which one by one, and on which thread. Either way gives the
-// same bits, so the choice is free.
+// The driver of the batched solve: chooses which matrices are solved one per lane and which one by one, and divides
+// them among threads. Either way gives the same bits, so the choice is free.
 #include "solve/solve.h"
 
 #include <omp.h>
@@ -10,12 +10,11 @@
 namespace cmab::cpu {
 namespace {
 
-// Up to this width matrices side by side are faster, if they fill enough of the lanes: a fifth at a width of 16, four
-// fifths at 64.
+// Up to this order a matrix per lane is faster, if enough lanes are filled: a fifth at order 16, four fifths at 64.
 constexpr int64_t kLanesOrder = 64;
 constexpr int64_t kAllLanesOrder = 80;
 
-// How many of the matrices, from the first on, go side by side; the rest go one by one.
+// The number of matrices, from the first on, that are solved one per lane; the rest are solved one by one.
 int64_t matrices_in_lanes(const Systems& systems, int64_t lanes) {
   const int64_t rest = systems.count % lanes;
   if (systems.order > kLanesOrder) return 0;

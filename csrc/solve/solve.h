@@ -1,11 +1,11 @@
-// The batched regularised solve on the CPU, (A + alpha I) X = B: what the driver and the kernels of the instruction
-// sets owe each other.
+// The batched regularised solve (A + alpha I) X = B on the CPU: the interface between the driver and the kernels of
+// each instruction set.
 //
-// A kernel has two ways: many small matrices side by side, one a lane, and one matrix with its rows, or its right-hand
-// sides, in the lanes. Both give the same bits, for every element is computed by the same operations in the same order:
+// A kernel has two methods: many small matrices at once, one per lane, and one matrix with its rows, or its right-hand
+// sides, in the lanes. Both give the same bits: every element is computed by the same operations in the same order:
 //   a_ij -= l_ik l_jk for k = 0, 1, .. j - 1, each a single multiply-add, then times 1 / l_jj;
 //   y_i -= l_ik y_k for k = 0, 1, .. i - 1, then times 1 / l_ii;  x_i -= l_ki x_k for k = D - 1, .. i + 1, likewise.
-// A tile of registers may load an element, go on with it for a while and store it back, but no sum is ever split.
+// A register tile may load a partial element and store it back, but no sum is ever split.
 #pragma once
 
 #include "common/operands.h"
@@ -13,9 +13,10 @@
 
 namespace cmab::cpu {
 
+// A batch of systems; all tensors have one type, float64 or float32. X is called `weight`.
 struct Systems {
   int64_t count, order, columns;  // M, D, E
-  Matrices gram;                  // (M, D, D), of which the lower triangle alone is read
+  Matrices gram;                  // (M, D, D); only the lower triangle is read
   Matrices rhs;                   // (M, D, E)
   const void* alpha;              // (M,)
   int64_t alpha_stride;
@@ -28,9 +29,10 @@ struct Systems {
   }
 };
 
-// The scratch is 64-byte aligned and uninitialised. Nothing is allocated, no thread is started.
+// The entry points of one instruction set and type. Scratch is 64-byte aligned and uninitialised. They allocate nothing
+// and start no thread.
 struct SolveKernel {
-  int lanes;  // matrices that go side by side
+  int lanes;  // matrices that solve_lanes takes, at most
   size_t (*lanes_bytes)(const Systems&);
   void (*solve_lanes)(const Systems&, int64_t first, int count, void* scratch);
   size_t (*rows_bytes)(const Systems&);
@@ -47,7 +49,7 @@ extern const SolveKernels solve_avx2;
 extern const SolveKernels solve_avx512;
 #endif
 
-// `dtype` is float64 or float32.
+// Solves all systems, on up to `threads` threads; `dtype` is float64 or float32.
 void regularised_solve(DType dtype, const Systems&, int threads);
 
 }  // namespace cmab::cpu

@@ -1,9 +1,10 @@
-// (A + alpha I) X = B of one matrix, by a block: Cholesky, and two triangular solves for each panel of B's columns.
+// Solves (A + alpha I) X = B for one matrix on a GPU, by one block: Cholesky, and two triangular solves for each panel
+// of B's columns.
 //
-// Everything is in shared memory: A's lower triangle, which L replaces, with 1 / l_kk in place of l_kk; and columns of
-// B as rows. Eight columns of L at a time: one thread factors the 8 x 8 block on the diagonal, a thread solves with it
-// for each row below it (or each row of B), and all take the product of the two from what remains. Each element is thus
-// updated by single FMAs, k ascending (descending in the backward solve).
+// All operands are in shared memory: A's lower triangle, which L replaces (with 1 / l_kk in place of l_kk), and columns
+// of B, stored as rows. L is made eight columns at a time: one thread factors the 8 x 8 diagonal block, one thread per
+// row below it (or per row of B) solves with it, and all threads subtract the product of the two from what remains.
+// Each element is thus updated by single FMAs, k ascending (descending in the backward solve).
 #pragma once
 
 #include "common/block.cuh"
@@ -38,15 +39,15 @@ struct System {
 };
 
 struct SolveShape {
-  int padded;  // the order, to whole steps: the padding is a unit matrix
-  int pitch;   // odd: neither rows nor columns meet in one bank
-  int panel;   // columns of B at once
+  int padded;  // the order, padded to whole steps with a unit matrix
+  int pitch;   // odd, so that neither rows nor columns cause bank conflicts
+  int panel;   // columns of B at a time
 
   CMAB_HOST_DEVICE SolveShape(int order, int columns)
       : padded((order + kStep - 1) / kStep * kStep),
         pitch(padded + 1),
         panel(least(most(columns, 1), order <= 64 ? 64 : 32)) {}
-  // The matrix, the panel, and one row for the probe.
+  // Elements of shared memory: the matrix, the panel, and one row for the probe.
   CMAB_HOST_DEVICE int elements() const { return (padded + panel + 1) * pitch; }
 };
 
@@ -69,7 +70,7 @@ class SolveBlock {
     const T norm = matrix_norm();
     if (!factor()) return give_up();
     bool worthless = false;
-    // The condition is probed beside the first two panels, so a second one is gone through even if it is empty.
+    // The condition is probed with the first two panels, so a second one is processed even if it is empty.
     const int panels = most(2, ceil_div(system_.columns, shape_.panel));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = panel * shape_.panel, count = most(0, least(shape_.panel, system_.columns - first));
@@ -88,7 +89,7 @@ class SolveBlock {
   CMAB_DEVICE T& matrix(int i, int j) const { return matrix_[i * shape_.pitch + j]; }
   CMAB_DEVICE T* row(int r) const { return rows_ + r * shape_.pitch; }
 
-  // Calls `work(i, j)` for the elements of a rows x columns matrix, neighbouring threads at neighbouring j.
+  // Calls work(i, j) for the elements of a rows x columns matrix; neighbouring threads take neighbouring j.
   template <class Work>
   CMAB_DEVICE void each_element(int rows, int columns, Work work) const {
     block_.each_thread([&](int thread) {
@@ -106,7 +107,7 @@ class SolveBlock {
     });
   }
 
-  // The largest sum of moduli of a column of the symmetric matrix.
+  // The 1-norm: the largest column sum of |A| of the symmetric matrix.
   CMAB_DEVICE T matrix_norm() const {
     block_.each_thread([&](int thread) {
       for (int j = thread; j < system_.order; j += block_.threads) {
@@ -128,6 +129,7 @@ class SolveBlock {
     return norm;
   }
 
+  // Replaces the matrix by L; false if a pivot is not a positive finite number.
   CMAB_DEVICE bool factor() const {
     for (int k = 0; k < shape_.padded; k += kStep) {
       block_.each_thread([&](int thread) {
@@ -147,7 +149,7 @@ class SolveBlock {
     return true;
   }
 
-  // The 8 x 8 block at k; false if a pivot is not a positive finite number.
+  // Factors the 8 x 8 diagonal block at k; false if a pivot is not a positive finite number.
   CMAB_DEVICE bool factor_diagonal(int k) const {
     T a[kStep][kStep];
     CMAB_UNROLL
@@ -175,8 +177,8 @@ class SolveBlock {
     return sound;
   }
 
-  // Elements k .. k + 7 of x in x L' = y. With `grow`, y is what makes each of them large: +-1, with the sign of what
-  // is there.
+  // Replaces elements k .. k + 7 of y by those of x in x L' = y. With `grow`, adds +-1 to each, with its sign, to make
+  // x large.
   CMAB_DEVICE void solve_forward(T* y, int k, bool grow = false) const {
     T x[kStep];
     CMAB_UNROLL
@@ -192,7 +194,7 @@ class SolveBlock {
     for (int j = 0; j < kStep; ++j) y[k + j] = x[j];
   }
 
-  // Elements k .. k + 7 of x in x L = y.
+  // Replaces elements k .. k + 7 of y by those of x in x L = y.
   CMAB_DEVICE void solve_backward(T* y, int k) const {
     T x[kStep];
     CMAB_UNROLL
@@ -207,8 +209,8 @@ class SolveBlock {
     for (int j = 0; j < kStep; ++j) y[k + j] = x[j];
   }
 
-  // Eight columns of L, or eight of its rows from the last up, as factors: element (j, m) with the m-th is
-  // factor[j * along + m * across], and multiplies element first + m * step of a row.
+  // Eight columns of L, or eight of its rows from the last up, as factors: that of column j and step m is factor[j *
+  // along + m * across]; it multiplies element first + m * step of a row.
   struct Eight {
     const T* factor;
     int along, across, first, step;
@@ -220,8 +222,8 @@ class SolveBlock {
     int first, end;
   };
 
-  // target(i, j) -= sum over the eight m of target(i, first + m * step) factor(j, m); of the matrix itself, for j <= i
-  // only (what is above is not read, and may change). A thread takes 4 x 4 elements at a time.
+  // target(i, j) -= sum over the eight m of target(i, first + m * step) * factor(j, m). Of the matrix itself only j <=
+  // i counts (elements above the diagonal are never read, and may change). A thread takes 4 x 4 elements at a time.
   CMAB_DEVICE void subtract_product(int thread, T* target, Range rows, Range columns, const Eight& eight) const {
     const int down = block_.threads / 16, across = 16, pitch = shape_.pitch;
     for (int i = rows.first + thread / 16; i < rows.end; i += 4 * down)
@@ -231,13 +233,13 @@ class SolveBlock {
         int at_column[4];
         T sums[4][4];
         CMAB_UNROLL
-        for (int a = 0; a < 4; ++a) {  // past the end, the last one stands in
+        for (int a = 0; a < 4; ++a) {  // past the end: clamped to the last
           at_row[a] = target + least(i + a * down, rows.end - 1) * pitch;
           at_column[a] = least(j + a * across, columns.end - 1);
         }
         CMAB_UNROLL
         for (int a = 0; a < 16; ++a) sums[a / 4][a % 4] = at_row[a / 4][at_column[a % 4]];
-        CMAB_NO_UNROLL  // in registers there is no room for more
+        CMAB_NO_UNROLL  // unrolling would exceed the registers
             for (int m = 0; m < kStep; ++m) {
           T left[4], right[4];
           CMAB_UNROLL
@@ -255,9 +257,9 @@ class SolveBlock {
       }
   }
 
-  // Row 0 of the panel is the probe of the condition. ||A^-1||_1 >= ||A^-1 d||_inf for any d of moduli <= 1 and
-  // symmetric A: the first d is chosen as the forward solve goes, so that it grows (LINPACK); the second is the signs
-  // of the first solution, which is exact where one eigenvector dominates the inverse (Hager).
+  // Loads columns of B as rows 1, ..., and the probe of the condition as row 0. ||A^-1||_1 >= ||A^-1 d||_inf for any d
+  // of magnitudes <= 1 and symmetric A: the first d is chosen during the forward solve to make it grow (LINPACK); the
+  // second is the signs of the first solution, which is exact where one eigenvector dominates the inverse (Hager).
   CMAB_DEVICE void load_panel(int first, int count, int panel) const {
     block_.each_thread([&](int thread) {
       for (int k = thread; k < shape_.padded; k += block_.threads)
@@ -293,6 +295,7 @@ class SolveBlock {
                  [&](int k, int c) { system_.weight[int64_t(k) * system_.columns + first + c] = row(1 + c)[k]; });
   }
 
+  // Whether the probe shows that the system is ill-conditioned.
   CMAB_DEVICE bool is_worthless(T norm) const {
     return block_.any_thread([&](int thread) {
       bool worthless = false;
