@@ -14,7 +14,7 @@ NAME = "cmab"
 """The name under which `register` makes the operator known."""
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
-"""Arguments that a model may pass to its attention and that the operator does not have."""
+"""Arguments that a model may pass to its attention and that the operator does not support."""
 
 
 def register() -> None:
@@ -56,7 +56,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the interface: (out, None), with the weights never formed.
+    """The attention function of the interface: (out, None); attention weights are not formed.
 
     `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or (B, 1, L, N), and
     `out` (B, L, H, E). `register` says what is fused.
@@ -71,16 +71,16 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     batch, heads, length, width = query.shape
     groups = key.shape[1]
-    # The queries of all heads that share a key head are queries of that head.
+    # All query heads that share a key head become more queries of that one head.
     grouped = query if groups == heads else query.reshape(batch, groups, heads // groups * length, width)
     out = latent_attention(grouped, key, value, key_padding_mask=padding, scale=scaling)
     return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
 
 
 def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:
-    """The mask function of the interface: None where all keys are seen, else that of "sdpa", (B, 1, L, N) bool with True = attend.
+    """The mask function of the interface: None if all keys are seen, else the mask of "sdpa", (B, 1, L, N) bool with True = attend.
 
-    Where it hides nothing but padding it is a view of one row, so that `attention` sees by its strides that all rows are alike.
+    A mask that hides only padding is one row, expanded with stride 0, from which `attention` knows that all rows are equal.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -91,9 +91,9 @@ def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **option
 
 
 def _padding(mask: Tensor) -> Tensor | None:
-    """The keys that a mask hides from all queries, (B, N) with True = ignore, if its strides show that it hides no others.
+    """The keys that a mask hides, (B, N) with True = ignore, if its strides show that they are the same for all queries; else None.
 
-    The values of a mask are not looked at: on a GPU that would be a wait.
+    The values of the mask are not read, because that would synchronise with a GPU.
     """
     same_for_all_queries = mask.shape[2] == 1 or mask.stride(2) == 0
     same_for_all_heads = mask.shape[1] == 1 or mask.stride(1) == 0

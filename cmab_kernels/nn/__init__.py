@@ -1,4 +1,4 @@
-"""Modules built on the operators: few queries, any number of keys, and a state that survives between calls."""
+"""Modules built on the operators: attention of few queries over any number of keys, and streams that keep a state between calls."""
 
 from .cmab import CMAB, CMABRemoval, CMABUpdate
 from .continual import ContinualAttention, ContinualNystromAttention

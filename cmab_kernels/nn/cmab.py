@@ -23,7 +23,7 @@ class CMABUpdate(NamedTuple):
 
 
 class CMABRemoval(NamedTuple):
-    """What `CMAB.remove` returns: the result of the block, the state to continue from, and where that state can be trusted."""
+    """What `CMAB.remove` returns: the result of the block, the state to continue from, and which rows of that state are accurate."""
 
     latents: Tensor
     """(B, L_I, dim)"""
@@ -33,15 +33,15 @@ class CMABRemoval(NamedTuple):
 
 
 class CMAB(nn.Module):
-    """Attention of latents over a set of any size, in memory that does not depend on it, updated in O(new points).
+    """Attention of latents over a set of any size, in memory that does not depend on that size, and updated in O(new points).
 
     CMAB(L_I, X) = SA(CA(L_I, SA(CA(L_B, X)))), where the block latents L_B are parameters and each CA and SA is followed by a feed-forward
-    layer. Only CA(L_B, X) sees the data, and it leaves behind an `AttentionState`; the rest is constant work. Source: Memory Efficient
-    Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+    layer. Only CA(L_B, X) reads the data, and its result is kept as an `AttentionState`; the cost of the rest is constant. Source: Memory
+    Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
 
     Args:
         dim: columns of the inputs and of all latents.
-        num_latents: L_B, the number of block latents; drawn from N(0, 1).
+        num_latents: L_B, the number of block latents, which are drawn from N(0, 1).
         num_heads: H, a divisor of dim (`ValueError` otherwise).
         ff_dim: hidden width of the feed-forward layers; None means 2 * dim.
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
@@ -53,10 +53,10 @@ class CMAB(nn.Module):
     With grad mode off (`torch.no_grad()`), inputs are projected in chunks, so that memory is constant in N. With it on they are projected
     at once, since the backward pass needs the keys and values. The results agree to rounding.
 
-    `update` and `remove` take a state and return the next. Without one they advance the module's own stream, which is `stream.state`: None
-    before the first update, and again after `stream.state = None`; part of `state_dict` while it lasts, and float32 even in a
-    half-precision module (see `AttentionStream`). The own stream holds no graph and refuses to be advanced with a gradient. `forward`
-    touches no state. A state belongs to the weights that made it.
+    `update` and `remove` take a state and return the next. Without one they advance the module's own stream, `stream.state`: None before
+    the first update and after `stream.state = None`, else a state that is part of the `state_dict`, in float32 even in a half-precision
+    module (see `AttentionStream`). The own stream holds no autograd graph: to advance it with a gradient is a `RuntimeError`. `forward`
+    neither reads nor writes it. A state is valid only with the weights that made it.
 
     Parameters, in the order of the computation, so that weights trained elsewhere can be mapped: `latents` (L_B, dim); then `compress`
     (block latents over inputs) and `retrieve` (latents over block latents), each of `cross_attention`, `cross_feed_forward`,
@@ -99,7 +99,7 @@ class CMAB(nn.Module):
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABUpdate:
-        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream goes on.
+        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
@@ -112,10 +112,10 @@ class CMAB(nn.Module):
     def remove(
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
-        """Return the result without `old_inputs`, in time O(old inputs). With `state` None they leave the module's own stream.
+        """Return the result without `old_inputs`, in time O(old inputs). With `state` None the module's own stream is changed.
 
-        The inputs must have been part of the state. A removal cancels digits; see `cmab_kernels.remove_from_state` for `reliable`. An own
-        stream that has seen nothing is a `RuntimeError`.
+        The inputs must be part of the state. A removal loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`.
+        `RuntimeError` if the module's own stream has seen no input.
         """
         before = self.stream.started(state)
         left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))

@@ -29,12 +29,12 @@ from .projections import MultiheadProjections, extending, no_extra_keys
 
 
 class Continual(MultiheadProjections):
-    """Base class of continual attention: a stream of tokens, and the methods that move it on.
+    """Base class of continual attention: a stream of tokens, and the methods that advance it.
 
-    The methods have the names of the package continual-inference. A token is what `forward` takes without the axis of tokens, so (B, C),
-    and several are what it takes, (B, T, C) or (T, B, C) as `batch_first` says, or (T, C) without a batch. Key and value are the query
-    where they are None. Before the window is full there is no output, and the result is None. A stream holds no graph: where a gradient
-    would be lost a step is a `RuntimeError`; use `torch.no_grad()`. Errors leave the stream as it was.
+    The methods have the names of the package continual-inference. One token is (B, C); several are (B, T, C) or (T, B, C), as `batch_first`
+    says, or (T, C) without a batch. A key or value of None is the query. Before the window is full there is no output, and the result is
+    None. A stream holds no autograd graph: a step that would lose a gradient is a `RuntimeError`; use `torch.no_grad()`. Errors leave the
+    stream unchanged.
     """
 
     sequence_len: int
@@ -52,7 +52,7 @@ class Continual(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights) for a whole window: of its last query alone or, retroactive, of all; key and value None are the query."""
+        """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
         key = query if key is None else key
         value = query if value is None else value
         query = self._asking(query)
@@ -98,7 +98,7 @@ class Continual(MultiheadProjections):
         self.stream.state = state
 
     def _asking(self, query: Tensor) -> Tensor:
-        """Return those queries of a window for which `forward` computes results."""
+        """Return the queries of a window for which `forward` computes outputs: by default all."""
         return query
 
     @abstractmethod
@@ -139,8 +139,8 @@ class Continual(MultiheadProjections):
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
-        # Errors must leave the stream as it was. A call of the operator that fails changes nothing, but after a first call that succeeds
-        # the memory of the state may hold the next one. So only a single call is given the state itself.
+        # Errors must leave the stream unchanged. An operator call that fails changes nothing, but a call that succeeds may reuse the
+        # memory of the state that it was given, and a later call may fail. So the state itself is passed only if there is a single call.
         mine = update_state and tokens <= self._block
         with as_they_are(query.device):
             state, outs = self._walked(held if mine else stream.state, heads)
@@ -163,7 +163,7 @@ class Continual(MultiheadProjections):
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
-        """Raise for what the stream that is held does not take."""
+        """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`, or would need a gradient."""
         like = heads[0]
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or step a state of your own by the operator, which is differentiable"
@@ -175,12 +175,12 @@ class Continual(MultiheadProjections):
             if held is not None and head.shape[0] != held.keys.shape[0]:
                 allowed = f"the stream has batch {held.keys.shape[0]}; clean_state() ends it"
                 raise ValueError(wrong(name, f"has batch {head.shape[0]}", allowed))
-            # Once the window is full, the operators check this. On a GPU nobody does, because it would be a wait.
+            # Once the window is full, the operators check this. It is not checked on a GPU, because that would synchronise.
             if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
-        """Return the state after T >= 1 tokens, and the outputs (B, H, *, E) of the calls that led there."""
+        """Return the state after T >= 1 tokens, and the list of the outputs (B, H, *, E) of each operator call."""
         outs: list[Tensor] = []
         if isinstance(state, FillingWindow | None):
             before = 0 if state is None else state.queries.shape[2]
@@ -197,7 +197,7 @@ class Continual(MultiheadProjections):
         return state, outs
 
     def _blocks(self, heads: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
-        """Split the tokens into those of each call of the operator."""
+        """Split the tokens into blocks of at most `_block`, one for each operator call."""
         tokens = heads[0].shape[2]
         if tokens <= self._block:
             return [heads] if tokens else []
@@ -205,7 +205,8 @@ class Continual(MultiheadProjections):
 
     @property
     def _block(self) -> int:
-        """How many tokens a call takes at most: a window, because the ring grows by as many; one, where each has a window of outputs."""
+        """The most tokens of one operator call: n for single outputs, as the ring grows with them; 1 for retroactive ones, since a call
+        returns the window's outputs only after its last token."""
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
@@ -225,19 +226,18 @@ class ContinualAttention(Continual, MultiheadAttention):
             `dropout` > 0, a step is a `RuntimeError`.
         add_bias_kv, add_zero_attn: False (`ValueError` otherwise).
         sequence_len: n.
-        output: "single": a step gives the newest token's output, and `forward` that of the last query. "retroactive": a step gives those
-            of all n tokens of the window, older ones with the newest tokens in view, and `forward` those of all queries.
+        output: "single": a step returns the output of the newest token, and `forward` that of the last query. "retroactive": a step returns
+            the outputs of all n tokens, where older queries also attend to newer keys, and `forward` those of all queries.
 
-    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training: it touches no stream.
-    Parameters are torch's, so its `state_dict` loads as it is. The stream is part of the `state_dict` while there is one (see
-    `ContinualStream`).
+    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training; it does not change the
+    stream. Parameters have torch's names, so a `state_dict` of torch's module loads as it is. The stream is part of the `state_dict` while
+    there is one (see `ContinualStream`).
 
-    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`. Results are the
-    same while logits are small: the latter adds and subtracts raw exponentials, which loses digits at logits of 15 and overflows at 88, in
-    float32. Differences: `batch_first` is False by default, as
-    torch has it; `forward_steps` of single outputs, not batch first, gives (T', B, C) where theirs gives (T', 1, B, C);
-    `update_state=False` works from the first token on; there is no `query_index` and no `embed_dim_second`; steps record no graph; states
-    are this package's.
+    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`. Results are the same
+    while logits are small: the latter adds and subtracts raw exponentials, which in float32 loses digits at logits of 15 and overflows at
+    88. Differences: `batch_first` is False by default, as in torch; `forward_steps` of single outputs, not batch first, returns (T', B, C)
+    where theirs returns (T', 1, B, C); `update_state=False` works from the first token on; there is no `query_index` and no
+    `embed_dim_second`; steps record no graph; states are of this package's types.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
 
@@ -291,12 +291,12 @@ class ContinualNystromAttention(Continual, NystromAttention):
         landmarks: "continual": the means of segments of the stream; when a segment is full, every n / m tokens, its mean replaces the
             oldest. In `forward` they are the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
 
-    `forward` is `NystromAttention`'s, over a whole window at once, for training, with key and value the query where they are None; it
-    touches no stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does whenever a multiple of n
-    tokens have come, or of n / m where m divides n; in between landmarks lag behind the window, by less than one segment.
+    `forward` is `NystromAttention`'s, over a whole window at once, for training, where a key or value of None is the query; it does not
+    change the stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does after every n tokens, or
+    every n / m where m divides n; in between, landmarks lag behind the window by less than one segment.
 
-    A stream belongs to the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those of
-    continual-inference, with the differences that `ContinualAttention` lists.
+    A stream is valid only with the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those
+    of continual-inference, with the differences that `ContinualAttention` lists.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 
@@ -320,7 +320,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
             raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
-        """Make the fixed landmarks as `NystromAttention` does, and end the stream, which belongs to other landmarks."""
+        """Make the fixed landmarks as `NystromAttention` does, and end the stream, whose state was computed with other landmarks."""
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

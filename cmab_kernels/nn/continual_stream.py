@@ -16,7 +16,7 @@ from .stream import Part, Stream, copied, extent
 
 
 class FillingWindow(NamedTuple):
-    """The tokens of a stream, as heads, before there are enough of them for a window."""
+    """The state of a stream of fewer than n tokens: the tokens so far, projected to heads."""
 
     queries: Tensor
     """(B, H, p, D), 1 <= p < n, oldest first"""
@@ -30,14 +30,14 @@ WindowState = FillingWindow | ContinualNystromState | ContinualAttentionState
 
 
 class ContinualStream(Stream[WindowState]):
-    """Holds one window, or None: a submodule of a module that streams.
+    """A submodule that holds the window of a streaming module, or None.
 
-    While there is a window, `state_dict` holds it: while it fills, `queries`, `keys` and `values` (B, H, p, D); afterwards these with the
-    whole window, oldest token first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for what
-    loading does. A window that is assigned to `state` is checked and copied.
+    While there is a window, `state_dict` holds it: `queries`, `keys` and `values` (B, H, p, D) of the p < n tokens so far; once it is full,
+    these for all n tokens, oldest first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for
+    what loading does. A window that is assigned to `state` is checked and copied.
 
-    The window moves with the module between devices, to the same bits. A cast casts its tokens, and the next step computes the sums over
-    them afresh.
+    The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the next step
+    recomputes the sums over them.
 
     Args:
         kind: the type of the state of the operator that steps.
@@ -87,7 +87,7 @@ class ContinualStream(Stream[WindowState]):
         return self._built(entries)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A row whose peak is out of reach of its sum is computed afresh by the next step."""
+        """Return the cast entries. Each row's peak is set to the largest number, which makes the next step recompute the row."""
         cast = super()._cast(entries)
         if "sums" in cast:
             sums = cast["sums"]
@@ -95,7 +95,7 @@ class ContinualStream(Stream[WindowState]):
         return cast
 
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        """The entries stand for a window that is not full yet if they are tokens and nothing else."""
+        """Return the shape and dtype of each entry. Entries of tokens alone are those of a window that is not full yet."""
         batch, tokens, rows = extent(entries, "queries", 0), extent(entries, "queries", 2), extent(entries, "sums", 2)
         full = bool(entries.keys() - {*FillingWindow._fields})
         tokens, rows = self.window if full else tokens, rows if rows in self.rows else self.rows[-1]
@@ -121,7 +121,7 @@ class ContinualStream(Stream[WindowState]):
         return "" if 0 < tokens < self.window else wrong(f"{prefix}queries", f"has {tokens} tokens", f"1 to {self.window - 1} fit")
 
     def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Return why no stream through this module leaves these entries of a full window behind, or "" if one may."""
+        """Return the reason why these entries of a full window cannot come from a stream of this module, or "" if they can."""
         for name, count in self.counts.items():
             if entries[name] != count:
                 return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")

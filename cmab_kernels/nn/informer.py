@@ -19,9 +19,9 @@ KINDS: dict[str, type[LearnedRidge]] = {"intention": MultiheadIntention, "sigma"
 
 
 class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` with regularised least squares inside: the Informer of the Intention paper.
+    """`torch.nn.TransformerEncoderLayer` with Intention (regularised least squares) in place of attention: the Informer of the paper below.
 
-    Not the time-series model of the same name (Zhou et al., AAAI 2021), which has attention inside, over a sample of the queries.
+    It is not the time-series model of the same name (Zhou et al., AAAI 2021), which attends with a sample of the queries.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
@@ -30,9 +30,9 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         alpha, scale: see there.
 
     Arguments and result of `forward` are torch's, without `src_mask` and `is_causal` (`ValueError`). It never takes torch's fast path,
-    which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, be they NaN; their results mean nothing. Parameters
-    have torch's names, so a `state_dict` of torch's layer loads as it is. In a `torch.nn.TransformerEncoder` pass
-    `enable_nested_tensor=False`, or it warns that it does without: a nested tensor is a `ValueError` here.
+    which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, even if they are NaN; their results have no meaning.
+    Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. Construct a `torch.nn.TransformerEncoder` of it with
+    `enable_nested_tensor=False`: a nested tensor is a `ValueError` here, and without the option the encoder warns that it uses none.
 
     Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), section 3.
 
@@ -55,7 +55,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @classmethod
     def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
-        """Make a layer with the configuration and the modules of `layer`, except its attention, of which it takes the parameters."""
+        """Make a layer with the configuration and modules of `layer`, and Intention with the parameters of its attention."""
         attention = layer.self_attn
         shared = cls(
             attention.embed_dim,
@@ -80,7 +80,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask = bool_mask(src_key_padding_mask)
         self.self_attn._check(mask, src=src)
-        if mask is not None:  # a NaN in padding would reach the gradients of weights of the norms and of the feed-forward layer
+        if mask is not None:  # a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
             src = src.masked_fill(ignore.unsqueeze(-1), 0.0)
         if self.norm_first:

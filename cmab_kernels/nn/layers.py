@@ -1,4 +1,4 @@
-"""The sub-layers of a block of latents: pre-norm attention and feed-forward, each with a residual to the un-normed latents."""
+"""The sub-layers of `CMAB`: pre-norm attention and feed-forward layers, each with a residual connection."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
 
 
 def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return a bool mask as it is; of a mask to be added to logits, return where it is -inf.
+    """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf.
 
     `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or,
-    where values cannot be looked at, an assertion on the device.
+    where its values cannot be read (under a compiler, on a GPU), an assertion on the device.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask
@@ -58,8 +58,8 @@ def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
     """Return features (..., C) with 0 where `ignore` (...) is True, if a gradient may be taken; else as they are.
 
-    The operators do not look at ignored keys, whose gradient is 0. But the gradient of a projection's weight is a product with its
-    input, and 0 times a NaN in padding is NaN.
+    The operators do not read ignored keys, whose gradient is 0. But the gradient of a projection's weight is a product of that gradient
+    and the projection's input, and 0 times a NaN in the padding is NaN.
     """
     return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
 
@@ -79,7 +79,7 @@ class FeedForward(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Base class of attention of latents: a norm, projections of query, key and value without bias, and one of the output with bias."""
+    """Base class of both attentions: a norm, projections to query, key and value without bias, and an output projection with bias."""
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Attention(nn.Module):
         return split_heads(projection(features), self.num_heads)
 
     def add(self, latents: Tensor, attended: Tensor) -> Tensor:
-        """Return latents (..., L, C), or (L, C) for all of a batch, plus the output projection of what they attended to, (B, H, L, D)."""
+        """Return latents (B, L, C), or (L, C) shared over the batch, plus the output projection of the attention result (B, H, L, D)."""
         return latents + self.output(join_heads(attended).to(self.output.weight.dtype))
 
 
@@ -107,7 +107,7 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), through the state that the context leaves behind."""
+    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), computed by way of an `AttentionState`."""
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__(dim, num_heads, **factory)
@@ -119,9 +119,10 @@ class CrossAttention(_Attention):
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
     ) -> AttentionState:
-        """Return the state of the context's rows (B, N, C), merged into `state`.
+        """Return `state` updated with the context (B, N, C); a `state` of None is that of no rows.
 
-        A gradient needs all keys and values. Without one they are computed chunk by chunk, so that nothing of size N is allocated.
+        With grad mode off, keys and values are computed chunk by chunk, so that nothing of size N is allocated. With it on they are
+        computed at once, because the backward pass needs them all.
         """
         query = self.heads(self.query, self.norm(latents))
         rows = context.shape[1] if torch.is_grad_enabled() else CHUNK
@@ -130,7 +131,7 @@ class CrossAttention(_Attention):
         for chunk, mask in zip(chunks, masks, strict=True):
             normed = self.context_norm(hide_padding(chunk, mask))
             state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)
-        assert state is not None  # a split has one chunk at least
+        assert state is not None  # a split has at least one chunk
         return state
 
 

@@ -1,4 +1,4 @@
-"""Attentions that never form the matrix of attention weights, with the constructor and the forward of `torch.nn.MultiheadAttention`."""
+"""Attentions that form no matrix of weights unless it is asked for, with the interface of `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are n
 
 
 class MatrixFreeAttention(MultiheadProjections):
-    """A linear map from values to results, which may depend on padding, but not on a mask of keys for each query."""
+    """Base class: the output is a linear map of the values, without forming its L x N matrix. Padding can be masked for all queries alike,
+    but not keys for each query."""
 
     why_no_masks: ClassVar[str]
-    """The reason, for an error message, why there is no mask of keys for each query."""
+    """The reason why there is no mask of keys for each query, for error messages."""
 
     @extending(MultiheadProjections)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # torch.nn.TransformerEncoderLayer looks at this name before it runs fused attention on the weights in place of `forward`.
+        # torch.nn.TransformerEncoderLayer reads this attribute to decide whether to run fused attention in place of `forward`.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -37,10 +38,10 @@ class MatrixFreeAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights), with the arguments and shapes of torch's; the class says what the weights are.
+        """Return (out, weights), with torch's arguments and shapes; the docstring of the class says what the weights are.
 
-        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be one to be added to logits, of 0 and -inf, as
-        torch's transformer layers pass it on.
+        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be a float mask of 0 and -inf, as torch's transformer
+        layers pass it on.
         """
         self._refuse_masks("attn_mask", attn_mask, is_causal)
         key_padding_mask = bool_mask(key_padding_mask)

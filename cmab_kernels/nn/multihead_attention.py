@@ -59,7 +59,7 @@ class MultiheadAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights) as torch does, with weights None for `need_weights=False`. The class says what runs when."""
+        """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         float_mask = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
@@ -71,12 +71,13 @@ class MultiheadAttention(MultiheadProjections):
     def attend_state(
         self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> Attended:
-        """Attend to a stream of which `inputs`, both keys and values, are new and `state` holds the past, in time O(new inputs).
+        """Attend to a stream, whose past inputs are summarised by `state` and whose new ones are `inputs`, in time O(new inputs).
 
-        `query` and `inputs` have the shapes of query and key in `forward`, `key_padding_mask` too (bool only); the queries must be the same
-        at every call. `state` is what the call before returned, or None at the start. Streaming equals `forward` over all inputs at once,
-        for any chunking, and gradients flow through the chain. The keys of `add_bias_kv` and `add_zero_attn` count in the output and stay
-        out of the state, so states can be merged. `ValueError` if kdim and vdim differ; `RuntimeError` where dropout would apply.
+        `inputs` are both keys and values. `query`, `inputs` and `key_padding_mask` (bool only) have the shapes that they have in `forward`;
+        the queries must be the same at every call. `state` is that of the previous result, or None at the start. Streaming equals `forward`
+        over all inputs at once, for any chunking, and gradients flow through the chain of states. The keys of `add_bias_kv` and
+        `add_zero_attn` count in the output but not in the state, so that states can be merged. `ValueError` if kdim and vdim differ;
+        `RuntimeError` where dropout would apply.
 
         >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
         >>> query, points, state = torch.randn(1, 4, 16), torch.randn(1, 100, 16), None
@@ -97,7 +98,7 @@ class MultiheadAttention(MultiheadProjections):
         return Attended(self._output(self._over_extra_keys(q, state).out.to(q.dtype), query), state)
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
-        """Return the state with the learned key and the zero key added, if the module has them: every set of keys contains these."""
+        """Return the state with the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`) added, if the module has them."""
         pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             zeros = query.new_zeros(1, 1, self.embed_dim)

@@ -19,7 +19,7 @@ from .stream import RidgeStream
 
 
 class LearnedRidge(MatrixFreeAttention):
-    """Base class of the two kinds of Intention: it has the penalty `alpha` and the factor `scale`."""
+    """Base class of both modules of Intention: it adds the penalty `alpha`, learned or fixed, and the factor `scale`."""
 
     lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
     why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
@@ -38,7 +38,7 @@ class LearnedRidge(MatrixFreeAttention):
         self._start(self.out_proj.weight)
 
     def _start(self, like: Tensor) -> None:
-        """Make what torch's module does not have, with the device and dtype of the weight `like`."""
+        """Make the parameters and streams that torch's module does not have, on the device and in the dtype of the weight `like`."""
         zeros = torch.zeros(self.num_heads, device=like.device, dtype=like.dtype)
         self.register_parameter("log_alpha", torch.nn.Parameter(zeros) if self.fixed_alpha is None else None)
 
@@ -48,7 +48,7 @@ class LearnedRidge(MatrixFreeAttention):
 
     @property
     def alpha(self) -> Tensor:
-        """The penalty of each head, (H,) float64: exp(log_alpha), through which its gradient flows, or the fixed number."""
+        """The penalty of each head, (H,) float64: exp(log_alpha), differentiable, or the fixed number."""
         if self.fixed_alpha is None:
             return self.log_alpha.double().exp()
         return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self.out_proj.weight.device)
@@ -71,37 +71,36 @@ class LearnedRidge(MatrixFreeAttention):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         name = prefix + "log_alpha"
         if name in missing_keys and not self.log_alpha.is_meta:
-            missing_keys.remove(name)  # torch's module has none; alpha stays what it is
+            missing_keys.remove(name)  # torch's module has no log_alpha: it is left unchanged
 
 
 class MultiheadIntention(LearnedRidge):
-    """Regularised least squares where `torch.nn.MultiheadAttention` attends: constant in the number of keys, and an exact stream.
+    """Regularised least squares in place of attention: O(L + N) time, and an exact stream whose state does not grow with the keys.
 
     In each head, with alpha = exp(log_alpha) and a = sigmoid(log_alpha) = alpha / (1 + alpha),
 
         out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
 
-    a = 0 is least squares, a = 1 linear attention. (The paper's text has a at I, as here; its appendix 9 prints the two roles the other
-    way round.) `log_alpha` (H,) is learned and starts at 0, a = 1/2. It is meant to stay small: where alpha nears the range of the
-    dtype (log_alpha 11 in float16, 88 in float32), results lose digits and then overflow.
+    a = 0 is least squares, a = 1 linear attention. (In the paper's text a multiplies I, as here; its appendix 9 swaps a and 1 - a.)
+    `log_alpha` (H,) is learned and starts at 0, a = 1/2. It should stay small: as alpha approaches the largest number of the dtype
+    (log_alpha 11 in float16, 88 in float32), results lose digits and then overflow.
 
     Args:
         embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
         dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`, as they act on attention weights.
-        alpha: None to learn it, or a fixed number >= 0 for all heads, in the same formula; there is no `log_alpha` then.
-        scale: a factor. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. Its argument is that of a variance D / (D - N - 1), which
-            exists for D > N + 1: it is for heads much wider than there are keys.
+        alpha: None to learn it, or a fixed number >= 0 for all heads, in the same formula; then there is no `log_alpha`.
+        scale: the factor in the formula. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. It is derived from a variance of
+            D / (D - N - 1), which exists for D > N + 1 only, so it suits heads that are much wider than the number of keys.
 
     Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged.
     `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are those of the
-    linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', of size L x N, which nothing else here is; they may be
-    negative and do not sum to 1. A masked key's is 0. A result is NaN where the regression has no solution, at a fixed alpha of 0.
+    linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', the only L x N matrix that is ever formed; they may be
+    negative, do not sum to 1, and are 0 for masked keys. With a fixed alpha of 0 a result is NaN where the regression has no solution.
 
-    `update`, `remove` and `predict` do the same in a stream: the sums K'K and K'V are all that is kept of the keys, in float64, and
-    alpha enters only when a query is answered. They take a state, and `update` and `remove` return the next; without one they use the
-    module's own, `stream.state` (see `RidgeStream`), which holds no graph and refuses to be advanced with a gradient. A state belongs to
-    the weights that made it. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument, and leaves every
-    state as it was.
+    `update`, `remove` and `predict` do the same for a stream, whose state consists of the sums K'K and K'V in float64; alpha is used only
+    by `predict`. They take a state, and `update` and `remove` return the next; without one they use the module's own, `stream.state` (see
+    `RidgeStream`), which holds no autograd graph: to advance it with a gradient is a `RuntimeError`. A state is valid only with the weights
+    that made it. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument, and leaves every state unchanged.
 
     Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), sections 2 and 3.
 
@@ -127,7 +126,7 @@ class MultiheadIntention(LearnedRidge):
     ) -> RidgeState:
         """Return the state with these keys and values added, in time O(new keys). A `value` of None is the key.
 
-        Key (B, N, kdim) and value (B, N, vdim), or as `batch_first` says. `state` None continues the module's own stream.
+        `key` is (B, N, kdim) and `value` (B, N, vdim), or as `batch_first` says. With `state` None the module's own stream is advanced.
         """
         updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
         if state is None:
@@ -139,7 +138,7 @@ class MultiheadIntention(LearnedRidge):
     ) -> RidgeState:
         """Return the state without these keys and values, which must be part of it, in time O(removed keys).
 
-        `state` None takes them out of the module's own stream: a `RuntimeError` if that has seen nothing.
+        With `state` None the module's own stream is changed; `RuntimeError` if it has seen no key.
         """
         left = remove_ridge(self.stream.started(state), **self._pairs(key, value, key_padding_mask))
         if state is None:
@@ -147,9 +146,9 @@ class MultiheadIntention(LearnedRidge):
         return left
 
     def predict(self, query: Tensor, state: RidgeState | None = None) -> Tensor:
-        """Return the output of `forward` for the query, in its shape, over all that `state`, or the module's own stream, has seen.
+        """Return the output of `forward` for the query, in its shape, over all keys that `state`, or the module's own stream, has seen.
 
-        Differentiable in the query, the weights of the query and output, alpha and the state. `RuntimeError` if nothing was seen.
+        Differentiable in the query, the query and output projections, alpha and the state. `RuntimeError` if no key was seen.
         """
         held = self.stream.started(state)
         self._check(None, query=query)
@@ -164,7 +163,7 @@ class MultiheadIntention(LearnedRidge):
         return self.stream.init_state(batch)
 
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
-        """Return the heads of keys and values and the mask, as arguments of the operators on states."""
+        """Return keys and values, projected to heads, and the mask, as keyword arguments of the operators on states."""
         value = key if value is None else value
         key_padding_mask = bool_mask(key_padding_mask)
         self._check(key_padding_mask, key=key, value=value)
@@ -180,12 +179,12 @@ class MultiheadIntention(LearnedRidge):
 
 
 class MultiheadSigmaIntention(LearnedRidge):
-    """Attention whose scores are Intention's weights, where `torch.nn.MultiheadAttention` has those of dot products.
+    """Attention whose logits are the weights of Intention, in place of scaled dot products.
 
         out = softmax(scale Q [(1 - a) K'K + a I]^-1 K') V        a = sigmoid(log_alpha), in each head
 
-    Constructor, parameters and `forward` as in `MultiheadIntention`. The softmax needs every key again for every query, so there is no
-    stream; but nothing of size L x N is formed, except with `need_weights=True` (torch's default!), which returns the softmax.
+    Constructor, parameters and `forward` are those of `MultiheadIntention`. Each softmax runs over all keys, so there is no stream.
+    Nothing of size L x N is formed, except with `need_weights=True` (torch's default!), which returns the softmax.
 
     >>> module = cmab_kernels.nn.MultiheadSigmaIntention(16, 2, batch_first=True)
     >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
@@ -210,7 +209,7 @@ class MultiheadSigmaIntention(LearnedRidge):
 def _linear_map(query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
     """Return the matrix Q (K'K + alpha I)^-1 K' (B, H, L, N), with 0 at masked keys."""
     *leading, length, width = key.shape
-    if 0 < length < width:  # the dual is small, and has a solution at alpha = 0
+    if 0 < length < width:  # the operator then solves the smaller dual system, which can be regular at alpha = 0
         one = torch.eye(length, dtype=key.dtype, device=key.device).expand(*leading, -1, -1)
         return intention(query, key, one, alpha, key_padding_mask=mask)
     key = key if mask is None else key.masked_fill(mask[:, None, :, None], 0.0)

@@ -23,7 +23,7 @@ ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
 
 
 class NystromAttention(MatrixFreeAttention):
-    """Attention through m landmarks where `torch.nn.MultiheadAttention` compares all pairs: O(N m) time and memory.
+    """Attention through m landmarks in place of attention over all pairs: O((L + N) m) time, and no L x N matrix.
 
     In each head, with landmarks q~, k~ (m, D) and softmax by rows,
 
@@ -34,20 +34,20 @@ class NystromAttention(MatrixFreeAttention):
         dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`: no attention weights are formed, and
             landmarks stand for tokens.
         num_landmarks: m.
-        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys, so that m <= N, and a token's result
-            depends on those that follow it as on those before. "fixed": they are parameters `landmark_queries` and `landmark_keys`
-            (H, m, D), None until `fit_landmarks` made them or a `state_dict` brought them.
+        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys, so m <= min(L, N), and a result
+            depends on later tokens as well. "fixed": they are parameters `landmark_queries` and `landmark_keys` (H, m, D), None until
+            `fit_landmarks` makes them or a `state_dict` with them is loaded.
         pinv: "iterative" or "exact"; see `cmab_kernels.nystrom_attention`.
-        pinv_iterations: of the iterative one.
+        pinv_iterations: the number of iterations of "iterative".
 
     The other parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and leaves fixed landmarks
-    as they are. `forward` is torch's, without `attn_mask` and `is_causal`: what a query may see cannot depend on the query where landmarks
-    have seen everything. With `need_weights=True` (torch's default!) the weights are those of the linear map from values to results, a
-    matrix of size L x N, which nothing else here is; they may be negative and, as the pseudo-inverse is iterated, do not quite sum to 1. A
-    wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument.
+    unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends to all keys, so no key can be hidden from
+    single queries. With `need_weights=True` (torch's default!) the weights are those of the linear map from values to results, the only
+    L x N matrix that is ever formed; they may be negative, and sum to 1 only as far as the pseudo-inverse has converged. A wrong shape,
+    dtype or device is a `ValueError` or `TypeError` that names the argument.
 
-    Queries and keys may differ in number. With landmarks that are means of segments, `key_padding_mask` marks tokens, so that they may not
-    differ then: the queries in its places are read as 0 too, be they NaN, and their results mean nothing.
+    L and N may differ, except with a `key_padding_mask` and landmarks "segments": the mask then marks queries as well as keys. Ignored
+    queries are read as 0, even if they are NaN, and their results have no meaning.
 
     Source: Nyströmformer (Xiong et al., AAAI 2021); fixed landmarks from Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et
     al.).
@@ -95,15 +95,15 @@ class NystromAttention(MatrixFreeAttention):
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """Make the fixed landmarks of each head by k-means (scikit-learn's `MiniBatchKMeans`) on training tokens.
 
-        `tokens` (B, N, embed_dim), or as `batch_first` says, or (N, embed_dim), are what queries are made of, at least m in all. For
-        self-attention they are keys as well: one clustering of them, whose centres every head projects to its q~ and its k~, so that the
-        two belong together. For cross-attention, with `keys` of width kdim, each head's queries and each head's keys are clustered. The
-        same tokens and seed give the same landmarks.
+        `tokens` are inputs of the query projection, at least m in all: (B, N, embed_dim), or as `batch_first` says, or (N, embed_dim).
+        Without `keys`, for self-attention, the tokens are clustered once, and every head projects the centres to its q~ and its k~, so
+        that these correspond. With `keys` of width kdim, for cross-attention, the projected queries and the projected keys of each head are
+        clustered separately. The same tokens and seed give the same landmarks.
 
-        The landmarks are new parameters, to be fine-tuned: tell an optimizer of them. Layers are fitted from first to last, each on
-        tokens as the layers before it, fine-tuned, make them.
+        The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from first to last, each on
+        the outputs of the fine-tuned layers before it.
 
-        `ImportError` without scikit-learn; `ValueError` where tokens are too few, of another shape, or not finite.
+        `ImportError` without scikit-learn; `ValueError` if there are too few tokens, or they have another shape or are not finite.
         """
         if self.landmarks != "fixed":
             raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
@@ -125,10 +125,10 @@ class NystromAttention(MatrixFreeAttention):
         return torch.stack([_centres(name, head, self.num_landmarks, seed) for head in heads])
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return the heads of the query, read as 0 at padding where queries and keys are the same tokens."""
+        """Return the heads (B, H, L, D) of the query. With landmarks "segments", ignored queries are read as 0."""
         if key_padding_mask is not None and self.landmarks != "fixed":
             ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
-            if ignore.shape == query.shape[:-1]:  # else the operator says what is wrong
+            if ignore.shape == query.shape[:-1]:  # else the operator raises, with the reason
                 query = query.masked_fill(ignore.unsqueeze(-1), 0.0)
         return self._project(0, query)
 
@@ -140,7 +140,7 @@ class NystromAttention(MatrixFreeAttention):
         return self._attend(query, key, one, mask)
 
     def _options(self) -> dict[str, Any]:
-        """Return the arguments of the operators that say how to approximate."""
+        """Return the operator's keyword arguments for the landmarks and the pseudo-inverse."""
         options: dict[str, Any] = {"pinv": self.pinv, "pinv_iterations": self.pinv_iterations}
         if self.landmarks != "fixed":
             return {"num_landmarks": self.num_landmarks, **options}
@@ -160,7 +160,7 @@ class NystromAttention(MatrixFreeAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the saved landmarks, if there are any; weights of torch's module have none, and leave the landmarks as they are."""
+        """Load the saved landmarks, if there are any. A `state_dict` of torch's module has none and leaves the landmarks unchanged."""
         names = LANDMARKS if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]
         made = [name for name in saved if getattr(self, name) is None]
@@ -178,7 +178,7 @@ class NystromAttention(MatrixFreeAttention):
 
 
 def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
-    """Return the centres (m, C) of clusters of the rows (T, C), in the dtype of the rows."""
+    """Return the centres (m, C) of m = `number` clusters of the rows (T, C), in the dtype of the rows; `name` is for error messages."""
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Encodings of positions on a circle, for tokens whose window moves on."""
+"""Positional encodings on a circle, for tokens in a sliding window."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .stream import Keeper
 class CircularPositionalEncoding(Keeper[int]):
     """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
 
-    A token keeps its encoding for as long as it is in the window, so that nothing of it is computed again. Two tokens of a window are at
-    most n - 1 apart, and on a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all told apart.
+    A token keeps its encoding while it is in the window, so that its key and value need not be recomputed. Two tokens of a window are at
+    most n - 1 apart, and on a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all distinct.
 
     Args:
         embed_dim: C, columns of the tokens.
         sequence_len: n.
-        learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines that close on the circle,
-            of 1 to n - 1 turns in geometric steps; nothing to learn or save.
+        learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines with whole numbers of periods
+            around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved.
         batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
 
     `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C). In training the
-    window starts at a random place, drawn for every call, so that all are learned, and differences alone; in eval mode it starts where the
-    stream is, and leaves it there. `forward_step` takes one token (B, C) and `forward_steps` any number, and both move the stream on;
-    `clean_state` takes it back to place 0. The place is part of the `state_dict` while it is not 0.
+    window starts at a random place, drawn at every call, so that all places are trained and only differences carry information; in eval
+    mode it starts at the stream's place, which it does not change. `forward_step` takes one token (B, C) and `forward_steps` any number,
+    and both advance the stream; `clean_state` resets it to place 0. The place is part of the `state_dict` while it is not 0.
 
-    In the package continual-inference it is `RecyclingPositionalEncoding`, which takes (B, C, T) and moves on at every `forward`.
+    The package continual-inference calls this `RecyclingPositionalEncoding`, which takes (B, C, T) and advances at every `forward`.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
 
@@ -138,7 +138,7 @@ class CircularPositionalEncoding(Keeper[int]):
 
 
 def _waves(period: int, width: int) -> Tensor:
-    """Return (period, width) float64 with sines and cosines in turn as columns, each of which turns a whole number of times."""
+    """Return a float64 matrix (period, width) with alternating columns of sines and cosines, each with a whole number of periods."""
     pairs = (width + 1) // 2
     fastest = max(period // 2, 1)
     turns = [round(fastest ** (pair / max(pairs - 1, 1))) for pair in range(pairs)]

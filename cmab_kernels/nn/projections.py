@@ -20,9 +20,9 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def extending(parent: type) -> Callable[[Init], Init]:
-    """Decorate a constructor that passes `*args` and `**kwargs` on to that of `parent`.
+    """Return a decorator for a constructor that passes `*args` and `**kwargs` on to the constructor of `parent`.
 
-    `inspect.signature` and `help` then show the arguments of the parent's constructor, followed by the keyword arguments of this one.
+    `inspect.signature` and `help` then show the parent's arguments, followed by the keyword arguments of the decorated constructor.
     """
 
     def shown(init: Init) -> Init:
@@ -41,7 +41,7 @@ def no_extra_keys(why: str) -> dict[str, str]:
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
-    """Torch's constructor, the projections to heads and back, the checks before them, and how modules share their weights."""
+    """Base class: torch's constructor, checks of the inputs, the projections to heads and back, and the sharing of weights."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
@@ -83,21 +83,21 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return shared
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
-        """Take the parameters of `module`, which is configured alike."""
+        """Take over the parameters of `module`, which must have the same configuration."""
         for name, parameter in module.named_parameters(recurse=False):
             setattr(self, name, parameter)
         self.out_proj = module.out_proj
-        self.training = module.training  # of this module alone: out_proj has its own
+        self.training = module.training  # set directly, because train() would also change the shared out_proj
 
     def _project(self, part: int, features: Tensor) -> Tensor:
-        """Return heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch joins their weights where widths are equal."""
+        """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch packs their weights if all widths are equal."""
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weight = separate[part] if self.in_proj_weight is None else self.in_proj_weight.chunk(3)[part]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
         return split_heads(self._batch_first(F.linear(features, weight, bias)), self.num_heads)
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values (B, H, N, D), and the mask (B, N). What the mask hides reaches no gradient."""
+        """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs do not reach any gradient."""
         if key_padding_mask is not None:
             batched = key.dim() == 3
             ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
@@ -111,7 +111,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return self.training and self.dropout > 0
 
     def _refuse_to_drop(self) -> None:
-        """Raise where dropout would apply, because a stream keeps no weights that it could drop."""
+        """Raise if dropout would apply, because a stream keeps no attention weights to drop."""
         if self._drops:
             raise RuntimeError(
                 wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
@@ -130,13 +130,13 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def _batch_first(self, features: Tensor) -> Tensor:
-        """Return a view of features in the layout of the module, or (N, C), as (B, N, ...); and of such a view in that layout."""
+        """Return a view (B, N, ...) of features in the module's layout, or of (N, C). It also converts (B, N, ...) back to that layout."""
         if features.dim() == 2:
             return features.unsqueeze(0)
         return features if self.batch_first else features.transpose(0, 1)
 
     def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
-        """Raise for what would go wrong before the operator checks batch and length; the mask belongs to the last argument."""
+        """Raise for a wrong type, width, dtype, device or mask; the operator checks batch and length. The mask is for the last argument."""
         layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (2, 3)

@@ -48,9 +48,9 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
 
     Raises:
         TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
-        ValueError: the model itself would be replaced, which nobody outside could see; a module has hooks, which would be lost (register
-            them after the replacement); or the new module cannot be configured as the old one is: Intention and Nyström attention have no
-            dropout of their own (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
+        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, which would be lost (register
+            them after the replacement); or the new module does not support the old one's configuration: Intention and Nyström attention
+            have no dropout (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
@@ -91,7 +91,7 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
 def _places(
     parent: nn.Module, path: str, mapping: Mapping[type[nn.Module], Any], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield (path, parent, name, module) for each module that is to be replaced, without looking inside it."""
+    """Yield (path, parent, name, module) for each module to be replaced, but for none inside it."""
     seen.add(parent)
     for name, child in parent._modules.items():
         if type(child) in mapping:
@@ -102,7 +102,7 @@ def _places(
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise if the module has hooks, or the attention inside it, which is replaced along with an encoder layer."""
+    """Raise if the module has hooks, or the `self_attn` of an encoder layer has, which is replaced as well."""
     lost = {path: module, f"{path}.self_attn": getattr(module, "self_attn", None)}
     for name, each in lost.items():
         for hooks in _HOOKS:
@@ -113,12 +113,12 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the class and the options of a class or of a `functools.partial` of one."""
+    """Return (class, keyword arguments) for a class or a `functools.partial` of one."""
     return (made.func, made.keywords) if isinstance(made, partial) and not made.args else (made, {})
 
 
 def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
-    """Make the new module, with the configuration of `module` and its parameters."""
+    """Make the new module, with the configuration and the parameters of `module`."""
     new, options = _class_of(made)
     try:
         return new.sharing(module, **options)

@@ -21,15 +21,15 @@ State = TypeVar("State", bound=tuple)
 
 
 class Keeper(nn.Module, Generic[Value]):
-    """Holds a value or None, saves it in the `state_dict`, and takes another from there if the whole load succeeds.
+    """Holds a value or None, saves it in the `state_dict`, and replaces it by a loaded one only if the whole load succeeds.
 
     `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises at the end if that
-    list has entries; what is unexpected or missing under `strict=True` enters the list only then. A value that was read for this module is
-    therefore put aside together with the list, and counts once the list is seen to be empty after the load.
+    list has entries; unexpected and missing keys under `strict=True` enter the list only then. The value that was loaded for this module is
+    therefore kept together with the list, and takes effect at its first use after the load, if the list is still empty.
     """
 
     fields: ClassVar[tuple[str, ...]]
-    """The names of the entries that a value may be saved as."""
+    """The names of all `state_dict` entries that a value may be saved as."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,29 +38,29 @@ class Keeper(nn.Module, Generic[Value]):
 
     @property
     def held(self) -> Value | None:
-        """The value itself, or None: the only reference to the tensors of a state, whose memory a step may use again."""
+        """The value itself, or None. If nothing else refers to it, a step may reuse the memory of its tensors."""
         if self._loaded is None:
             return self._value
         value, errors = self._loaded
         return self._value if errors else value
 
     def hold(self, value: Value | None) -> None:
-        """Replace the value, unchecked."""
+        """Replace the value, without checks."""
         if self._loaded is not None:
             self._loaded = None
         self._value = value
 
     @abstractmethod
     def _entries(self, value: Value) -> dict[str, Tensor]:
-        """Return what is saved of a value, by names in `fields`: tensors that later steps do not change."""
+        """Return the `state_dict` entries of a value, with names in `fields`: tensors that later steps do not change."""
 
     @abstractmethod
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
-        """Return why the saved entries are not a value of this module, or "" if they are one."""
+        """Return the reason why loaded entries cannot be a value of this module, or "" if they can."""
 
     @abstractmethod
     def _built(self, entries: Mapping[str, Tensor]) -> Value:
-        """Return the value that entries without a problem stand for, in memory of its own."""
+        """Return the value made of entries that passed `_problem`, in memory of its own."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -85,7 +85,7 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            if self._loaded is None or self._loaded[1] is not error_msgs:  # else the module has two places in this model
+            if self._loaded is None or self._loaded[1] is not error_msgs:  # else the model contains this module twice
                 self.hold(self.held)
             self._loaded = (self._built(entries) if entries else None, error_msgs)
 
@@ -98,18 +98,17 @@ class Part(NamedTuple):
 
 
 class Stream(Keeper[State]):
-    """Holds one state, or None, for the module that it is a submodule of.
+    """A submodule that holds the state of a streaming module, or None.
 
-    The state moves with the module between devices. While there is one, the `state_dict` holds its entries; while there is none it holds
-    nothing, so that weights alone are a complete checkpoint. After a `load_state_dict` that succeeds the stream is the one that was saved:
-    a saved state goes on to the same bits, whatever batch was held before, and a `state_dict` without a stream ends the stream, also with
-    `strict=False`. After a `load_state_dict` that raises, for whatever entry of whatever module of the model, the stream is as it was.
-    (Weights are not: torch copies those that fit before it raises.) Entries of wrong shape or dtype, or with values that no inputs leave
-    behind, are such an error, which names them.
+    The state moves with the module between devices. While there is a state, its tensors are entries of the `state_dict`; without one there
+    are no entries, so that weights alone are a complete checkpoint. A `load_state_dict` that succeeds restores the saved stream, whatever
+    batch was held before, and it continues with the same bits; a `state_dict` without a stream ends the stream, also with `strict=False`.
+    A `load_state_dict` that raises, for any module of the model, leaves the stream unchanged. (Not so the weights: torch copies those that
+    fit before it raises.) Entries of wrong shape or dtype, or with values that no stream can have, raise an error that names them.
     """
 
     weight_like: Tensor
-    """An element-free buffer, which follows the casts and moves of the module and so tells of them."""
+    """A buffer without elements, which has the dtype and device of the module's weights after every cast and move."""
 
     def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -117,13 +116,13 @@ class Stream(Keeper[State]):
 
     @property
     def state(self) -> State | None:
-        """The state held, or None before the first input. Later steps do not change it.
+        """The state, or None before the first input. Later steps do not change the state that this returns.
 
-        Assign one to continue from there, or None to start afresh. `ValueError` or `TypeError` for one that does not fit the module,
-        `RuntimeError` for one with a gradient: the chain of graphs would grow for as long as the stream runs.
+        Assign a state to continue from it, or None to start again. `ValueError` or `TypeError` for a state that does not fit the module,
+        `RuntimeError` for one that requires a gradient: its autograd graph would grow with every step.
         """
         held = self.held
-        return None if held is None else type(held)(*held)  # a tuple of its own: while it lives, steps write elsewhere
+        return None if held is None else type(held)(*held)  # more references to the tensors: while they exist, steps write elsewhere
 
     @state.setter
     def state(self, state: State | None) -> None:
@@ -135,7 +134,7 @@ class Stream(Keeper[State]):
         self.hold(None if state is None else self._taken(state))
 
     def started(self, state: State | None) -> State:
-        """Return `state`, or the state held where that is None; a `RuntimeError` where both are None."""
+        """Return `state`, or the held state if that is None; `RuntimeError` if both are None."""
         state = self.held if state is None else state
         if state is None:
             raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
@@ -146,16 +145,16 @@ class Stream(Keeper[State]):
         """Raise unless `state` has the type, shapes, dtypes and device that this module needs, at any batch."""
 
     def _taken(self, state: State) -> State:
-        """Return what is held of a state that was assigned."""
+        """Return the state to hold for one that was assigned: by default itself."""
         return state
 
     @abstractmethod
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        """Return the shape and dtype that each entry must have, given the batch of the entries."""
+        """Return the shape and dtype that each entry must have, for the batch size that the entries show."""
 
     @abstractmethod
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Return why no inputs leave entries with these values behind, or "" if some may."""
+        """Return the reason why no stream can have entries with these values, or "" if one can."""
 
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
         parts = self._parts(entries)
@@ -173,7 +172,7 @@ class Stream(Keeper[State]):
         return {name: entry.to(parts[name].dtype) for name, entry in entries.items()}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Stream:
-        """Every cast and move of a module comes here."""
+        """Cast or move the state as well; torch calls this for every cast and move of a module."""
         before = self.weight_like
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
@@ -185,11 +184,11 @@ class Stream(Keeper[State]):
 
 
 class AttentionStream(Stream[AttentionState]):
-    """Holds one `AttentionState` of H heads, L queries and width E, or None: a submodule of a module that streams.
+    """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None.
 
     The state moves with the module between devices, and no cast changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
     is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L); see `Stream`
-    for what loading does. Refused are a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is not 0 where `lse` is -inf.
+    for what loading does. It refuses a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is not 0 where `lse` is -inf.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -242,10 +241,10 @@ class AttentionStream(Stream[AttentionState]):
 
 
 class RidgeStream(Stream[RidgeState]):
-    """Holds one `RidgeState` of H heads, keys of width D and values of width E, or None, as `AttentionStream` holds its state.
+    """A submodule that holds one `RidgeState` of H heads, keys of width D and values of width E, or None, as `AttentionStream` does.
 
-    `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is int64 in a module of any dtype. Refused when loading are
-    a NaN or an infinity, a gram that is not symmetric (beyond rounding), a negative count, and sums of no keys that are not 0.
+    `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is int64 in a module of any dtype. Loading refuses a NaN or
+    an infinity, a gram that is not symmetric to rounding, a negative count, and sums that are not 0 where the count is 0.
 
     >>> stream = cmab_kernels.nn.RidgeStream(heads=2, width=4, value_width=3)
     >>> stream.state = stream.init_state(batch=1)
@@ -292,18 +291,18 @@ class RidgeStream(Stream[RidgeState]):
         rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
         if ((gram - gram.mT).abs() > rounding).any():
             return wrong(f"{prefix}gram", "is not symmetric", "a sum of products k'k is")
-        return ""  # a removal may leave a gram that is not positive, to rounding: `solve_ridge` says so in its `info`
+        return ""  # after removals rounding may leave a gram that is not positive definite: `solve_ridge` reports it in `info`
 
     def _built(self, entries: Mapping[str, Tensor]) -> RidgeState:
         return RidgeState(**copied(entries, self.weight_like.device))
 
 
 def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
-    """Return the extent of an entry along a dimension, or 0 where the entry or the dimension is missing."""
+    """Return the size of an entry along a dimension, or 0 if the entry or the dimension is missing."""
     entry = entries.get(name)
     return entry.shape[dim] if isinstance(entry, Tensor) and entry.dim() > dim else 0
 
 
 def copied(entries: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the entries on a device, contiguous, in memory of their own and outside of any graph."""
+    """Return contiguous, detached copies of the entries on a device."""
     return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}

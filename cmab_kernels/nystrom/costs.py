@@ -65,7 +65,7 @@ PAPER_MEMORY: dict[str, tuple[Formula, Formula]] = {
 }
 """Scheme -> the paper's formulas for the memory between steps, and at the peak within a step.
 
-Those for fixed landmarks leave out the window itself, 2 n d elements, without which no token can be removed.
+Those for fixed landmarks leave out the window itself, 2 n d elements, which is needed to remove the oldest token.
 """
 
 
@@ -103,7 +103,7 @@ def paper_memory(scheme: str, n: int, m: int, d: int) -> Memory:
 
 
 def replacements(n: int, m: int, position: int) -> int:
-    """Number of landmarks that the first `position` tokens of a stream make or replace: one at the end of each segment of each window.
+    """Number of segments that end within the first `position` tokens of a stream; each makes a landmark or replaces the oldest.
 
     >>> from cmab_kernels.nystrom.costs import replacements
     >>> [replacements(7, 3, position) for position in range(8)]
@@ -223,7 +223,7 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
     if scheme in ("single", "retroactive"):
         return executed_attention_operations(n, d, d, 1, scheme == "retroactive")
     landmarks, output = scheme.split(" ")
-    stretch = n * SCHEDULE  # what is done at every segment's end and on schedule has come round
+    stretch = n * SCHEDULE  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
     upkeep = _upkeep(n, m, d, d, n, stretch, iterations, landmarks == "fixed") / stretch
     return upkeep + (_single_output(m, d, d) if output == "single" else _retroactive_output(n, m, d, d))
 

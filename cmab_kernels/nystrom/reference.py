@@ -5,9 +5,9 @@ With rho(a, b) = exp(scale a b'), phi(A) the row sums of A, and m landmarks q~, 
     B = rho(Q, k~)     Gamma = rho(q~, k~)     Delta = rho(q~, K)
     out = (B / phi(B)) W,     W = pinv(Gamma / phi(Gamma)) (Delta V / phi(Delta))
 
-(Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) The first and the last part
-are latent attention, of the landmarks to all tokens and of all tokens to the landmarks, and defined there. W, between them, is
-`landmark_values`. The pseudo-inverse is the iteration of Razavi et al., with the norms of each matrix by itself:
+(Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) Delta V / phi(Delta), the
+attention of the landmarks to all tokens, and B / phi(B) W, the attention of all tokens to the landmarks, are latent attention, defined in
+its own package. W is `landmark_values`. The pseudo-inverse is the iteration of Razavi et al., each matrix scaled by its own norms:
 
     Z = A' / (max_j sum_i |A_ij|  max_i sum_j |A_ij|),     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 """
@@ -21,13 +21,13 @@ from ..dtypes import state_dtype
 
 
 def segment_ends(length: int, segments: int) -> list[int]:
-    """The end of each of the segments of `length` tokens; the first `length % segments` have one token more."""
+    """The index after the last token of each segment of `length` tokens; the first `length % segments` have one token more."""
     size, longer = length // segments, length % segments  # not divmod, which a compiler cannot trace for symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 
 
 def segment_means(tokens: Tensor, segments: int, absent: Tensor | None = None) -> Tensor:
-    """(B, H, m, D): the mean of each segment of tokens (B, H, N, D), in `state_dtype`; over the present ones, and 0 where none is."""
+    """The mean of each segment of tokens (B, H, N, D) that are not `absent` (B, N), or 0 if all are: (B, H, m, D) in `state_dtype`."""
     tokens = tokens.to(state_dtype(tokens.dtype))
     if absent is not None:
         tokens = tokens.masked_fill(absent[:, None, :, None], 0.0)
@@ -38,18 +38,18 @@ def segment_means(tokens: Tensor, segments: int, absent: Tensor | None = None) -
 
 
 def absent_segments(absent: Tensor, segments: int) -> Tensor:
-    """(B, m): which segments have no present token."""
+    """A bool (B, m): True for segments all of whose tokens are `absent` (B, N)."""
     return _segment_sums((~absent)[:, None, :, None].float(), segments)[:, 0, :, 0] == 0
 
 
 def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
-    """(m, 1): how many tokens each segment has."""
+    """The number of tokens in each segment, (m, 1) in the dtype and on the device of `like`."""
     size, longer = length // segments, length % segments
     return torch.arange(segments, device=like.device).lt(longer).add(size).to(like.dtype).unsqueeze(-1)
 
 
 def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
-    """Two blocks, of the longer and of the shorter segments."""
+    """The sum of each segment, (B, H, m, D): first the longer segments, then the shorter ones, each kind as one block."""
     size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
     first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
     parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
@@ -57,11 +57,11 @@ def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
 
 
 def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
-    """The iterated pseudo-inverse of (..., m, m). Of zeros it is zero."""
+    """The pseudo-inverse of each matrix (..., m, m) after this number of iterations; 0 for a matrix of zeros."""
     columns, rows = (matrix.abs().sum(dim).amax(-1)[..., None, None] for dim in (-2, -1))
     empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    # Divided by one norm after the other: their product may be out of range.
+    # Divided by one norm after the other, because their product may overflow or underflow.
     z = (matrix.mT / columns.masked_fill(empty, 1.0) / rows.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     for _ in range(iterations):
         az = matrix @ z
@@ -70,18 +70,19 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
-    """The iterated pseudo-inverse, or for 0 iterations the exact one."""
+    """The pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0 iterations."""
     return iterative_pinv_reference(matrix, iterations) if iterations else torch.linalg.pinv(matrix)
 
 
 def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
-    """scale Q K', within the finite range of its type: two infinities have no difference."""
+    """scale Q K', clamped to the finite range of its dtype, because a softmax over two infinite logits would be NaN."""
     largest = torch.finfo(query.dtype).max
     return (scale * query @ key.mT).clamp(-largest, largest)
 
 
 def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor | None, scale: float | Tensor) -> Tensor:
-    """Gamma / phi(Gamma) of (..., m, D); rows and columns of `absent` (..., m) landmarks are 0, and see nothing of their values."""
+    """Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D). Rows and columns of `absent` (..., m) landmarks are 0, and whatever
+    these landmarks hold, even NaN, does not reach the others."""
     if absent is None:
         return logits(landmark_query, landmark_key, scale).softmax(-1)
     row, column = absent.unsqueeze(-1), absent.unsqueeze(-2)

@@ -52,7 +52,8 @@ def _(dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor
 
 
 def _folding(name: str, tensors: int) -> Callable[..., Any]:
-    """The mapped dimension joins the matrices, of which any number is taken."""
+    """Return the vmap rule of an operator, which folds the mapped dimension into the batch of matrices. `tensors` counts its leading
+    tensor arguments."""
     operator = getattr(torch.ops.cmab, name).default
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -69,7 +70,7 @@ for _name, _tensors in zip(NAMES, (1, 2, 4, 5), strict=True):
     torch.library.register_vmap(f"cmab::{_name}", _folding(_name, _tensors), lib=LIB)
 
 
-# ---- operations, two for each multiplication with its addition
+# ---- operation counts: a multiply-add is two operations
 
 
 @flop_formula(torch.ops.cmab.iterative_pinv)
@@ -79,7 +80,7 @@ def _pinv_flops(matrix: Any, iterations: int, *rest: Any, **_: Any) -> int:
 
 @flop_formula(torch.ops.cmab.iterative_pinv_backward)
 def _pinv_backward_flops(dinverse: Any, matrix: Any, iterations: int, *rest: Any, **_: Any) -> int:
-    """The iterations again, and two products for each of theirs."""
+    """Count the iterations, which are computed again, and two products for the gradient of each of their products."""
     return 3 * matrix[0] * pinv_operations(matrix[-1], iterations)
 
 
@@ -97,7 +98,7 @@ def _values_flops(query: Any, key: Any, values: Any, absent: Any, scale: float, 
 def _values_backward_flops(
     dout: Any, query: Any, key: Any, values: Any, absent: Any, scale: float, iterations: int, *_: Any, **__: Any
 ) -> int:
-    """The kernel matrix and its iterations again, and two products for each product; W itself is not formed again."""
+    """Count the kernel matrix and the iterations, which are computed again, and two products for the gradient of each product."""
     matrices, number, _width = query
     return 3 * _landmark_operations(query, values, iterations) - matrices * 2 * number**2 * values[-1]
 
@@ -116,7 +117,7 @@ def _backward_of_pinv(ctx: Any, dinverse: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _pinv_gradient(iterations: int) -> Callable[..., Any]:
-    """The first derivative by autograd through the definition: what the second is taken of."""
+    """Return the gradient of the pseudo-inverse as a differentiable function, by autograd through the definition."""
 
     def formula(dinverse: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
         inverse = iterative_pinv_reference(matrix, iterations)

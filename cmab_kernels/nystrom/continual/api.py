@@ -1,4 +1,4 @@
-"""Continual attention, a step at a time: what users call on streams."""
+"""Continual attention, one step at a time: the public functions for streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import ContinualAttentionState, ContinualNystromState, StepResult, c
 
 OUTPUTS = ("single", "retroactive")
 FAST = ("auto", "native")
-"""Values of `impl` under which a step may take the fast path, which is native."""
+"""The values of `impl` with which a step may take the fast path, native code without checks in Python."""
 
 
 def continual_nystrom_init(
@@ -41,10 +41,10 @@ def continual_nystrom_init(
         query: (B, H, n, D). float64, float32, bfloat16 or float16; oldest token first.
         key: (B, H, n, D).
         value: (B, H, n, E).
-        num_landmarks: m, for continual landmarks, 1 <= m <= n: segment means of the window, of which the oldest is replaced by the mean of
-            the newest tokens whenever a segment is full, every n / m tokens. When m does not divide n, the first `n % m` segments have one
-            token more, and each landmark takes the size of the one that it replaces.
-        landmarks: (q~, k~) instead, fixed: each (H, m, D) or (B, H, m, D).
+        num_landmarks: m, 1 <= m <= n, for continual landmarks: the means of m segments of the window. Whenever a segment is full, every
+            n / m tokens, its mean replaces the oldest landmark. When m does not divide n, the first `n % m` segments of each n tokens have
+            one token more.
+        landmarks: fixed landmarks (q~, k~), in place of `num_landmarks`: each (H, m, D) or (B, H, m, D).
         pinv, pinv_iterations, scale: as in `nystrom_attention`.
 
     Returns:
@@ -76,33 +76,35 @@ def continual_nystrom_init(
 def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
 ) -> StepResult:
-    """Move the window on by t >= 1 tokens: O(m (D + E)) each, whatever the window, and right after any number of steps.
+    """Move the window on by t >= 1 tokens, in O(m (D + E)) each for a window of any length.
 
-    Every landmark's row carries a log-scale and is computed afresh from the window when what is left of its sum, after subtractions, no
-    longer resolves it (below half of its peak), or after 1,024 steps: so logits of any finite size and streams of any length are safe.
+    Every landmark keeps its sums over the window with a log-scale: a new token is added and the oldest subtracted. The sums are recomputed
+    from the window every 1,024 tokens, and when a subtraction would cost digits (the sum falls below half of its peak, or its values shrink
+    as much). So the error stays bounded for finite logits of any size and streams of any length.
 
     Args:
-        state: from `continual_nystrom_init` or an earlier step. It is a value: stepping leaves it as good as it was. Where nobody else
-            holds it, its memory is used again (reference counts tell); so keep no older state unless you want it, and clone a tensor that
-            you take out of one.
+        state: from `continual_nystrom_init` or an earlier step. It stays valid while you keep it. A step whose state shares no tensor with
+            an older one that you keep (reference counts tell) reuses its memory, else it copies the window; so drop older states, and clone
+            a tensor that you take out of one.
         query: (B, H, t, D), in the dtype of the state's window, any strides.
         key: (B, H, t, D).
         value: (B, H, t, E).
-        output: "single": the newest token's, for each of the t at its own time. "retroactive": that of all n tokens of the window, after
-            the last.
-        impl: "auto", "reference", "native" or "cuda". A step that records a gradient, or is transformed, is the definition's whatever is
-            asked for: O(n m) a token.
+        output: "single": one output for each of the t tokens, over the window that ends with it. "retroactive": the outputs of all n tokens
+            of the window after the last step.
+        impl: "auto", "reference", "native" or "cuda". A step that records a gradient, or runs under a transform such as vmap, always runs
+            "reference": O(n m) a token.
 
     Returns:
-        `StepResult(out, state)`, out in the dtype of query. Between replacements continual landmarks lag behind the segment means of the
-        window: a stream equals `nystrom_attention` with the same landmarks, not with fresh ones.
+        `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the segment means of the
+        window: a stream equals `nystrom_attention` with the same landmarks, not with the current segment means.
 
     Raises:
-        ValueError, TypeError: an argument has the wrong shape, dtype, device or values (tokens must be finite; on a GPU nobody waits to
-            see, and outputs are NaN while such a token is in the window); the message names it, the state is unchanged.
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it, and the state is unchanged.
+            Tokens must be finite. On a GPU this is not checked, because it would synchronise: outputs are NaN while the window holds a
+            token that is not finite.
         RuntimeError: `impl` cannot run here.
 
-    While a CUDA graph captures, the state is advanced in place and returned, so that replays stream on.
+    During the capture of a CUDA graph the state is advanced in place and returned, so that each replay takes the next step.
 
     >>> tokens = torch.randn(1, 4, 100, 16)
     >>> first, rest = tokens.split([64, 36], dim=2)
@@ -116,9 +118,9 @@ def continual_nystrom_step(
 
 
 def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> ContinualAttentionState:
-    """The state of exact continual attention after its first full window: the baseline that Nyström is compared with, and a drop-in.
+    """The state of exact continual attention after its first full window of n tokens: the baseline for continual Nyström attention.
 
-    Arguments and errors as in `continual_nystrom_init`.
+    Arguments and errors are those of `continual_nystrom_init`.
 
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> cmab_kernels.continual_attention_init(tokens, tokens, tokens).keys.shape
@@ -133,10 +135,10 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
 def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
 ) -> StepResult:
-    """softmax attention over a window that moves on by t >= 1 tokens: O(n (D + E)) each, single or retroactive.
+    """Move a window of exact softmax attention on by t >= 1 tokens, in O(n (D + E)) each, for both kinds of output.
 
-    Arguments, results and errors as in `continual_nystrom_step`. The first retroactive step of a state, or after single ones, computes all
-    rows, O(n^2 (D + E)); those that follow update them, safely for any logits.
+    Arguments, results and errors are those of `continual_nystrom_step`. The first retroactive step, and the first after single ones,
+    computes the sums of all rows, O(n^2 (D + E)); further ones update them, and recompute rows as there.
 
     Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each row.
 
@@ -152,7 +154,7 @@ def continual_attention_step(
 
 
 def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
-    """The fast path, native code that takes ordinary arguments only; for all others the checked path, which says what is wrong."""
+    """Take the fast path, native code for the usual arguments; for others the checked path, which runs them or raises."""
     ordinary = impl in FAST and use_impl.current in FAST and output in OUTPUTS and not is_watched()
     if ordinary and not (torch.is_grad_enabled() and _carries_gradient(state, query, key, value)):
         result = _native(step.name)(state, query, key, value, output == "retroactive")
@@ -168,7 +170,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
 
 @functools.cache
 def _native(name: str) -> Callable[..., Any]:
-    """The native step, which returns None for anything but ordinary arguments; where it is not built, a function that always does."""
+    """The native step, which returns None for arguments that need the checked path; a function that always returns None if not built."""
     native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
 
@@ -179,7 +181,7 @@ def _carries_gradient(state: Any, *tokens: Any) -> bool:
 
 
 def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
-    """The implementation of a step; the exact pseudo-inverse of landmarks that come and go is the definition's alone."""
+    """The implementation of a step. Continual landmarks with an exact pseudo-inverse have no kernel, only "reference"."""
     check_name("nystrom.continual", impl)
     if is_differentiated_step(state, *tokens):
         return "reference"
@@ -197,7 +199,7 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
 
 
 def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The first window, validated."""
+    """Return query, key and value of the first window, checked, and cast where autocast asks for it."""
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
     if query.shape != key.shape:

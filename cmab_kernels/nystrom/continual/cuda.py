@@ -1,7 +1,7 @@
-"""Steps of continual attention on an NVIDIA GPU: one kernel launch a step, one block of threads a head (csrc/continual).
+"""Steps of continual attention on an NVIDIA GPU: one kernel launch for a step, one thread block for a head (csrc/continual).
 
-The kernels read how far a stream is from the GPU's memory, so a step waits for nothing, and a captured one streams on when it is replayed:
-while a CUDA graph captures, a state is advanced in place, since a replay finds the next state where it found the last.
+The kernels read the position in the stream from GPU memory, so that a step does not synchronise. During the capture of a CUDA graph the
+state is advanced in place, because a replay reads it from, and writes it to, the same addresses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def continual_attention_step(
 
 
 def _step(launch: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
-    """Return (out, state). csrc decides which memory of the state the next one uses again; a captured step uses all of it."""
+    """Return (out, state). csrc decides which memory the new state shares with the old one; a captured step writes in place."""
     tokens = key.shape[2]
     after = state
     if not torch.cuda.is_current_stream_capturing():

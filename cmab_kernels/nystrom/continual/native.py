@@ -1,7 +1,7 @@
 """The steps of continual attention on the CPU: the functions of csrc/continual, called directly.
 
-Each takes (state, query, key, value, retroactive) and gives a `StepResult`. It answers None, and has written nothing, where anything is
-out of the ordinary: a shape, dtype, device or layout, a token that is not finite, a tensor that is no plain one.
+Each takes (state, query, key, value, retroactive) and returns a `StepResult`, or None, without having written anything, if the checked
+path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite, or a tensor subclass.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The definition of a continual step: everything from the window, token by token.
+"""The definition of a continual step: token by token, everything is recomputed from the window.
 
-P tokens have come, the last n of which are the window. Continual landmarks are the means of segments of the stream: when P mod n is the
-end of a segment of a window (`segment_ends`), its mean replaces the oldest landmark. Then, with the landmarks as they are,
+After P tokens the window consists of the last n. Continual landmarks are the means of segments of the stream: when a segment ends with
+token P (`segment_ending`), its mean replaces the oldest landmark. With the landmarks after that,
 
     Delta V = rho(q~, K) V      phi(Delta) = rho(q~, K) 1      Z = pinv(Gamma / phi(Gamma))
     single:       out = (rho(q, k~) / phi(rho(q, k~))) Z (Delta V / phi(Delta)),   q the newest query
     retroactive:  the same for every query of the window
 
-and of exact attention the same with the queries in place of the landmarks: Delta V / phi(Delta) itself. (Continual Low-Rank Scaled
-Dot-product Attention, Carreto Picon et al., whose printed updates invert terms of a sum, lose the pseudo-inverse of kept rows and subtract
-the new landmark's column; recomputation has none of them.) O(n m) a token and differentiable: what kernels are compared with.
+Exact attention is Delta V / phi(Delta) with the queries in place of the landmarks. The cost is O(n m) a token, and all of it is
+differentiable; kernels are compared with it. Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.). The updates
+printed there contain errors (inverted terms of a sum, a missing pseudo-inverse of kept rows, the new landmark's column subtracted);
+recomputation does not need them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .state import ContinualAttentionState, ContinualNystromState, State, tokens
 
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """(B, H, rows, E + 3) of queries (B, H, rows, D) over a window: exp(-c) Delta V, exp(-c) phi(Delta), c, and phi's peak."""
+    """The sums (B, H, rows, E + 3) of queries (B, H, rows, D) over a window: exp(-c) Delta V, exp(-c) phi(Delta), c, and the peak of the
+    second, with c the largest logit."""
     scores = logits(queries, keys.to(queries.dtype), scale)
     top = scores.amax(-1, keepdim=True).detach()
     weights = (scores - top).exp()
@@ -32,12 +34,12 @@ def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Te
 
 
 def row_means(sums: Tensor) -> Tensor:
-    """Delta V / phi(Delta)."""
+    """The attention output Delta V / phi(Delta), (B, H, rows, E), from the sums of `row_sums`."""
     return sums[..., :-3] / sums[..., -3:-2]
 
 
 def segment_ending(position: int, window: int, landmarks: int) -> int:
-    """The length of the segment that ends with the token of this position; 0 if no segment does."""
+    """The length of the segment that ends after `position` tokens of the stream; 0 if none ends there."""
     phase = (position - 1) % window + 1
     ends = [0, *segment_ends(window, landmarks)]
     return phase - ends[ends.index(phase) - 1] if phase in ends else 0
@@ -46,7 +48,7 @@ def segment_ending(position: int, window: int, landmarks: int) -> int:
 def nystrom_step_reference(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
-    """(out, state) after the tokens (B, H, t, *): out for each at its own time, or for the window after the last."""
+    """Return (out, state) after the tokens (B, H, t, *): one output for each, or, retroactive, those of the whole window after the last."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _advanced(state, *tokens)
@@ -58,7 +60,7 @@ def nystrom_step_reference(
 
 
 def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
-    """The state after one more token: the window, the landmarks if a segment ends with the token, and the sums."""
+    """The state after one more token: the token enters the window, may complete a landmark, and the sums are recomputed."""
     state = _pushed(state, *tokens)
     position = tokens_seen(state)
     segment = 0 if state.fixed else segment_ending(position, state.window, state.sums.shape[-2])
@@ -78,7 +80,7 @@ def _pushed(state: State, *tokens: Tensor) -> State:
 
 
 def _replaced(state: ContinualNystromState, segment: int) -> ContinualNystromState:
-    """The mean of the newest `segment` tokens in place of the oldest landmark."""
+    """The state with the mean of the newest `segment` tokens in place of the oldest landmark, and the new pseudo-inverse."""
     position, dtype = tokens_seen(state), state.landmark_keys.dtype
     queries, keys = (
         torch.cat([old[..., 1:, :], window_of(ring, position, segment).to(dtype).mean(-2, keepdim=True)], dim=-2)
@@ -96,7 +98,7 @@ def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
 def attention_step_reference(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
-    """(out, state) after the tokens, as `nystrom_step_reference`, of exact attention over the window."""
+    """Return (out, state) as `nystrom_step_reference` does, for exact attention over the window."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _pushed(state, *tokens)

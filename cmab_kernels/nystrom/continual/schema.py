@@ -1,7 +1,7 @@
-"""The continual steps as operators: which of definition, kernel and dispatcher a step takes, shapes and operation counts.
+"""The continual steps as `torch.library` operators: dispatch, shapes of the results, and operation counts.
 
-A `torch.library` operator returns new tensors, so it copies the window. It is for compilers and counters that watch; where nobody
-watches, a step calls its kernel, which uses the state's memory again.
+A `torch.library` operator must return new tensors, so it copies the window. A step goes through it only under torch.compile, tracing, a
+dispatch mode or with tensor subclasses; otherwise it calls the kernel directly, which reuses the state's memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
-    """(out, state) by the kernel of an implementation, which returns None and writes nothing for tokens that are not finite."""
+    """Run an implementation's kernel and return (out, state); raise if it returns None, as it does for tokens that are not finite."""
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
@@ -42,12 +42,12 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
 
 
 def _clock(state: Any, like: Tensor) -> Tensor:
-    """The position if it is a tensor; an empty tensor if it is an int, which the caller knows."""
+    """The position if it is a tensor, as an operator must return; an empty tensor if it is an int, which the caller can compute."""
     return state.position if isinstance(state.position, Tensor) else like.new_empty(0, dtype=torch.int64)
 
 
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
-    """Clones of the tensors, which nothing but the new state holds."""
+    """Clones of the tensors, to which only the new state will refer, so that its step does not copy them again."""
     return (tensor.clone() for tensor in tensors)
 
 
@@ -77,7 +77,7 @@ LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd
 
 
 def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
-    """A ring as large as a step leaves it: with room for the new tokens beside the window."""
+    """An uninitialised ring of the capacity that it has after a step of this number of tokens."""
     batch, heads, capacity, width = ring.shape
     return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
 
@@ -115,7 +115,7 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -
 
 @flop_formula(torch.ops.cmab.continual_nystrom_step)
 def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Count the operations, without those of rows that the guard recomputes, as these depend on the values."""
+    """Count the operations, except for rows recomputed because of the data, whose number is not known beforehand."""
     *_head, position, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
     batch, heads, _, width = keys
     one = executed_operations(window, sums[2], width, values[-1], position, query[2], iterations, bool(fixed), retroactive)
@@ -124,7 +124,7 @@ def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, 
 
 @flop_formula(torch.ops.cmab.continual_attention_step)
 def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Count the operations; a first retroactive step computes all rows."""
+    """Count the operations; the first retroactive step computes the sums of all rows."""
     *_head, window, query, _key, value, retroactive, _impl = rest
     batch, heads, tokens, width = query
     first = retroactive and sums[2] == 0
@@ -135,10 +135,10 @@ def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any
 
 
 class StepOperator:
-    """A step as the api calls it: (state, query, key, value, retroactive, impl) gives (out, state).
+    """A step as the api calls it: (state, query, key, value, retroactive, impl) -> (out, state).
 
-    "reference" runs the definition, which autograd differentiates and which can be transformed. Any other runs its kernel: directly where
-    nobody watches, else through torch's dispatcher.
+    "reference" runs the definition, which supports autograd and transforms. Any other `impl` runs its kernel: directly, or through torch's
+    dispatcher where a compiler, a tracer or a dispatch mode must see the call.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
@@ -153,11 +153,12 @@ class StepOperator:
         return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
 
 
-# The tensors of a state are looked at in functions that return before it is stepped: a reference left over would make the step copy.
+# Separate functions look at the state's tensors and return before the step: a local variable left over would be one more reference to a
+# tensor, and the step would copy the window.
 
 
 def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
-    """Whether a step records a gradient or is transformed."""
+    """Whether a step records a gradient or runs under a transform of `torch.func`."""
     return is_differentiated(*tokens, *(field for field in state if isinstance(field, Tensor)))
 
 
@@ -166,7 +167,7 @@ def _is_plain(state: Any, *tokens: Tensor) -> bool:
 
 
 def _place(state: Any) -> tuple[Tensor | None, int]:
-    """The position as the operators take it: a tensor, or an int."""
+    """The position as the operators' two arguments (clock, position): (tensor, a valid int), or (None, int)."""
     return (state.position, state.window) if isinstance(state.position, Tensor) else (None, state.position)
 
 

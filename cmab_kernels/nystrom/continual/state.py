@@ -1,7 +1,7 @@
 """The state of continual attention between steps: a ring that holds the tokens of the window, and a few sums over them.
 
-States are values: a step returns a new one and leaves the one that it was given as good as it was. It costs nothing extra, since the step
-of a state that nobody else shares writes where no state looks: into the free row of the ring, and into `spare`.
+A step returns a new state, and the state that it was given stays valid. This needs no copy if nothing else refers to the state's tensors:
+the step then writes only to memory that the given state does not read, a free row of the ring and `spare`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ...dtypes import FLOATING, state_dtype
 
 
 class ContinualNystromState(NamedTuple):
-    """A window of n tokens under continual Nyström attention, of tensors and ints. `_asdict()` and `ContinualNystromState(**d)` convert it.
+    """The state of continual Nyström attention over a window of n tokens; `_asdict()` and `ContinualNystromState(**d)` convert it.
 
-    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head; n + min(t, n) rows in place of n + 1 from the first
-    step of t tokens at once on.
+    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head. After a step of t > 1 tokens the rings have
+    n + min(t, n) rows in place of n + 1.
     """
 
     queries: Tensor
@@ -30,7 +30,8 @@ class ContinualNystromState(NamedTuple):
     values: Tensor
     """(B, H, C, E), likewise."""
     sums: Tensor
-    """(B, H, m, E + 3) in the state dtype. Row r of log-scale c: exp(-c) Delta V, exp(-c) phi(Delta), c, and the peak of its scaled phi."""
+    """(B, H, m, E + 3) in the state dtype. A row, with log-scale c, is exp(-c) Delta V, exp(-c) phi(Delta), c, and the largest value that
+    the second has had since the row was last recomputed."""
     spare: Tensor
     """The shape and dtype of `sums`: memory that the next step writes to."""
     landmark_queries: Tensor
@@ -52,7 +53,8 @@ class ContinualNystromState(NamedTuple):
 
 
 class ContinualAttentionState(NamedTuple):
-    """A window of n tokens under exact attention: (n + 1)(2 D + E) a head, and 2 n (E + 3) more once retroactive outputs were asked for."""
+    """The state of exact continual attention over a window of n tokens: (n + 1)(2 D + E) elements a head, and 2 n (E + 3) more after a
+    retroactive step."""
 
     queries: Tensor
     """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
@@ -81,13 +83,13 @@ class StepResult(NamedTuple):
     """The result of a step."""
 
     out: Tensor
-    """(B, H, t, E), each new token's at its own time; or retroactive (B, H, n, E), the whole window's after the last token."""
+    """(B, H, t, E), for each new token over the window that ends with it; retroactive (B, H, n, E), for the window after the last."""
     state: ContinualNystromState | ContinualAttentionState
     """The state for the next step. The state that this step was given can still be used."""
 
 
 def tokens_seen(state: ContinualState) -> int:
-    """The position as an int, which waits for a GPU. A state on the meta device has none, and counts as one whose window is just full."""
+    """The position as an int; this synchronises with a GPU. Where it has no value (an empty batch, the meta device) it is the window."""
     position = state.position
     if isinstance(position, Tensor):
         if position.is_meta:
@@ -97,25 +99,25 @@ def tokens_seen(state: ContinualState) -> int:
 
 
 def window_of(ring: Tensor, position: int, window: int) -> Tensor:
-    """(B, H, n, *): a copy of the rows of the last `window` tokens of `position`, oldest first."""
+    """A copy (B, H, n, *) of the newest `window` tokens in a ring after `position` tokens, oldest first."""
     rows = torch.arange(position - window, position, device=ring.device) % ring.shape[-2]
     return ring.index_select(-2, rows)
 
 
 def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
-    """The ring (B, H, C, *) whose last tokens, of `position`, are these."""
+    """A ring (B, H, C, *) of C = `capacity` rows that holds these as its newest tokens, after `position` tokens of the stream."""
     ring = F.pad(tokens, (0, 0, 0, capacity - tokens.shape[-2])).contiguous()
     first = (position - tokens.shape[-2]) % capacity
     return ring.roll(first, -2) if first else ring
 
 
 def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
-    """A position as a state on this device has it."""
+    """A position in the form that a state on this device needs: an int on the CPU, else an int64 tensor (B, H) on the device."""
     return position if device.type == "cpu" else torch.full((batch, heads), position, dtype=torch.int64, device=device)
 
 
 def move_state(state: State, device: torch.device | str) -> State:
-    """The state on another device, to the same bits.
+    """Return the state on another device, with the same bits.
 
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
@@ -130,7 +132,7 @@ def move_state(state: State, device: torch.device | str) -> State:
 
 
 def own_memory(state: State) -> State:
-    """The state with every tensor contiguous and outside any graph: itself where it is so, else with copies, which share nothing."""
+    """Return the state with all tensors contiguous and without gradients: itself if they are, else with clones of those that are not."""
     fields: Any = [_plain(field) if isinstance(field, Tensor) else field for field in state]
     return state if all(new is old for new, old in zip(fields, state, strict=True)) else type(state)._make(fields)
 

@@ -1,9 +1,9 @@
-"""The m x m part of Nyström attention in Triton: one program a matrix, whose iterates never leave it.
+"""The m x m part of Nyström attention in Triton: one program for each matrix, which keeps all iterates to itself.
 
-- `squares`   the iteration and its adjoint on one matrix
+- `squares`   the iteration on one matrix, and its gradient
 - `pinv`      the iterative pseudo-inverse of a batch, and its gradient
-- `landmarks` softmax, iteration and product in one launch, and its gradients
-- `launch`    products and warps
+- `landmarks` softmax, pseudo-inverse and product with the values in one launch, and their gradients
+- `launch`    launch options: tile size, precision of products, number of warps
 """
 
 from .landmarks import landmark_values, landmark_values_backward

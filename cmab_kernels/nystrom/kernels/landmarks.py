@@ -19,7 +19,7 @@ WIDEST_TILE = 32
 
 @triton.jit
 def _present(absent, strides, number, M: tl.constexpr, SIZE: tl.constexpr):
-    """Whether each row takes part."""
+    """A bool for each of SIZE rows: it is one of the M landmarks, and not absent."""
     row = tl.arange(0, SIZE)
     present = row < M
     if absent is not None:
@@ -30,7 +30,7 @@ def _present(absent, strides, number, M: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows(base, strides, number, present, column, WIDTH: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
-    """A tile of columns of the rows that are present, zeros for the others."""
+    """Load TILE columns, from `column` on, of all rows of one matrix; rows that are not present are 0."""
     return load_tile(tile_at(base, strides, number, 0, 0, present.shape[0], TILE, ALIGN, column), present, WIDTH, column)
 
 
@@ -49,7 +49,7 @@ def _softmax(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Softmax of the logits by rows, zero in rows and columns of absent landmarks. Logits that overflow are set to the largest number."""
+    """Softmax of the logits by rows, 0 in rows and columns of absent landmarks. Infinite logits become the largest finite number."""
     logits = tl.zeros([present.shape[0], present.shape[0]], OPERAND)
     factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
     for column in range(0, D, TILE):
@@ -155,7 +155,7 @@ def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict
 def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
-    """pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E) contiguous; 0 in the rows of the absent ones."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
     given = landmark_query, landmark_key, values
     out = values.new_empty(values.shape)
     with on_device(values):
@@ -174,7 +174,7 @@ def landmark_values(
 def landmark_values_backward(
     dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dlandmark_query, dlandmark_key, dvalues), contiguous; 0 in the rows of absent landmarks."""
+    """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
     given = landmark_query, landmark_key, values
     dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)
     chosen = _common(landmark_query, values, iterations, "nystrom.backward")

@@ -1,4 +1,4 @@
-"""The products, and the warps of a program."""
+"""Launch options of the kernels: padded size, precision of the matrix products, number of warps; scratch memory."""
 
 from typing import Any
 
@@ -16,24 +16,25 @@ WIDEST_IN_FULL = 32
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
-    """Why Triton's kernels cannot run here; None when they can. Of matrices (M, m, ..), or of what they come from."""
+    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide, one a program"
     return unsupported_rows(matrix, matrix, matrix)
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
-    """float32 in full, or in six products of bfloat16 parts, as good, where whole rows and columns of floats do not fit in registers.
+    """How matrices are multiplied. float32 uses its own arithmetic ("ieee"), or six products of bfloat16 parts ("bf16x6"), as accurate,
+    for matrices whose rows and columns would not fit in registers.
 
-    Blackwell keeps these parts in tensor memory, where they do not fit either. Never in tf32, whatever torch may: the iteration makes
-    errors a thousand times as large.
+    Not on Blackwell, which keeps the parts in tensor memory, where they do not fit either. tf32 is never used, whatever torch allows,
+    because the iteration amplifies rounding errors a thousandfold.
     """
     in_parts = dtype == torch.float32 and size > WIDEST_IN_FULL and capability_of(device)[0] != BLACKWELL
     return Products(dtype, "bf16x6" if in_parts else "ieee")
 
 
-# By kind of products: what leaves the fewest values without a register, as tests/nystrom/test_cubin.py sees it. What was tuned on a GPU
-# comes first (cmab_kernels/tiles.json).
+# Number of warps by kind of product: the choice with the fewest register spills (tests/nystrom/test_cubin.py). Values that were tuned on
+# a GPU take precedence (cmab_kernels/tiles.json).
 _WARPS = {
     "nystrom.forward": {"ieee": 4, "bf16x6": 8, "double": 8},
     "nystrom.backward": {"ieee": 4, "bf16x6": 4, "double": 8},
@@ -48,7 +49,7 @@ def warps(kernel: str, products: Products, device: torch.device, size: int) -> i
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:
-    """The options of every kernel: the size of the matrices, padded for the products, and how they are multiplied."""
+    """The launch options that all kernels share: the size m, the padded size, the precision of products, and the number of warps."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
     chosen = products(like.dtype, size, like.device)
     return {
@@ -62,11 +63,11 @@ def options(like: Tensor, kernel: str) -> dict[str, Any]:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """The strides of a tensor (M, rows, columns), as if it were (M, 1, rows, columns)."""
+    """The strides, in elements, of a tensor (M, rows, columns) seen as (M, 1, rows, columns)."""
     first, row, column = tensor.stride()
     return first, 0, row, column
 
 
 def scratch_squares(like: Tensor, iterations: int, size: int) -> Tensor:
-    """Scratch memory for the squares that a gradient keeps of each matrix."""
+    """Uninitialised scratch memory (M, elements) in which the backward kernel keeps the intermediate squares of each matrix."""
     return like.new_empty((like.shape[0], squares_in_scratch(iterations) * size * size))

@@ -17,7 +17,7 @@ def load_square(base, strides, number, M: tl.constexpr, SIZE: tl.constexpr, ALIG
 
 @triton.jit
 def store_rows(base, number, tile, column, M: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of columns of the contiguous (M, WIDTH) with this number."""
+    """Store a tile, from `column` on, to matrix `number` of contiguous matrices (M, WIDTH); padding is not stored."""
     row = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, tile.shape[1])
     to = rows_at(base + number.to(tl.int64) * (M * WIDTH), row, WIDTH, tile.shape[1], column)
@@ -65,7 +65,7 @@ def _pinv_backward(
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """The pseudo-inverse of each (m, m) of a batch by so many iterations, contiguous."""
+    """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
         _pinv[(matrix.shape[0],)](
@@ -75,7 +75,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
-    """The gradient of the matrices, contiguous."""
+    """Return the gradient of the matrices (M, m, m), contiguous."""
     dmatrix = matrix.new_empty(matrix.shape)
     chosen = options(matrix, "nystrom.backward")
     scratch = scratch_squares(matrix, iterations, chosen["SIZE"])

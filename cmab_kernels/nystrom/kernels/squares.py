@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The iterative pseudo-inverse of one m x m matrix, and its adjoint. With X = A Z,
+"""The iterative pseudo-inverse of one m x m matrix, and its gradient. With X = A Z, an iteration is
 
     P = 7 I - X      Q = 15 I - X P      R = 13 I - X Q      Z <- Z R / 4
 
-and for a gradient G of what Z becomes
+and backwards, with G the gradient of the new Z and then of the old one, d. the gradients of the others, and ' the transpose,
 
     dR = Z' G / 4    dQ = -X' dR    dP = -X' dQ    dX = -dR Q' - dQ P' - dP    dA += dX Z'    G <- G R' / 4 + A' dX
 
 where dQ P' = 7 dQ - dQ X'.
-Matrices are padded with zeros to SIZE, a power of two that products take; what is padded stays zero in A, X and Z.
+Matrices are padded with zeros to SIZE, a power of two that `tl.dot` accepts; the padding of A, X and Z stays zero.
 """
 
 import triton
@@ -19,14 +19,14 @@ from ...triton_common import product, rows_at
 
 @triton.jit
 def diagonal(value, square):
-    """value I, in the shape and type of `square`."""
+    """`value` times the identity matrix, in the shape and type of `square`."""
     number = tl.arange(0, square.shape[0])
     return tl.where(number[:, None] == number[None, :], value, 0.0).to(square.dtype)
 
 
 @triton.jit
 def largest_sum(square, AXIS: tl.constexpr):
-    """The sums of |A| along an axis and the largest of them, NaN if one is."""
+    """The sums of |A| along an axis, and the largest of them, which is NaN if any sum is."""
     sums = tl.sum(tl.abs(square), AXIS)
     total = tl.sum(sums, 0)
     return sums, tl.where(total == total, tl.max(sums, 0), total)
@@ -34,13 +34,13 @@ def largest_sum(square, AXIS: tl.constexpr):
 
 @triton.jit
 def divisor(norm):
-    """A = 0 has Z = 0."""
+    """The norm, or 1 in place of 0, so that Z_0 of a matrix of zeros is 0, not NaN."""
     return tl.where(norm == 0.0, 1.0, norm)
 
 
 @triton.jit
 def first_iterate(a):
-    """Z_0. One norm after the other: their product may overflow."""
+    """Z_0 = A' / (c r), with c and r the largest column and row sum of |A|. Divided by one after the other: their product may overflow."""
     _, column = largest_sum(a, 0)
     _, row = largest_sum(a, 1)
     return tl.trans(a) / divisor(column) / divisor(row)
@@ -48,7 +48,7 @@ def first_iterate(a):
 
 @triton.jit
 def iterate(a, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Z after so many iterations."""
+    """Z after ITERATIONS iterations."""
     z = first_iterate(a)
     for _ in range(ITERATIONS):
         x = product(a, z, OPERAND, PRECISION)
@@ -58,10 +58,10 @@ def iterate(a, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.co
     return z
 
 
-# ---- the gradient: three squares in registers, the others wait in `scratch`, one after the other
+# ---- the gradient: at most three squares are in registers at a time, the others in `scratch`, one after the other
 
 A, X, Q, R, G, DA, Z = (tl.constexpr(slot) for slot in range(7))
-"""The slot of each square in `scratch`; Z is that of the first iterate."""
+"""The slots of the squares in `scratch`; Z is the slot of the first iterate, and the other iterates follow it."""
 
 
 def squares_in_scratch(iterations: int) -> int:
@@ -80,14 +80,14 @@ def put(scratch, slot, square):
 
 @triton.jit
 def get(scratch, slot, SIZE: tl.constexpr):
-    """The barrier is there because other threads have written it; and it keeps the compiler from loading all squares at once."""
+    """Load a square. The barrier makes what other threads stored visible, and keeps the compiler from loading all squares at once."""
     tl.debug_barrier()
     return tl.load(_square_at(scratch, slot, SIZE))
 
 
 @triton.jit
 def _factors(scratch, i, SIZE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """X, Q and R of the iterate i."""
+    """Compute X, Q and R of iterate i, and store them in `scratch`."""
     x = product(get(scratch, A, SIZE), get(scratch, Z + i, SIZE), OPERAND, PRECISION)
     put(scratch, X, x)
     q = diagonal(15.0, x) - product(x, diagonal(7.0, x) - x, OPERAND, PRECISION)
@@ -97,7 +97,7 @@ def _factors(scratch, i, SIZE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: t
 
 @triton.jit
 def iterate_in_scratch(a, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """A and all iterates; the last is Z + ITERATIONS."""
+    """Store A and all iterates in `scratch`; the last is in slot Z + ITERATIONS."""
     SIZE: tl.constexpr = a.shape[0]
     put(scratch, A, a)
     put(scratch, Z, first_iterate(a))
@@ -108,7 +108,7 @@ def iterate_in_scratch(a, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constex
 
 @triton.jit
 def differentiate(g, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """dA for the gradient g of the last iterate; of A = 0 it is 0."""
+    """The gradient of A, given the gradient `g` of the last iterate; 0 for a matrix of zeros."""
     SIZE: tl.constexpr = g.shape[0]
     put(scratch, G, g)
     put(scratch, DA, tl.zeros_like(g))
@@ -128,7 +128,7 @@ def differentiate(g, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, P
 
 @triton.jit
 def _through_norms(a, dz, da):
-    """The gradient of A through Z_0 = A' / (c r): through A' itself, and through c and r to the columns and rows whose sums they are.
+    """Return `da` plus the gradient of A through Z_0 = A' / (c r): through A' itself, and through c and r, the largest column and row sum.
 
     `dz` is the transpose of the gradient of Z_0.
     """
@@ -144,6 +144,6 @@ def _through_norms(a, dz, da):
 
 @triton.jit
 def _share(change, sums, largest):
-    """The share of each sum in the gradient of the largest; several largest sums have equal shares."""
+    """The gradient of each sum through the largest, `change / largest`, which equal largest sums share equally; 0 for the others."""
     reached = sums == largest
     return tl.where(reached, change / divisor(largest) / tl.sum(reached.to(sums.dtype), 0), 0.0)
