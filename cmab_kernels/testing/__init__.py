@@ -1,4 +1,4 @@
-"""What tests of an operator need: accuracy bounds, oracles, memory that shows faults, layouts, figures of compiled kernels.
+"""Tools for tests of an operator: accuracy bounds, oracles, poisoned and guarded memory, layouts, figures of compiled kernels.
 
 Nothing here is imported by `import cmab_kernels`. `cubin` needs Triton, and running a suite needs pytest.
 """

@@ -1,4 +1,4 @@
-"""Accuracy bounds: the error of a result, row by row, and what it may be by promise P2 of the numerics page."""
+"""Accuracy bounds: the error of a result, row by row, and the largest error that promise P2 of the numerics page allows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAMS: dict[str, Callable[[int], Tensor]] = {
     "spikes of 20": lambda length: 1 + 19.0 * (torch.arange(length) % 50 == 49),
     "spikes of 40": lambda length: 1 + 39.0 * (torch.arange(length) % 70 == 69),
 }
-"""name -> the size of each of `length` keys of a stream; with queries of size 1, logits are N(0, 1), 10 N(0, 1), or have rare spikes"""
+"""name -> factors (length,) of the N(0, 1) keys of a stream; for queries of norm sqrt(D) logits are N(0, 1), 10 N(0, 1), or have spikes"""
 
 
 def row_error(result: Tensor, oracle: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), for GPUs that need not be at hand.
+"""Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), without a GPU.
 
-`record(call)` keeps the launches of a call on CPU tensors instead of running them, `machine_code(launch, capability)` compiles one as the
-launcher would have, with the same specialisation of its arguments, and `compiled` reads the figures of the machine code. Needs Triton.
+`record` collects the kernel launches of a call on CPU tensors without running them, `machine_code` compiles a launch as Triton's launcher
+would, with the same specialisation of its arguments, and `compiled` returns the figures of the machine code. Needs Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLS = 0.005
-"""The share of instructions that may access local memory: ptxas keeps a few values there to fit one block more on a multiprocessor."""
+"""The share of instructions that may access local memory: ptxas spills a few values to fit one more block on a multiprocessor."""
 
 TENSOR_COLUMNS = 512
 """The columns of tensor memory of a multiprocessor of sm_100; a block that takes more cannot be launched."""
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
 
 class MachineCode(NamedTuple):
     """The machine code of a launch: registers of a thread; bytes of shared memory, columns of tensor memory and warps of a block; the
-    disassembly; and `ttir`, Triton's first form of the kernel."""
+    disassembly; and `ttir`, Triton's first intermediate representation of the kernel."""
 
     registers: int
     shared: int
@@ -91,7 +91,7 @@ def as_if_on(capability: int) -> Iterator[None]:
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    for family in FAMILIES.values():  # imported before anything is patched, so that none keeps the patch
+    for family in FAMILIES.values():  # imported before the patch, or they would import the patched function and keep it
         if "triton" in family:
             importlib.import_module(family["triton"])
     ours = [module for name, module in sys.modules.items() if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")]
@@ -168,12 +168,12 @@ def faults(figures: Figures, matrix: bool) -> list[str]:
 
 
 def narrow_offsets(ttir: str) -> list[str]:
-    """Return the operations of a kernel that compute tiles of offsets in 32 bits: they wrap once rows lie 2**31 elements apart."""
+    """Return the operations that compute tiles of offsets in 32 bits, as sentences: such offsets overflow from 2**31 elements on."""
     operation = r"%\S+, %\S+(?: \{[^}]*\})? : "
     narrow = re.findall(rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir)
     return [f"32-bit offsets: {line}" for line in narrow]
 
 
 def cuobjdump(*arguments: object) -> str:
-    """Return the output of Triton's own cuobjdump, which reads the files of nvcc as well."""
+    """Return the output of the `cuobjdump` that Triton contains, called with these arguments; it reads nvcc's files as well."""
     return subprocess.run([_CUOBJDUMP, *map(str, arguments)], check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Memory that shows faults: uninitialised memory that holds NaN, inputs and outputs between guard margins."""
+"""Memory that reveals faults: uninitialised memory filled with NaN, inputs and outputs between guard margins."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 MARGIN = 512
-"""The number of elements before and after a tensor that lies between margins."""
+"""The number of elements in the guard margin before a tensor, and in the one after it."""
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill with NaN what `torch.empty` and its relatives return on any device, so that an element that nobody wrote is seen.
+    """Within this context `torch.empty` and its relatives return NaN on any device, so that elements that are never written show.
 
-    Torch does so while its deterministic algorithms are on; they are as they were at the end.
+    Torch fills memory while its deterministic algorithms are on; at the end that setting is restored.
 
     >>> with poisoned_memory():
     ...     torch.empty(2)
@@ -38,7 +38,7 @@ def poisoned_memory() -> Iterator[None]:
 def between_margins(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of `tensor` whose memory lies between `MARGIN` elements of NaN (False for a bool mask) on either side.
 
-    A kernel that reads out of bounds then returns NaN, or takes a key into account that is not there.
+    A kernel that reads out of bounds then returns NaN, or, for a mask, counts a key that does not exist.
     """
     filler = 0 if tensor.dtype == torch.bool else math.nan
     storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype, device=tensor.device)
@@ -48,9 +48,9 @@ def between_margins(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def guarded_results() -> Iterator[None]:
-    """Let `Tensor.new_empty` and `torch.empty_like` return NaN (77 in integers) between margins; `AssertionError` if a margin was written.
+    """Within this context `Tensor.new_empty` and `torch.empty_like` return NaN (77 for integers) between margins of the same.
 
-    Triton's interpreter, which checks no bounds, allocates with further options; those calls are left as they are.
+    At the end, `AssertionError` if a margin was written. Calls with other options, such as those of Triton's interpreter, are not changed.
     """
     storages: list[Tensor] = []
     plain = Tensor.new_empty

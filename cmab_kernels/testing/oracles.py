@@ -1,4 +1,4 @@
-"""Oracles: the formulas of the package's operators once more, dense, in the dtype that they are given; call them with float64."""
+"""Oracles: dense versions of the operators' formulas, written independently of the kernels; call them with float64 inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def attention(
 
 
 def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue) of attention with every term taken absolute: the size that rounding errors go by.
+    """Return the sums of the absolute values of the terms of attention's gradients (dquery, dkey, dvalue), which scale rounding errors.
 
-    Where terms cancel, a gradient is much smaller than its rounding error; with all keys equal, dquery is exactly 0.
+    Where terms cancel, a gradient can be smaller than its rounding error: with all keys equal, dquery is exactly 0.
     """
     scale = query.shape[-1] ** -0.5
     with torch.no_grad():
@@ -31,7 +31,7 @@ def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
 
 
 def largest_score(query: Tensor, key: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> float:
-    """Return the largest absolute logit |q' k| / sqrt(D) of keys that take part; logits are rounded to eps times it at best."""
+    """Return the largest absolute logit |q' k| / sqrt(D) of unmasked keys; the error of a rounded logit is up to eps times this."""
     if key.numel() == 0 or query.numel() == 0:
         return 0.0
     seen = visible(key.detach(), ignored_keys(key, mask, cu_seqlens), torch.float64)
@@ -73,9 +73,9 @@ def sigma_intention(
 
 
 def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) -> Tensor:
-    """Return intention as one would write it in torch: products in the dtype of the inputs, the system in float32 at least.
+    """Return intention as a user would write it in torch: products in the dtype of the inputs, the system in at least float32.
 
-    NaN where the rounded system is not positive definite any more.
+    A result is NaN where rounding makes the system not positive definite.
     """
     system = (key.mT @ key).to(torch.promote_types(key.dtype, torch.float32))
     system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype)
@@ -88,7 +88,7 @@ def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) 
 
 
 def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> Tensor:
-    """Return the landmarks (B, H, m, D) of `tokens` (B, H, N, D): the mean of each of m segments, 0 for one without tokens."""
+    """Return the landmarks (B, H, m, D) of `tokens` (B, H, N, D): the mean of each of m segments, or 0 if all its tokens are masked."""
     size, longer = divmod(tokens.shape[2], segments)
     start, found = 0, []
     for j in range(segments):
@@ -101,7 +101,7 @@ def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> 
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """Return the iterated pseudo-inverse of each matrix (..., m, m), one matrix after the other; 0 for a matrix of zeros."""
+    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, in a loop; 0 for a matrix of zeros."""
     if matrix.dim() > 2:
         return torch.stack([iterative_pinv(part, iterations) for part in matrix]) if matrix.shape[0] else matrix
     if not matrix.any():
@@ -116,7 +116,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 def nystrom_attention(
     query: Tensor, key: Tensor, value: Tensor, landmarks: tuple[Tensor, Tensor], iterations: int = 6, scale: float | None = None
 ) -> Tensor:
-    """Return the product of three softmaxes and a pseudo-inverse; 0 iterations choose the exact pseudo-inverse."""
+    """Return Nyström attention: the product of three softmaxes, a pseudo-inverse (exact for 0 iterations) and the values."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     near, far = landmarks
     gamma = (scale * near @ far.mT).softmax(-1)

@@ -16,7 +16,7 @@ DIM, HEADS, LATENTS, CHUNK, CHUNKS = 64, 4, 64, 10_000, 20
 
 
 def resident_mib() -> float:
-    """Memory of this process in MiB: what it holds now, or the most it ever held where the system does not tell (macOS)."""
+    """Resident memory of this process in MiB: at present, or its peak where the system reports only that (macOS)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20

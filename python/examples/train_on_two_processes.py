@@ -1,6 +1,6 @@
 """Train a block on two processes with DistributedDataParallel. Each sees half of every batch, and both end with the same weights.
 
-The weights are those that one process finds on whole batches. The stream that a module holds stays the process's own.
+The weights equal those that one process learns from whole batches. The stream that a module holds is not shared between processes.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ PROCESSES, BATCH, POINTS, DIM, STEPS = 2, 4, 64, 16, 5
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The sets (BATCH, POINTS, DIM) of a step, and what is to be found of each (BATCH, DIM): its mean."""
+    """The sets (BATCH, POINTS, DIM) of a step, and their targets (BATCH, DIM), the means."""
     sets = torch.randn(BATCH, POINTS, DIM, generator=torch.Generator().manual_seed(step))
     return sets, sets.mean(1)
 
@@ -38,7 +38,7 @@ def train(module: torch.nn.Module, latents: Tensor, process: int, processes: int
 
 
 def work(process: int, folder: str) -> None:
-    """Runs in each process: train, then read the process's own part of a set of points as a stream."""
+    """Runs in each process: train, then read this process's part of a set of points as a stream."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=process, world_size=PROCESSES)
     module = block()

@@ -21,7 +21,7 @@ POINTS = (10_000, 100_000, 1_000_000)
 """Numbers of pixels to measure at by default. All pixels of the photograph are measured too."""
 
 POINTS_WITHOUT_KERNEL = (10_000, 30_000, 100_000, 300_000)
-"""The numbers of pixels where no compiled kernel can run, and the PyTorch definition takes its place."""
+"""Numbers of pixels to measure at by default if no compiled kernel can run, and the PyTorch definition is used."""
 
 TIMING_STEPS = 3
 """Steps of the progress bar for timing a method; measuring its memory is one step."""
@@ -38,7 +38,7 @@ SECONDS = 3.0
 
 @dataclass
 class Figures:
-    """What one method takes at one number of pixels."""
+    """The time and memory of one method at one number of pixels."""
 
     seconds: float
     """Median time of a call."""
@@ -168,7 +168,7 @@ def _largest_difference(results: list[Tensor]) -> float:
     return float((stacked.amax(0) - stacked.amin(0)).max()) if bool(stacked.isfinite().all()) else float("nan")
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------------------------
 
 
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:

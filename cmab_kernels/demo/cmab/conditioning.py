@@ -95,7 +95,7 @@ class Reader:
         return self.finish(attended.unflatten(-1, (HEADS, -1)).transpose(1, 2))
 
     def finish(self, attended: Tensor) -> Tensor:
-        """The rest of the block, given the attention's output (1, H, L, D): an update by no pixels of the state that holds it."""
+        """The latents after the rest of the block, given the attention's output (1, H, L, D), by an update of its state with no pixels."""
         state = AttentionState(attended, attended.new_zeros(attended.shape[:-1], dtype=torch.float64))
         return self.block.update(attended.new_empty(1, 0, DIM), self.latents, state).latents
 
@@ -139,7 +139,7 @@ def _task(method: Callable[[], Tensor]) -> Task:
 
 
 def bytes_needed(name: str, count: int, impl: str) -> int:
-    """A generous estimate of the bytes that a method takes if it is not a stream. What would not fit is left out before it runs."""
+    """A generous estimate of the bytes that a method that is not a stream needs; methods that would not fit are not run."""
     keys_and_values = 2 * DIM * 4 * count
     scores = HEADS * LATENTS * 4 * count if name == OPERATOR_NAME and impl == "reference" else 0
     return 2**28 + (4 if name == MULTIHEAD_NAME else 2) * keys_and_values + 4 * scores

@@ -39,7 +39,7 @@ def run(output: str) -> None:
 
 
 def _learn() -> tuple[digits.Lessons, list[digits.Outcome]]:
-    """Let every learner learn: the lessons, and an outcome for each learner, the most accurate first."""
+    """Run every learner; returns the lessons, and an outcome for each learner, the most accurate first."""
     from tqdm import tqdm
 
     trials, lessons = digits.draw(digits.TRIALS, half=0), digits.draw(digits.LESSONS, half=1)

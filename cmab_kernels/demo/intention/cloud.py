@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 
 
 def measure(noise: float) -> Comparison:
-    """Run every method over the same draws of pairs. Attention gets the temperature that suits the answer best."""
+    """Run every method on the same draws of pairs. Attention is given the temperature with the smallest error on the answer itself."""
     random = torch.Generator().manual_seed(2)
     pairs = torch.stack([torch.randperm(POINTS, generator=random)[:PAIRS] for _ in range(DRAWS)])
     given = target()[pairs] + noise * SCALE * torch.randn(DRAWS, PAIRS, 2, generator=random, dtype=torch.float64) / 2**0.5

@@ -38,7 +38,7 @@ Step = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 @dataclass
 class Stream:
-    """One of the methods, its state, and what it has given so far."""
+    """One of the methods: its state, and its outputs, times and errors so far."""
 
     state: Any
     step: Step
@@ -212,7 +212,7 @@ def _first_word(name: str) -> str:
     return name.replace(",", "").split(" ")[0]
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------------------------
 
 
 def _lines(measured: Run) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One suite that every operator inherits: it declares its arguments, its oracle and its tolerances, and gets the checks of P1 to P8."""
+"""The test suite for operators: a class that declares an operator's arguments, oracle and tolerances inherits the checks of P1 to P8."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["Declaration", "Measured", "OperatorSuite", "failures"]
 class OperatorSuite(Numerics, Gradients, Errors):
     """Tests of an operator: inherit, name the class Test..., and declare the operator; pytest finds the checks.
 
-    A declaration says which tensors the operator takes (`arguments`, a letter for each dimension), how it is called (`call`) and what is
-    right (`oracle`); `Declaration` lists what else may be said. The class then has checks of
+    A declaration says which tensors the operator takes (`arguments`, a letter for each dimension), how it is called (`call`) and what the
+    right result is (`oracle`); `Declaration` lists the options. The class then has checks of
 
     - P1: empty dimensions, masked keys with NaN under the mask, a NaN that stays in its batch element;
     - P2: results and gradients against the oracle in float64, row by row, for every dtype and several laws of the inputs;
@@ -32,8 +32,8 @@ class OperatorSuite(Numerics, Gradients, Errors):
     - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
     - errors that name the argument, what was given and what is allowed.
 
-    Every check runs on one thread, with uninitialised memory that holds NaN. A check that the declaration leaves without parameters (no
-    mask: no masked keys) does not exist in the class. Running under pytest needs pytest; `failures` does not.
+    Every check runs on one thread, with uninitialised memory that holds NaN. A check without parameters in this declaration (such as
+    `test_masks` where there is no mask) is removed from the class. `failures` runs the checks without pytest.
 
     >>> from cmab_kernels.testing import OperatorSuite, failures
     >>> class TestLatentAttention(OperatorSuite):
@@ -107,9 +107,9 @@ def _cases(suite: OperatorSuite, only: tuple[str, ...]) -> Iterator[tuple[str, C
 
 
 def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
-    """Run the checks of a suite, or only those named, without pytest; return what failed, by the check's name and parameters.
+    """Run the checks of a suite, or only those named, without pytest; return the exceptions by check name and parameters.
 
-    The class's own checks are run as well if they take only parameters of `Declaration.parameters`.
+    Checks that the class itself defines are run as well; their parameters must be among those of `Declaration.parameters`.
     """
     tests, found = suite(), {}
     for label, check, chosen in _cases(tests, checks):

@@ -1,4 +1,4 @@
-"""What an operator declares to be tested by the suite, and what the checks build from it."""
+"""The declaration of an operator for the test suite, and the inputs, calls and gradients that the checks build from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Measured(NamedTuple):
-    """A result or a gradient beside the right one and torch's own, with what its bound depends on."""
+    """A result or a gradient of the operator (`ours`), of the oracle (`right`) and of torch (`theirs`), and the data of its bound."""
 
     name: str
-    """The result's name; of a gradient, the argument's."""
+    """The name of the result, or of the argument whose gradient this is."""
     is_gradient: bool
     ours: Tensor
     right: Tensor
@@ -36,14 +36,14 @@ class Measured(NamedTuple):
 
 
 class Declaration:
-    """The declaration of an operator: its arguments, its oracle, and what is promised of it.
+    """The declaration of an operator: its arguments, its oracle, and its promises.
 
-    Tensor shapes are words with a letter for each dimension: "BHND" is (B, H, N, D), and `extents` gives each letter a length. Letters say
-    which dimensions of several tensors belong together, so that the checks can cut a batch element out, empty a dimension, or hide keys.
+    Tensor shapes are words with a letter for each dimension: "BHND" is (B, H, N, D), and `extents` gives each letter a length. Dimensions
+    with the same letter have the same length, so that the checks can take one batch element, empty a dimension, or mask keys.
     """
 
     operator: ClassVar[str] = ""
-    """The name of the operator in messages."""
+    """The name of the operator, for messages."""
     arguments: ClassVar[Mapping[str, str]] = {}
     """argument -> its dimensions, a letter each; arguments without a letter are scalars"""
     outputs: ClassVar[tuple[str, ...]] = ("out",)
@@ -61,62 +61,62 @@ class Declaration:
     repeatable: ClassVar[tuple[str, ...]] = ()
     """The implementations that promise the same bits on every run, for any number of threads, alone or in a batch."""
     definition: ClassVar[str] = "reference"
-    """The implementation whose derivatives of third order are taken as right."""
+    """The implementation with which derivatives up to the third order are compared."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = DTYPES
     laws: ClassVar[Sequence[str]] = tuple(LAWS)
     """The names of the distributions of inputs in the accuracy checks."""
     batch: ClassVar[str] = "B"
-    """The letter of the batch; "" where there is none."""
+    """The letter of the batch dimension; "" if there is none."""
     empty: ClassVar[str] = ""
-    """The letters that may be 0."""
+    """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
-    """The name of a bool argument (B, `masked`), True = ignore; None where there is none."""
+    """The name of a bool argument (B, `masked`), True = ignore; None if there is none."""
     masked: ClassVar[str] = "N"
-    """The letter that the mask hides."""
+    """The letter of the dimension that is masked."""
     mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
-    """dtype -> the relative error of a row of a result where keys are masked; gradients may have a thousand times it"""
+    """dtype -> the relative error allowed for a row of a result with masked keys; a thousand times as much for gradients"""
     layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
-    """The relative difference between layouts, 1e-2 where nothing is said."""
+    """dtype -> the relative difference allowed between layouts; 1e-2 for dtypes that are not listed"""
     gradient_tolerance: ClassVar[float] = 1e-9
-    """The relative difference between derivatives, compiled, transformed, and of third order, in float64."""
+    """The relative difference allowed in float64 for results and gradients that are compiled or under vmap, and for higher derivatives."""
     bits: ClassVar[Sequence[Mapping[str, int]]] = ()
-    """The lengths of the checks of equal bits; none: `extents` as they are."""
+    """The lengths for the checks of equal bits, each a change of `extents`; none: `extents` alone."""
     repeats: ClassVar[int] = 100
     """The number of runs that must give the same bits."""
     many: ClassVar[Mapping[str, int] | None] = None
-    """Lengths for more than 65,535 matrices; None: not checked."""
+    """Lengths that make more than 65,535 matrices (a CUDA grid's limit); None: not checked."""
     compilers: ClassVar[tuple[str, ...]] = ("aot_eager",)
     """The backends of torch.compile."""
     autocast: ClassVar[tuple[str, ...]] = ()
-    """The arguments that autocast casts; none: not checked."""
+    """The arguments that are cast under autocast; none: not checked."""
     ungraded: ClassVar[bool] = False
-    """Whether another path runs where no gradient is asked for; then results are taken from it."""
+    """Whether a call without gradients takes another path; then the results, but not the gradients, are taken from such a call."""
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True
-    """Whether forward-mode differentiation is checked to be right or to raise."""
+    """Whether to check that forward-mode differentiation is right or raises."""
     accepted: ClassVar[tuple[str, ...]] = ()
-    """The arguments of the error checks that the operator accepts: "value of another dtype"."""
+    """The error checks whose argument the operator accepts, by name, such as "value of another dtype"; they are not run."""
 
     # ---- what a declaration must define
 
     def call(self, impl: str, **inputs: Any) -> Sequence[Tensor]:
-        """Call the operator's public function with an implementation and return its floating results."""
+        """Call the operator's public function with this implementation and return its floating-point results."""
         raise NotImplementedError
 
     def oracle(self, **inputs: Any) -> Sequence[Tensor]:
-        """Return the right results by the formula, differentiable, in the dtype of the inputs; called with float64."""
+        """Return the right results, computed by the formula and differentiable; the inputs are float64."""
         raise NotImplementedError
 
-    # ---- what it may
+    # ---- what a declaration may override
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return an argument for the checks, float32 or wider; override it for what must be positive, symmetric, and so on."""
+        """Return a random argument for the checks, float32 or wider; override it for arguments that must be positive, symmetric, ..."""
         return LAWS[law](*shape)
 
     def in_torch(self, **inputs: Any) -> Sequence[Tensor]:
-        """Return torch's own results in the dtype of the inputs, whose errors the bounds of P2 go by."""
+        """Return the results of plain torch in the dtype of the inputs; the bounds of P2 are multiples of their errors."""
         return self.oracle(**inputs)
 
     def incoming(self, results: Sequence[Tensor]) -> Results:
@@ -124,7 +124,7 @@ class Declaration:
         return tuple(torch.randn(r.shape) for r in results)
 
     def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which torch's own error is taken for results of `dtype`, and scaled by the ratio of their eps."""
+        """Return the dtype in which `in_torch` is run for results of `dtype`; its error is then scaled by the ratio of their eps."""
         return dtype
 
     def score(self, inputs: Inputs) -> float:
@@ -132,14 +132,14 @@ class Declaration:
         return 0.0
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Return the sizes that errors are relative to, one for each row of a result or a gradient: by default the row's own norm, and
-        for a gradient at least a twentieth of the largest row of its matrix.
+        """Return the number by which each row's error is divided: by default the norm of the right row, and for a gradient at least a
+        twentieth of the largest norm in the matrix.
         """
         size = found.right.norm(dim=-1)
         return size.maximum(0.05 * size.amax(-1, keepdim=True)) if found.is_gradient and size.dim() else size
 
     def torch_errors(self, error: Tensor) -> Tensor:
-        """Return the errors of torch's own rows that the bounds go by; override it where all rows of a matrix share one error."""
+        """Return the error of plain torch to use in the bound of each row; override it where all rows of a matrix share one error."""
         return error
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
@@ -147,7 +147,7 @@ class Declaration:
         return True
 
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
-        """Assert that a result is within a relative error of the oracle's; an exact zero row must be met exactly."""
+        """Assert that each row's relative error is at most `allowed`; where the right row is 0, the result must be exactly 0."""
         assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
         infinite = right.isinf() & (ours == right)
         ours, right = (t.masked_fill(infinite, 0.0) for t in (ours.double(), right.double()))
@@ -171,11 +171,11 @@ class Declaration:
         return tuple(self.arguments) if self.differentiable is None else self.differentiable
 
     def leaves(self, inputs: Mapping[str, Tensor]) -> Inputs:
-        """Return the inputs, those that have gradients as leaves that require them."""
+        """Return the inputs, with differentiable ones replaced by leaf tensors that require gradients."""
         return {name: t.detach().requires_grad_() if name in self.graded else t for name, t in inputs.items()}
 
     def function_of(self, impl: str, inputs: Inputs, names: Sequence[str] | None = None) -> tuple[Callable[..., Results], Results]:
-        """Return the call as a function of the named arguments by position (those with gradients), and their values."""
+        """Return the call as a function of the named arguments (None: all differentiable ones) by position, and their values."""
         chosen = self.graded if names is None else tuple(names)
 
         def function(*tensors: Tensor) -> Results:
@@ -186,7 +186,7 @@ class Declaration:
     def results_and_gradients(
         self, function: Callable[..., Sequence[Tensor]], inputs: Mapping[str, Tensor], cotangents: Results | None = None
     ) -> tuple[Results, Inputs]:
-        """Return the results of `function(**inputs)` and the gradients by argument along `cotangents` (None: along ones)."""
+        """Return the results of `function(**inputs)`, and its gradients by name for incoming gradients `cotangents` (None: ones)."""
         leaves = self.leaves(inputs)
         results = tuple(function(**leaves))
         graded = [leaves[name] for name in self.graded]
@@ -201,7 +201,7 @@ class Declaration:
         else:
             results_alone = tuple(r.detach() for r in results)
         pairs = [(r, c) for r, c in zip(results, along, strict=True) if r.requires_grad]
-        if not pairs:  # nothing depends on them, as where a dimension is empty
+        if not pairs:  # no result requires a gradient, for example if a dimension is empty
             return results_alone, {name: torch.zeros_like(leaves[name]) for name in self.graded}
         grads = torch.autograd.grad([r for r, _ in pairs], graded, [c for _, c in pairs], allow_unused=True)
         kept = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True)}
@@ -213,13 +213,13 @@ class Declaration:
         return (*results, *grads.values())
 
     def axis_of(self, name: str, letter: str) -> int:
-        """Return the dimension of an argument that has this letter, -1 if none has."""
+        """Return the index of an argument's first dimension with this letter, or -1 if there is none."""
         return self.arguments[name].find(letter)
 
-    # ---- what each check is run for: a check's parameter names are keys
+    # ---- the parameters of the checks, by name
 
     def parameters(self) -> dict[str, Sequence[Any]]:
-        """Return for each parameter name of a check the values that it takes."""
+        """Return the values of each parameter of the checks, by the name that it has in their signatures."""
         letters = "".join(dict.fromkeys("".join(self.arguments.values())))
         outer = [letter for letter in letters if letter in self.empty]
         return {
@@ -253,5 +253,5 @@ class Declaration:
         return [(name,) for name in names] + ([(names[0], names[-1])] if len(names) > 2 else []) if len(names) > 1 else []
 
     def bad_arguments(self) -> list[str]:
-        """Return the names of the error checks; `errors.Errors` says which."""
+        """Return the names of the error checks; `errors.Errors` overrides this."""
         return []

@@ -1,4 +1,4 @@
-"""Checks of error messages: which argument, what was given, what is allowed; before any work."""
+"""Checks of error messages: they name the argument, what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("that is a list", "of integers", "of complex numbers", "of another dtyp
 
 
 def _changed(tensor: Tensor, kind: str) -> Any:
-    """Return what is given in the place of a tensor."""
+    """Return the bad value to pass in place of a tensor."""
     return {
         "that is a list": lambda: tensor.tolist(),
         "of integers": lambda: tensor.long(),
@@ -26,17 +26,17 @@ def _changed(tensor: Tensor, kind: str) -> Any:
 
 
 def _described(value: Any) -> tuple[str, ...]:
-    """Return the words of which a message about a value must have one: its type, its dtype, its device or its shape."""
+    """Return the words that describe a value, its dtype, device and shape or its type; an error message must contain one of them."""
     if not isinstance(value, Tensor):
         return (type(value).__name__,)
     return str(value.dtype), str(value.device), str(tuple(value.shape))
 
 
 class Errors(Declaration):
-    """Checks that an argument which cannot be right is refused with words that help."""
+    """Checks that a wrong argument raises an error with a helpful message."""
 
     def bad_arguments(self) -> list[str]:
-        """Return the error checks by name: each kind for each argument, and a length too many where two arguments share a letter."""
+        """Return the names of the error checks: each of `KINDS` for each argument, and a wrong length where arguments share a letter."""
         named = [f"{name} {kind}" for name, axes in self.arguments.items() for kind in KINDS if axes]
         shared = {a for a in self.extents if sum(a in axes for axes in self.arguments.values()) > 1}
         named += [f"{name} longer in {a}" for name, axes in self.arguments.items() for a in dict.fromkeys(axes) if a in shared]

@@ -16,7 +16,7 @@ TORCHS_OWN = ("aten", "prim", "prims", "profiler", "inductor", "quantized", "hig
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the first call of each operator that is not torch's own, with copies of its arguments."""
+    """A dispatch mode that records the first call of each operator that is not torch's own, with copies of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def _squares(results: Sequence[Tensor]) -> Tensor:
 
 
 class Gradients(Declaration):
-    """Checks that take derivatives, and checks of what torch does with an operator."""
+    """Checks of derivatives, and of an operator under torch's compiler, vmap, autocast and opcheck."""
 
     def _graded_call(self, impl: str) -> tuple[Callable[..., Results], tuple[Tensor, ...]]:
         function, tensors = self.function_of(impl, self.small_inputs())
@@ -52,13 +52,13 @@ class Gradients(Declaration):
         assert torch.autograd.gradgradcheck(function, tensors)
 
     def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
-        """Where some arguments need no gradient, the others' are right, to second order."""
+        """If only some arguments require gradients, these are right, to second order."""
         function, tensors = self.function_of(impl, self.small_inputs())
         some = tuple(t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True))
         assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some, fast_mode=True)
 
     def test_any_order(self, optimised: str, order: int) -> None:
-        """Derivatives up to the third order are those of the definition."""
+        """Derivatives up to the third order equal those of the definition."""
         inputs = self.small_inputs()
         found = []
         for impl in (optimised, self.definition):
@@ -95,7 +95,7 @@ class Gradients(Declaration):
     # ---- what torch does with an operator
 
     def test_opcheck(self, optimised: str) -> None:
-        """torch.library.opcheck of every operator that the call and its gradients reach, as they reach it."""
+        """torch.library.opcheck accepts every operator that the call and its gradients reach, with the arguments of that call."""
         function, tensors = self._graded_call(optimised)
         with _Recorder() as recorder:
             with torch.no_grad():
@@ -120,7 +120,7 @@ class Gradients(Declaration):
             torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance * (1 + float(b.abs().max())))
 
     def test_vmap(self, impl: str, mapped: str) -> None:
-        """Mapped over all arguments, or over the first along its last dimension and the last along its first, and so are gradients."""
+        """vmap of the call and of its gradient equals a loop: over all arguments, or over the first (dim -1) and the last (dim 0)."""
         function, tensors = self.function_of(impl, self.small_inputs())
         several = [self.small_inputs() for _ in range(3)]
         dims: list[int | None] = [0] * len(tensors) if mapped == "all" else [None] * len(tensors)
@@ -145,7 +145,7 @@ class Gradients(Declaration):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + float(b.abs().max())))
 
     def test_autocast(self, impl: str, cast: bool) -> None:
-        """Under autocast the results are those of arguments that were cast before, and gradients have the arguments' dtypes."""
+        """Results under autocast equal those of arguments cast by hand; gradients are finite and have the arguments' dtypes."""
         inputs = self.inputs(torch.float32)
         leaves = self.leaves(inputs)
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -18,12 +18,12 @@ def _same_bits(a: Results, b: Results) -> bool:
 
 
 class Numerics(Declaration):
-    """Checks that compare numbers with the oracle, or with what the same call gives in another way."""
+    """Checks that compare results with the oracle, or with the same call in other circumstances."""
 
     # ---- P1: nothing finite or masked gives a NaN
 
     def test_empty_extents(self, impl: str, emptied: str) -> None:
-        """With some dimensions empty, results are the oracle's, and gradients have the inputs' shapes without a NaN."""
+        """With empty dimensions, results equal the oracle's, and gradients have the inputs' shapes and no NaN."""
         inputs = self.inputs(extents={**self.small, **dict.fromkeys(emptied, 0)})
         results, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs)
         for name, ours, right in zip(self.outputs, results, self.oracle(**inputs), strict=True):
@@ -33,7 +33,7 @@ class Numerics(Declaration):
             assert grad.shape == inputs[name].shape and not grad.isnan().any(), name
 
     def test_masks(self, impl: str, hidden: tuple[int, int]) -> None:
-        """With the first, a middle, the last and all keys masked: NaN and infinity under the mask reach no result and no gradient."""
+        """With various ranges of keys masked, or all: NaN and infinity under the mask reach no result and no gradient."""
         assert self.mask
         start, stop = hidden
         inputs = self.inputs(extents={self.masked: 200, self.batch: 2})
@@ -64,7 +64,7 @@ class Numerics(Declaration):
                 assert (grad - wanted[name]).abs().max() <= 1e3 * tolerance * size, f"the gradient of {name} is wrong"
 
     def test_a_bad_batch_element_stays_alone(self, impl: str, argument: str, poison: float) -> None:
-        """A NaN or an infinity in one batch element of an argument changes no bit of the others."""
+        """A NaN or an infinity in one batch element of an argument changes no bit of the other elements' results."""
         if self.axis_of(argument, self.batch) != 0:
             return
         inputs = self.inputs(torch.float32)
@@ -77,7 +77,7 @@ class Numerics(Declaration):
     # ---- P2: the error of every row is bounded
 
     def test_accuracy(self, impl: str, dtype: torch.dtype, law: str, shape: int) -> None:
-        """Results and gradients against the oracle in float64, row by row, within the bounds of P2."""
+        """Each row of results and gradients is within the bounds of P2 of the oracle in float64."""
         inputs = self.inputs(dtype, law, self.shapes[shape])
         self.check_accuracy(impl, dtype, law, inputs)
 
@@ -100,7 +100,7 @@ class Numerics(Declaration):
                 self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
 
     def check_rows(self, found: Measured) -> None:
-        """Assert that each row's error is within the bound of P2, which goes by the error of torch's own row."""
+        """Assert that each row's error is within the bound of P2, which depends on the error of plain torch in that row."""
         ours, right, theirs = (t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs))
         what = f"the gradient of {found.name}" if found.is_gradient else found.name
         assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
@@ -114,7 +114,7 @@ class Numerics(Declaration):
     # ---- P3: the same bits
 
     def test_same_bits(self, repeatable: str, bit_dtype: torch.dtype, bit_shape: int) -> None:
-        """For 1, 2, 4 and 8 threads, and for each batch element by itself."""
+        """The bits are the same for 1, 2, 4 and 8 threads, and for each batch element alone."""
         inputs = self.bit_inputs(bit_dtype, bit_shape)
         before = torch.get_num_threads()
         try:
@@ -163,7 +163,7 @@ class Numerics(Declaration):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
     def test_layouts(self, impl: str, dtype: torch.dtype, layout: str) -> None:
-        """Other strides and offsets of all arguments, and of the incoming gradients."""
+        """Results and gradients do not depend on the strides and offsets of the arguments and of the incoming gradients."""
         inputs = self.inputs(dtype)
         plain = self.call(impl, **inputs)
         along = tuple(torch.randn(r.shape).to(r.dtype) for r in plain)
@@ -172,7 +172,7 @@ class Numerics(Declaration):
         self._close(self.run(impl, moved, odd), self.run(impl, inputs, along), dtype)
 
     def test_expanded_arguments(self, impl: str, expanded: str) -> None:
-        """One batch element or head seen by all, with stride 0, and the gradient of a sum, whose strides are all 0."""
+        """Arguments expanded with stride 0, and incoming gradients with all strides 0, give the same as contiguous copies."""
         inputs = self.inputs()
         spread, copied = dict(inputs), dict(inputs)
         for name in inputs:
@@ -188,7 +188,7 @@ class Numerics(Declaration):
         self._close((*(r.detach() for r in results), *kept), self.run(impl, copied), torch.float64)
 
     def test_a_lazy_negation_is_seen(self, impl: str, argument: str) -> None:
-        """An argument whose memory holds its negative, as `x.conj().imag` does."""
+        """An argument whose memory holds its negative, such as `x.conj().imag`, gives the same as its contiguous copy."""
         inputs = self.inputs(torch.float32)
         lazy = {**inputs, argument: lazily_negated(inputs[argument])}
         with torch.no_grad():
