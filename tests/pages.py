@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import torch
 
@@ -37,9 +36,12 @@ def run(page: Path) -> None:
     """Run the programs of a page one after the other in one module. torch.compile looks this module up by its name."""
     torch.use_deterministic_algorithms(False)
     module = ModuleType(f"page_{page.stem}")
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
+    sys.modules[module.__name__] = module  # this entry alone: what a program imports stays imported, torch's parts cannot be twice
+    try:
         for program in programs(page):
             exec(compile(program, str(page), "exec"), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
 
 
 def prose(page: Path) -> str:
