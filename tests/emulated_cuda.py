@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,20 @@ class EmulatedCuda:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return getattr(self._extension, name)
+
+
+def run_under_sanitizers(file: str, chosen: str) -> None:
+    """Run the tests of `file` that the expression `chosen` selects in a process with the address and undefined-behaviour sanitizers."""
+    preload = [
+        subprocess.run([str(COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preload),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "CMAB_EMULATED_FLAGS": "-g -fsanitize=address,undefined -fno-sanitize-recover=all",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", chosen, file]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

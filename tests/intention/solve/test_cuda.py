@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -294,19 +292,8 @@ def test_solve_of_bad_matrices() -> None:
 
 
 @pytest.mark.nightly
-def test_under_sanitizers(tmp_path: Path) -> None:
+def test_under_sanitizers() -> None:
     """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
-    preload = [
-        subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(preload),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "CMAB_EMULATED_FLAGS": "-g -fsanitize=address,undefined -fno-sanitize-recover=all",
-    }
-    chosen = "several or bad or reads or (layouts and 16-dtype1) or (lengths and 40) or (test_solve and 65)"
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
-    run = subprocess.run(command, cwd=emulated_cuda.ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    emulated_cuda.run_under_sanitizers(
+        __file__, "several or bad or reads or (layouts and 16-dtype1) or (lengths and 40) or (test_solve and 65)"
+    )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -537,19 +535,8 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
 
 
 @pytest.mark.nightly
-def test_under_sanitizers(tmp_path: Path) -> None:
+def test_under_sanitizers() -> None:
     """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
-    preload = [
-        subprocess.run([str(emulated_cuda.COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(preload),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "CMAB_EMULATED_FLAGS": "-g -fsanitize=address,undefined -fno-sanitize-recover=all",
-    }
-    chosen = "(test_nystrom and dtype1) or (test_exact and dtype1) or place or recovery or layouts or batches"
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
-    run = subprocess.run(command, cwd=emulated_cuda.ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    emulated_cuda.run_under_sanitizers(
+        __file__, "(test_nystrom and dtype1) or (test_exact and dtype1) or place or recovery or layouts or batches"
+    )
