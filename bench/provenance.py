@@ -22,7 +22,7 @@ from .rates import rates_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("nystrom-attention", "continual-inference", "flash-attn", "flash-linear-attention")
-PACKAGES = ("torch", "triton", "numpy", "pytest-benchmark", *PEERS)
+PACKAGES = ("torch", "triton", "numpy", *PEERS)
 CPU_FIELDS = ("arch", "vendor_id_raw", "family", "model", "stepping", "hz_advertised_friendly", "l2_cache_size")
 
 
@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    import cpuinfo  # comes with pytest-benchmark
+    import cpuinfo  # half a second, where it is wanted
 
     return dict(cpuinfo.get_cpu_info())
 

@@ -10,8 +10,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,15 +20,8 @@ from types import ModuleType
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
+NEEDED = {"cpuinfo": "py-cpuinfo", "matplotlib": "matplotlib"}
 """Importable module -> name of the package to install."""
-
-RAN = (0, 1)
-"""Exit codes of pytest with which it leaves a complete run: 0, all results right; 1, some wrong."""
-
-
-PATIENCE = 10.0
-"""Seconds to wait for pytest to end after an interruption, before it is terminated."""
 
 
 class Refusal(Exception):
@@ -51,30 +42,23 @@ class Request:
     threads: int | None = None
     force: bool = False
 
-    def arguments(self, file: Path) -> list[str]:
-        """The arguments for Python that run the benchmarks under pytest and write the run to `file`."""
-        chosen = [argument for scan in self.scans for argument in ("--scan", scan)]
-        chosen += ["--quick"] if self.quick else []
-        chosen += ["--device", self.device] if self.device else []
-        chosen += ["--threads", str(self.threads)] if self.threads is not None else []
-        return ["-m", "pytest", "bench", "--json", str(file), *chosen]
-
 
 def run(request: Request) -> int:
     """Measure or load a run and write the report; return the exit status, 1 if a result is wrong. Raises `Refusal`."""
     _check(request)
-    runs, compare, page, table = (_module(name) for name in ("runs", "report.compare", "report.page", "report.table"))
+    runs, session, compare, page, table = (_module(name) for name in ("runs", "session", "report.compare", "report.page", "report.table"))
     try:
         old = runs.load(request.compare) if request.compare else None
         saved = runs.load(request.saved) if request.saved else None
     except runs.BadRun as bad:
         raise Refusal(str(bad)) from None
     with _unfinished(request) as folder:
+        new = saved or session.measured(request.scans, request.quick, request.device or "cpu", request.threads)
+        if not new.rows:
+            raise Refusal("nothing could be measured; nothing was written")
         file = folder / "run.json"
-        status = 0 if saved else _measure(request, file)
-        new = saved or runs.load(file)
+        runs.save(new, file)
         if saved:
-            shutil.copyfile(saved.path, file)
             print("\n".join(table.of_run(saved)))
         comparison = compare.compare(old, new) if old else None
         if comparison:
@@ -82,7 +66,7 @@ def run(request: Request) -> int:
         written = [file, *page.write(new, folder, comparison)]
         _publish(written, request.output)
     print(f"\n{request.output / 'report.html'}, with run.json and {len(written) - 2} PNGs beside it")
-    return 1 if status or new.wrong else 0
+    return 1 if new.wrong else 0
 
 
 def _module(name: str) -> ModuleType:
@@ -96,7 +80,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _check(request: Request) -> None:
-    if not (ROOT / "bench" / "plugin.py").exists():
+    if not (ROOT / "bench" / "session.py").exists():
         raise Refusal(
             f"the benchmarks are not part of an installed package, and there is no bench/ beside {ROOT / 'cmab_kernels'}: "
             'in a checkout of the repository, pip install -e ".[bench]" and run this again'
@@ -125,7 +109,7 @@ def _check(request: Request) -> None:
         raise Refusal(f"{output} has files in it: give another --output, or --force to replace those of the same names")
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -142,27 +126,6 @@ def _unfinished(request: Request) -> Iterator[Path]:
     finally:
         if not any(request.output.iterdir()):
             request.output.rmdir()
-
-
-def _measure(request: Request, file: Path) -> int:
-    """Run the benchmarks with their output shown; return pytest's exit code."""
-    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that progress shows at once, into a pipe too
-    with subprocess.Popen([sys.executable, *request.arguments(file)], cwd=ROOT, env=unbuffered) as process:
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:  # pytest has received it, too
-            _end(process)
-            raise
-    if status not in RAN or not file.exists():
-        raise Refusal(f"the run broke off, or measured nothing (pytest ended with {status}); nothing was written")
-    return status
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.terminate()
 
 
 def _publish(files: Sequence[Path], output: Path) -> None:

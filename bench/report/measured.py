@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from . import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-SCRATCH = "latest.json"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "measured.md"
 PLOT = ROOT / "docs" / "measured.png"
@@ -165,11 +165,8 @@ def newest_run(results: Path = RESULTS) -> Run | None:
     """The committed full run of the latest date; None if there is none."""
     runs = []
     for path in results.glob("*.json"):
-        if path.name != SCRATCH:
-            try:
-                runs.append(load(path))
-            except BadRun:  # the record of another check
-                continue
+        with contextlib.suppress(BadRun):  # the record of another check
+            runs.append(load(path))
     return max((run for run in runs if not run.quick), key=lambda run: run.when, default=None)
 
 
@@ -232,7 +229,7 @@ def insert(text: str, new: str) -> str:
 def main() -> None:
     run = load(Path(sys.argv[1])) if len(sys.argv) > 1 else newest_run()
     if run is None:
-        raise SystemExit("there is no run in bench/results: pytest bench --save NAME")
+        raise SystemExit("there is no full run in bench/results: put the run.json of python -m cmab_kernels bench there")
     README.write_text(insert(README.read_text(), table(run, TABLES[0])))
     PAGE.write_text(page(run))
     plots.first_plot(run, PLOT)

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench import runs
+from bench import runs, session
+from bench.harness import Group
 from bench.report import page
+from bench.scans import all_cases, scans
 from cmab_kernels import __main__ as command
 from cmab_kernels import bench
 
 from . import synthetic
-
-FAKE_PYTEST = """
-import json, os, sys, time
-from pathlib import Path
-print("[1/2] a group")
-if "{mode}" == "hangs":
-    Path("{started}").touch()
-    time.sleep(60)
-if "{mode}" == "breaks off":
-    sys.exit(3)
-if "{mode}" != "measures nothing":
-    Path(sys.argv[sys.argv.index("--json") + 1]).write_text(Path("{run}").read_text())
-os._exit({{"wrong": 1, "measures nothing": 5}}.get("{mode}", 0))  # what is still in a buffer is lost
-"""
 
 
 @pytest.fixture
@@ -50,23 +36,16 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def measured(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """pytest is played by a program that writes the saved run; gives the arguments that it had, of a run in some mode."""
-    seen: list[list[str]] = []
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A synthetic run in the place of each measurement; gives what was asked for."""
+    asked: list[tuple[Any, ...]] = []
 
-    def play(mode: str) -> list[list[str]]:
-        program = tmp_path / "fake_pytest.py"
-        program.write_text(FAKE_PYTEST.format(mode=mode, run=saved, started=tmp_path / "started"))
-        arguments = bench.Request.arguments
+    def instead(*arguments: Any) -> runs.Run:
+        asked.append(arguments)
+        return synthetic.run(path=Path("run.json"))
 
-        def instead(self: bench.Request, file: Path) -> list[str]:
-            seen.append(arguments(self, file))
-            return [str(program), *seen[-1][2:]]
-
-        monkeypatch.setattr(bench.Request, "arguments", instead)
-        return seen
-
-    return play
+    monkeypatch.setattr(session, "measured", instead)
+    return asked
 
 
 @pytest.fixture
@@ -107,23 +86,14 @@ def test_a_saved_run_is_shown_without_measuring(saved: Path, output: Path, monke
     assert "What changed" in (output / "report.html").read_text()
 
 
-def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypatch, capfd):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    seen = measured("right")
-    status = status_of(monkeypatch, "iterative_pinv", "latent_attention", "--quick", "--device", "cpu", "--threads", "2")
-    assert status == 0 and files(output) == WRITTEN
-    assert "[1/2] a group" in capfd.readouterr().out
-    (arguments,) = seen
-    assert arguments[:4] == ["-m", "pytest", "bench", "--json"] and Path(arguments[4]).is_absolute()
-    assert arguments[5:] == [*("--scan", "iterative_pinv", "--scan", "latent_attention"), "--quick", "--device", "cpu", "--threads", "2"]
+def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypatch):
+    asked = ("iterative_pinv", "latent_attention", "--quick", "--device", "cpu", "--threads", "2")
+    assert status_of(monkeypatch, *asked) == status_of(monkeypatch, "--force") == 0 and files(output) == WRITTEN
+    assert measured == [(["iterative_pinv", "latent_attention"], True, "cpu", 2), ([], False, "cpu", None)]
+    assert runs.load(output / "run.json").groups.keys() == synthetic.run().groups.keys()
 
 
-def test_a_wrong_row_is_an_error_and_the_report_is_written(undrawn, measured, output: Path, monkeypatch):
-    measured("wrong")
-    assert status_of(monkeypatch) == 1 and files(output) == WRITTEN
-
-
-def test_a_saved_run_with_a_wrong_row_is_an_error_too(undrawn, tmp_path: Path, output: Path, monkeypatch):
+def test_a_wrong_row_is_an_error_and_the_report_is_written(undrawn, tmp_path: Path, output: Path, monkeypatch):
     wrong = synthetic.run(not_measured={"pinv-m16-native": "wrong: relative RMS error 1.0"})
     assert status_of(monkeypatch, "--from", str(synthetic.written(tmp_path, wrong, "wrong").path)) == 1 and files(output) == WRITTEN
 
@@ -164,7 +134,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals_come_in_one_line_and_before_anything_is_measured(what: str, measured, saved, output: Path, monkeypatch, capsys):
-    seen = measured("right")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("foreign.json").write_text('{"name": "package"}')
     Path("short.json").write_text(saved.read_text()[:1000])
@@ -175,7 +144,7 @@ def test_refusals_come_in_one_line_and_before_anything_is_measured(what: str, me
     assert status_of(monkeypatch, *arguments) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and told.startswith("python -m cmab_kernels bench: ") and re.search(expected, told)
-    assert not seen and not output.exists() and sorted(path.name for path in Path().rglob("*")) == before
+    assert not measured and not output.exists() and sorted(path.name for path in Path().rglob("*")) == before
     assert Path("full/run.json").read_text() == "older"
 
 
@@ -194,46 +163,57 @@ def test_a_missing_package_is_named(module: str, output: Path, monkeypatch, caps
     assert f"not installed: {bench.NEEDED[module]}; pip install" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["breaks off", "measures nothing"])
-def test_a_run_that_broke_off_leaves_nothing(mode: str, measured, output: Path, monkeypatch, capsys):
-    measured(mode)
-    assert status_of(monkeypatch) == 2 and not output.exists()
-    assert "the run broke off, or measured nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt, 130), (lambda: synthetic.run(rows=()), 2)], ids=["interrupted", "empty"])
+def test_a_run_without_an_end_leaves_no_file_under_its_name(ends, status: int, output: Path, monkeypatch, capsys):
+    def broken_off(*_: Any) -> runs.Run:
+        assert [path.name for path in output.iterdir() if not path.name.startswith(".unfinished-")] == ["run.json"]
+        if isinstance(ends, type):
+            raise ends
+        return ends()
+
+    monkeypatch.setattr(session, "measured", broken_off)
+    output.mkdir()
+    (output / "run.json").write_text("older")
+    assert status_of(monkeypatch, "--force") == status
+    assert files(output) == ["run.json"] and (output / "run.json").read_text() == "older"
+    assert capsys.readouterr().err.endswith("nothing was written\n")
 
 
-def test_an_interruption_leaves_no_file_under_its_name(tmp_path: Path, saved: Path):
-    """As from a terminal, where the whole group of processes has the signal."""
-    program = tmp_path / "fake_pytest.py"
-    program.write_text(FAKE_PYTEST.format(mode="hangs", run=saved, started=tmp_path / "started"))
-    script = (
-        "import sys; from cmab_kernels import bench, __main__ as command; "
-        f"bench.Request.arguments = lambda self, file: [{str(program)!r}, '--json', str(file)]; "
-        "sys.argv = ['cmab_kernels', 'bench', '--force']; command.main()"
-    )
-    (tmp_path / "bench_report").mkdir()
-    (tmp_path / "bench_report" / "run.json").write_text("older")
-    root = {"PYTHONPATH": str(bench.ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=os.environ | root,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and told.endswith("python -m cmab_kernels bench: interrupted; nothing was written\n")
-    assert files(tmp_path / "bench_report") == ["run.json"] and (tmp_path / "bench_report" / "run.json").read_text() == "older"
+# ---- what is measured ------------------------------------------------------------------------------------------------------------------
 
 
-def test_pytest_knows_the_options_that_it_is_given():
-    """The command and bench/plugin.py agree; nothing is measured."""
-    request = bench.Request(scans=["iterative_pinv"], quick=True, device="cpu", threads=1)
-    arguments = [*request.arguments(Path("none.json").absolute()), "--collect-only"]
-    found = subprocess.run([sys.executable, *arguments], cwd=bench.ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "iterative-pinv" in found.stdout or "iterative_pinv" in found.stdout
+@pytest.fixture
+def cases_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Names of the cases that a session goes through and of their implementations, of which only the first has a row."""
+    seen: list[tuple[str, list[str]]] = []
+
+    def instead(case, names, budget: float) -> Group:
+        seen.append((case.name, names))
+        row = replace(synthetic.run().rows[0], group=case.name, implementation=names[0])
+        return Group({names[0]: row}, problems=dict.fromkeys(names[1:], "wrong: as planted"))
+
+    monkeypatch.setattr(session, "measure", instead)
+    return seen
+
+
+def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured, capsys):
+    before = torch.get_num_threads()
+    try:
+        run = session.measured(["iterative_pinv", "merge_states"], quick=True, threads=1)
+        assert torch.get_num_threads() == run.threads == 1 and run.quick and not run.figures
+    finally:
+        torch.set_num_threads(before)
+    wanted = [case for case in (*scans()["merge_states"], *scans()["iterative_pinv"]) if case.quick]
+    assert cases_measured == [(case.name, [name for name in case.implementations if name != "reference"]) for case in wanted]
+    assert [(row.group, row.implementation) for row in run.rows] == [(name, names[0]) for name, names in cases_measured]
+    assert run.wrong.keys() == {f"{name}-{which}" for name, names in cases_measured for which in names[1:]}
+    told = capsys.readouterr().out
+    assert f"[1/{len(wanted)}] {wanted[0].name} " in told and "wrong: as planted" in told and "left" in told
+
+
+def test_a_full_session_measures_every_case(cases_measured, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "errors_of_additions", lambda keys: {f"{keys} keys": 0.5})
+    run = session.measured()
+    assert [name for name, _ in cases_measured] == [case.name for case in all_cases()]
+    (figure,) = run.figures
+    assert figure.endswith("1000000 keys") and not run.quick and run.rates.keys() == {"2"}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from bench import harness
 from bench.floors import Rates
-from bench.plugin import CLOCK
 from bench.runs import Spread
 from bench.scans import attention, continual
 from bench.scans.attention import NAIVE, SDPA
@@ -71,13 +70,6 @@ def test_readable(value: float, text: str):
 def test_a_ratio_is_of_medians_with_the_quartiles_within_rounds():
     assert harness.ratio([1.0, 2.0, 3.0, 100.0, 4.0], [2.0, 4.0, 6.0, 200.0, 16.0]) == Spread(0.5, 0.5, 0.5)
     assert harness.spread([4.0, 1.0, 2.0, 5.0, 3.0]) == Spread(3.0, 2.0, 4.0)
-
-
-def test_the_clock_replays_a_sample_exactly():
-    CLOCK.reset()
-    before = CLOCK()
-    CLOCK.advance(1.25e-6)
-    assert CLOCK() - before == 1.25e-6
 
 
 def test_calls_go_round_copies_of_the_inputs():

@@ -51,7 +51,6 @@ def test_the_newest_full_run_is_taken(tmp_path: Path):
     assert measured.newest_run(tmp_path) is None
     saved(tmp_path, "old", date="2026-01-01T00:00:00")
     saved(tmp_path, "new", date="2026-01-02T00:00:00")
-    saved(tmp_path, "latest", date="2027-01-01T00:00:00")
     saved(tmp_path, "quick", date="2027-01-01T00:00:00", quick=True)
     (tmp_path / "gpu.json").write_text('{"gpu_check": 2}')
     found = measured.newest_run(tmp_path)

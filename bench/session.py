@@ -1,0 +1,74 @@
+"""A run: all cases that are asked for, one after the other, with a line for each on the way and a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+import torch
+
+from . import provenance
+from .devices import measure_on
+from .harness import Group, measure
+from .report.table import brief, table
+from .runs import DEFINITION, Run
+from .scans import all_cases
+from .scans.intention_state import errors_of_additions
+
+BUDGET = {True: 1.0, False: 1.5}
+"""Seconds of timing a group, for a quick run and for a full one."""
+
+THREADS = 2
+"""Threads where neither a case nor the caller says how many, if torch has as many."""
+
+
+def measured(scans: Collection[str] = (), quick: bool = False, device: str = "cpu", threads: int | None = None) -> Run:
+    """Measures the cases of these scans, or of all, without the definition, which is no peer and takes longer than all else."""
+    versions = provenance.versions()
+    measure_on(device)
+    torch.set_num_threads(threads or min(THREADS, torch.get_num_threads()))
+    cases = [case for case in all_cases() if (case.scan in scans or not scans) and (case.quick or not quick)]
+    groups: dict[str, Group] = {}
+    start = time.monotonic()
+    for case in cases:
+        groups[case.name] = measure(case, [name for name in case.implementations if name != DEFINITION], BUDGET[quick])
+        left = (time.monotonic() - start) * (len(cases) / len(groups) - 1)
+        _tell_progress(case.name, groups[case.name], f"{len(groups):>{len(str(len(cases)))}}/{len(cases)}", left)
+    figures = {} if quick or scans else _errors_of_a_million_additions()
+    rows = tuple(row for group in groups.values() for row in group.rows.values())
+    run = Run(
+        date=provenance.now(),
+        commit=provenance.commit(),
+        dirty=provenance.dirty(),
+        quick=quick,
+        threads=torch.get_num_threads(),
+        device=device,
+        processor=provenance.processor(device),
+        machine=provenance.machine(),
+        versions=versions,
+        rates=provenance.rates(device, {row.threads for row in rows}),
+        figures=figures,
+        notes=[],
+        not_measured={f"{name}-{which}": why for name, group in groups.items() for which, why in group.problems.items()},
+        rows=rows,
+    )
+    _tell_results(run, groups)
+    return run
+
+
+def _errors_of_a_million_additions() -> Mapping[str, float]:
+    """What float64 sums are for."""
+    found = errors_of_additions(1_000_000)
+    return {f"relative error of K'K after 1,000,000 additions of one key, {name}": error for name, error in found.items()}
+
+
+def _tell_progress(name: str, group: Group, done: str, left: float) -> None:
+    """A line for a group: how far the run is, and what came out."""
+    waiting = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"
+    print(f"[{done}] {name:<66} {brief(tuple(group.rows.values()), group.problems):<36}  {waiting}", flush=True)
+
+
+def _tell_results(run: Run, groups: Mapping[str, Group]) -> None:
+    print(*table(run.groups, {name: group.problems for name, group in groups.items() if group.problems}), sep="\n")
+    for name, figure in run.figures.items():
+        print(f"\n{name}: {figure:.1e}")
