@@ -11,11 +11,14 @@ CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -
 demo: $(VENV)/.demo
 	$(BIN)/python -m cmab_kernels demo
 
+# A process for each core, and a thread for each process: tests that want more threads ask for them.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 nightly: $(VENV)/.test
-	$(BIN)/python -m pytest -m "nightly or not nightly"
+	$(PYTEST) -m "nightly or not nightly"
 
 bench: $(VENV)/.test
 	$(BIN)/python -m cmab_kernels bench --quick --force

@@ -81,7 +81,7 @@ def test_the_tests_that_pages_name_exist() -> None:
 def test_docstrings_are_statements() -> None:
     """No docstring is a fragment such as "Of the keys." or "That was measured."."""
     fragments = []
-    for folder in ("cmab_kernels", "python", "docs", "bench"):
+    for folder in ("cmab_kernels", "python", "docs", "bench", "tests"):
         for path in sorted((pages.ROOT / folder).rglob("*.py")):
             strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
             said = [(at.lineno, at.value) for at in strings if isinstance(at, ast.Constant) and isinstance(at.value, str)]
