@@ -192,6 +192,12 @@ def fastest(rows: Iterable[Row]) -> Row | None:
     return min(named or ours, key=lambda row: row.seconds.median, default=None)
 
 
+def beyond_results(row: Row) -> str:
+    """Its memory beyond inputs and results, as text; a little less than nothing is nothing."""
+    size = round(row.scratch / 2**20, 1)
+    return f"{size:+.1f} MiB" if size else "0.0 MiB"
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------------------------
 
 OF_GROUP = ("group", "scan", "parameters", "baseline")

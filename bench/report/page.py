@@ -11,7 +11,7 @@ from pathlib import Path
 from cmab_kernels.measure import readable
 from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
 
-from ..runs import Row, Run, fastest
+from ..runs import Row, Run, beyond_results, fastest
 from . import compare, plots
 from .compare import Change, Comparison
 from .drawing import Panel, sheet, svg, times
@@ -281,7 +281,7 @@ def _cells(row: Row) -> Sequence[str]:
         f"{row.spread:.1%}",
         f"{row.ratio.median:.3g} ({_quartiles(row)})" if row.ratio else "&ndash;",
         f"{row.extra_memory / MIB:.1f} MiB",
-        f"{row.scratch / MIB:+.1f} MiB",
+        beyond_results(row),
         f"{row.gflops:,.3g}",
         f"{row.share:.1%} ({escape(str(row.bound))})" if row.share else "&ndash;",
         f"{row.error:.0e}",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cmab_kernels.measure import readable
 
-from ..runs import Row, Run
+from ..runs import Row, Run, beyond_results
 
 
 def table(groups: Mapping[str, Sequence[Row]], problems: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -38,5 +38,4 @@ def brief(rows: Sequence[Row], problems: Mapping[str, str]) -> str:
 
 def _figures(row: Row) -> str:
     ratio = f"{row.ratio.median:.3g} [{row.ratio.low:.3g}, {row.ratio.high:.3g}]" if row.ratio else "--"
-    memory = f"{row.scratch / 2**20:+.1f} MiB"
-    return f"{readable(row.seconds.median):>10}{row.spread:>8.0%}{ratio:>24}{memory:>12}{row.gflops:>9.1f}{row.error:>9.0e}"
+    return f"{readable(row.seconds.median):>10}{row.spread:>8.0%}{ratio:>24}{beyond_results(row):>12}{row.gflops:>9.1f}{row.error:>9.0e}"

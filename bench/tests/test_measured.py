@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from bench.report import measured, plots
-from bench.runs import Run
+from bench.runs import Run, beyond_results
+from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
 from . import synthetic
 
 STALE = "stale: python -m bench.report.measured"
-TABLE = measured.Table("Some", "all float32", {"latent-forward-float32-D16-N1000": "attention", "absent": "nothing"}, "its attention")
 GROUP = "latent-forward-float32-D16-N1000"
+TABLE = f"""## Some
+
+| all float32 | torch |
+|---|---|
+| attention | {{{GROUP}}} |
+| nothing | {{absent}} |
+
+torch is its attention. {{where}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,7 @@ def test_the_page_is_of_the_newest_committed_run(newest: Run):
 
 def test_the_readme_has_the_headline_of_the_newest_committed_run(newest: Run):
     text = measured.README.read_text()
-    assert measured.insert(text, measured.table(newest, measured.TABLES[0])) == text, STALE
+    assert measured.insert(text, measured.headline(newest)) == text, STALE
 
 
 def test_the_plot_is_of_the_newest_committed_run(newest: Run):
@@ -39,8 +50,17 @@ def test_the_plot_is_of_the_newest_committed_run(newest: Run):
 
 
 def test_every_row_of_a_table_is_in_the_newest_run(newest: Run):
-    for shown in measured.TABLES:
-        assert measured.table(newest, shown).count("\n| ") == len(shown.labels), shown.title
+    assert measured.page(newest).count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
+
+
+def test_labels_say_how_many_operations_are_saved():
+    """The texts of the steps beside full attention, of 16 heads of 12 with 4 landmarks."""
+    found = re.findall(r"1 / ([\d,]+) of its.*?1 / ([\d,]+) of those executed \| \{nystrom-step-(\w+)-.*-n(\d+)-", "".join(measured.TABLES))
+    assert len(found) == 6
+    for paper, executed, landmarks, window in found:
+        step, n = f"{landmarks} single", int(window)
+        assert paper == f"{paper_operations('full', n, 4, 192) / paper_operations(step, n, 4, 192):,.0f}"
+        assert executed == f"{executed_on_average('full', n, 4, 12) / executed_on_average(step, n, 4, 12):,.0f}"
 
 
 def saved(folder: Path, name: str, **changes: object) -> Run:
@@ -61,16 +81,21 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
     run = saved(tmp_path, "some")
     ours, theirs = (next(row for row in run.groups[GROUP] if row.implementation == name) for name in ("native", synthetic.SDPA))
     assert ours.ratio
-    lines = measured.table(run, TABLE).splitlines()
-    assert lines[0] == "| all float32 | torch | cmab_kernels | time, of torch's |" and len(lines) == 5
+    heading, _, head, _, *rows, _, caption = measured.filled(TABLE, run).splitlines()
+    assert (heading, head) == ("## Some", "| all float32 | torch |")
     times = [f"{row.seconds.median * 1e6:.3g} us, {scratch} MiB" for row, scratch in ((theirs, "+0.1"), (ours, "+0.6"))]
-    assert (
-        lines[2] == f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
-    )
-    assert lines[4].startswith(
-        "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, commit 0123456, 2026-01-02"
-    )
-    assert measured.table(run, TABLE._replace(labels={"absent": "nothing"})) == ""
+    assert rows == [
+        f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
+    ]
+    assert caption == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, `some.json`."
+    assert measured.filled(TABLE.replace(GROUP, "absent"), run) == ""
+
+
+@pytest.mark.parametrize(
+    ("scratch", "text"), [(-1000, "0.0 MiB"), (0, "0.0 MiB"), (1000, "0.0 MiB"), (-(2**20), "-1.0 MiB"), (2**20, "+1.0 MiB")]
+)
+def test_a_little_less_than_no_memory_is_none(run: Run, scratch: int, text: str):
+    assert beyond_results(replace(run.rows[0], extra_memory=run.rows[0].result_memory + scratch)) == text
 
 
 @pytest.mark.parametrize(("ratio", "text"), [(1.234, "1.23"), (0.0812, "0.081"), (1 / 4321, "1 / 4,300"), (0.0009, "1 / 1,100")])

@@ -170,7 +170,7 @@ def test_every_public_operator_is_scanned():
 def test_cases_have_names_of_their_own_and_tables_know_them():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) > 300
-    assert {label for table in measured.TABLES for label in table.labels} <= set(names)
+    assert set(measured.PLACE.findall("".join(measured.TABLES))) <= {*names, "where"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -204,11 +204,6 @@ def test_peers_are_peers():
     assert THEIRS in modules.intention_module().others and set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
     steps = continual.beside_full(20, calls=30).steps
     assert steps == {"native": 30, continual.EXACT: 30, SDPA: 1, continual.EXPLICIT: 1}
-
-
-def test_labels_say_what_is_saved():
-    label = measured.NYSTROM["nystrom-step-fixed-float32-16x12-n120-m4-beside-full"]
-    assert "1 / 1,788 of its operations by the paper" in label and "1 / 1,096 of those executed" in label
 
 
 # ---- floors ----------------------------------------------------------------------------------------------------------------------------
