@@ -64,7 +64,7 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
     with threads(case.threads):
         for name in names:
             try:
-                examined[name] = _examine(case, name, inputs, expected[name])
+                examined[name] = examine(case, name, inputs, expected[name])
             except Problem as problem:
                 group.problems[name] = str(problem)
         if examined:
@@ -79,7 +79,7 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
 # ---- all but the time ------------------------------------------------------------------------------------------------------------------
 
 
-def _examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, Any]:
+def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, Any]:
     """Memory, operations and error of an implementation, or Problem."""
     if reason := case.refusal(name):
         raise Problem(reason)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -217,3 +219,23 @@ def test_a_full_session_measures_every_case(cases_measured, monkeypatch: pytest.
     assert [name for name, _ in cases_measured] == [case.name for case in all_cases()]
     (figure,) = run.figures
     assert figure.endswith("1000000 keys") and not run.quick and run.rates.keys() == {"2"}
+
+
+# ---- under pytest-benchmark ------------------------------------------------------------------------------------------------------------
+
+PLANTED = "from bench import harness; harness.ERROR_BOUND = dict.fromkeys(harness.ERROR_BOUND, {bound})"
+
+
+@pytest.mark.parametrize(("bound", "failures"), [(2e-5, 0), (0.0, 2)])
+def test_pytest_bench_runs_the_same_cases_and_a_wrong_result_fails(bound: float, failures: int, tmp_path: Path):
+    (tmp_path / "planted.py").write_text(PLANTED.format(bound=bound))
+    options = ("--quick", "-k", "merge_states", "-p", "planted", "--benchmark-max-time=0.01", "--benchmark-json=found.json")
+    path = os.pathsep.join(map(str, (bench.ROOT, tmp_path)))
+    command = [sys.executable, "-m", "pytest", str(bench.ROOT / "bench"), *options]
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert found.returncode == bool(failures) and found.stdout.count("Failed: wrong: relative RMS error") == failures, found.stdout
+    if not failures:
+        rows = {row["name"]: row["extra_info"] for row in json.loads((tmp_path / "found.json").read_text())["benchmarks"]}
+        eager, ours = rows.values()
+        assert all("[merge_states-merge-2-states" in name for name in rows) and eager["ratio"] == 1.0 and ours["ratio"] > 0
+        assert ours.keys() == {"extra_memory", "result_memory", "flops", "bytes", "error", "steps", "ratio"}

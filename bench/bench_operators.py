@@ -1,0 +1,51 @@
+"""`pytest bench [--quick] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself and on its clock.
+
+Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest baseline are its `extra_info`. In the runs of
+`python -m cmab_kernels bench` the rows of a group take turns, which makes their ratios steadier: those are committed and compared.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from .devices import threads
+from .harness import Problem, examine
+from .runs import DEFINITION, FAULTS
+from .scans import all_cases
+from .scans.case import Case, Results
+
+ROWS = [
+    pytest.param(case, name, id=f"{case.scan}-{case}-{name}")
+    for case in all_cases()
+    for name in sorted(case.implementations, key=lambda name: name not in case.baselines)  # a ratio is to what was timed before
+    if name != DEFINITION
+]
+MEDIANS: dict[str, dict[str, float]] = {}
+
+
+@lru_cache(maxsize=1)
+def prepared(case: Case) -> tuple[Any, dict[str, Results]]:
+    """Inputs and expected results of a case, whose rows follow each other."""
+    inputs = case.inputs(0)
+    return inputs, case.expected(inputs)
+
+
+@pytest.mark.parametrize(("case", "name"), ROWS)
+def bench_operator(case: Case, name: str, benchmark: BenchmarkFixture) -> None:
+    inputs, expected = prepared(case)
+    with threads(case.threads):
+        try:
+            benchmark.extra_info.update(examine(case, name, inputs, expected[name]), steps=case.steps.get(name, 1))
+        except Problem as problem:
+            benchmark.skipped = True
+            (pytest.fail if str(problem).startswith(FAULTS) else pytest.skip)(str(problem))
+        benchmark.group = case.name
+        benchmark(case.implementations[name], inputs)
+    taken = MEDIANS.setdefault(case.name, {})
+    taken[name] = benchmark.stats.stats.median / benchmark.extra_info["steps"]
+    if beside := [taken[baseline] for baseline in case.baselines if baseline in taken]:
+        benchmark.extra_info["ratio"] = taken[name] / min(beside)
