@@ -13,7 +13,7 @@ from cmab_kernels.extension import load
 
 TESTS = Path(__file__).parent
 # Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
-collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels.py"]
+collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
 
 
 def _instruction_sets() -> list[str]:

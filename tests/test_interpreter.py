@@ -1,4 +1,4 @@
-"""The Triton kernels of every family in Triton's interpreter, each family in a process of its own."""
+"""The Triton kernels of every family in Triton's interpreter, each file in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("family", ["attention", "intention", "nystrom"])
-def test_kernels(family: str) -> None:
-    run_in_interpreter(TESTS / family / "test_kernels.py")
+@pytest.mark.parametrize(
+    "family, file",
+    [("attention", "test_kernels"), ("attention", "test_kernels_large"), ("intention", "test_kernels"), ("nystrom", "test_kernels")],
+)
+def test_kernels(family: str, file: str) -> None:
+    run_in_interpreter(TESTS / family / f"{file}.py")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from cmab_kernels.attention import kernels
@@ -337,6 +338,28 @@ def test_runs_cover_the_keys(queries: int) -> None:
         assert cut.runs <= cut.most_runs and cut.runs * length >= keys and (cut.runs == 1 or (cut.runs - 1) * length < keys)
         assert cut.slots * queries <= max(runs.MOST_RUNS * runs.MOST_QUERIES, queries + 128), "the workspace stays within bounds"
         assert -(-keys // length) <= 1 + keys // 1024
+
+
+@triton.jit
+def _bounds(first, last, run, most_runs, found):
+    start, end = runs.run_bounds(first, last, run, most_runs)
+    tl.store(found, start)
+    tl.store(found + 1, end)
+
+
+@pytest.mark.parametrize("keys", [24_000_000, 40_000_000, 2**31 - 2**24])
+@pytest.mark.parametrize("first", [0, 1000])
+@pytest.mark.parametrize("most_runs", [256, 2, 1])
+def test_runs_of_slots_that_no_run_uses(keys: int, first: int, most_runs: int) -> None:
+    """Packed sets have a slot for every 1,024 keys, of which a long set uses few: all others hold no key, whatever their number."""
+    found = torch.empty(2, dtype=torch.int64)
+    length = int(runs.run_length.fn(keys - first, most_runs))
+    count = -(-(keys - first) // length)
+    for run in (0, 1, count - 1, count, count + 1, keys // 1024, keys // 1024 + 4096):
+        _bounds[(1,)](first, keys, run, most_runs, found)
+        start, end = found.tolist()
+        wanted = first + run * length
+        assert (start, end) == ((wanted, min(wanted + length, keys)) if run < count else (keys, keys))
 
 
 def test_bfloat16_is_refused() -> None:

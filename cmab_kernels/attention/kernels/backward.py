@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, run_length, tile_at, triton_dtype
+from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles
-from .runs import cut_keys, first_slot, locate, set_bounds
+from .runs import count_runs, cut_keys, first_slot, locate, set_bounds
+
+RESOLUTION = tl.constexpr(2.0**-52)
+"""The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
 
 
 @triton.jit
@@ -55,7 +58,8 @@ def _row_terms(
     empty = logarithm == float("-inf")  # its weights become 2**(score - inf) = 0
     logarithm = tl.where(empty, 0.0, logarithm)
     score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
-    rest = (logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)) * LOG2_E
+    rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
+    rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
     tl.store(high + row, score, mask=inside)
     tl.store(low + row, tl.where(empty, float("inf"), rest).to(DTYPE), mask=inside)
     tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
@@ -97,7 +101,10 @@ def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: 
     """The weights P of a tile and the gradient dS of its scores, both (queries, keys): so the terms per query take few registers."""
     queries, douts, high, low, delta = rows
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
-    weights = tl.exp2((scores - high[:, None]) * log2_scale - low[:, None])
+    exponents = (scores - high[:, None]) * log2_scale - low[:, None]
+    if high.dtype == tl.float64:  # beyond 2**53, lse no longer tells neighbouring scores apart
+        exponents = tl.where(exponents > 0, 0.0, exponents)
+    weights = tl.exp2(exponents)
     if keep is not None:
         weights = tl.where(keep[None, :], weights, 0.0)
     slopes = weights
@@ -348,7 +355,7 @@ def _sum_runs(run_dquery, cu_seqlens, dquery, sizes, cut, scale: tl.float64, D: 
     head = tl.program_id(0) // L % H
     batch = tl.program_id(0) // L // H
     first, last = set_bounds(cu_seqlens, batch, N)
-    count = tl.cdiv(last - first, run_length(last - first, most_runs))
+    count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
     start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
     columns = tl.arange(0, D_PAD)

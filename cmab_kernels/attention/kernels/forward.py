@@ -8,12 +8,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, run_length, tile_at, triton_dtype
+from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .launch import forward_products, forward_tiles
-from .runs import cut_keys, first_slot, locate, set_bounds
+from .runs import count_runs, cut_keys, first_slot, locate, set_bounds
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _factor(peak, scale, coarse, LARGE: tl.constexpr):
+    """The unit of the weights under a maximum, by the maximum alone: `scale`, or where scores are LARGE the power of two `coarse`."""
+    return tl.where(tl.abs(peak * scale) < LARGE, scale, coarse)
+
+
+@triton.jit
+def _offset(peak, factor):
+    """A maximum in the unit `factor`, rounded; finite where there is no key yet.
+
+    `tl.maximum` stands between this product and a subtraction, with which it would be fused, and not rounded.
+    """
+    LOWEST: tl.constexpr = -1.7e308 if peak.dtype == tl.float64 else -3.4e38
+    return tl.maximum(peak * factor, LOWEST)
 
 
 @triton.jit
@@ -34,19 +49,19 @@ def _absorb(
 ):
     """Update (maximum, sum of weights, weighted values) with one tile; scaling and subtracting the maximum are one multiply-add.
 
-    The maximum is a rounded product with the scale, while the multiply-add does not round it. The sum of weights cancels the difference,
-    unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds nothing.
+    The maximum is kept as a score. Its product with the scale is rounded, while the multiply-add does not round. The sum of weights cancels
+    the difference, unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds
+    nothing. Weights are multiplied by LIFT where they meet the values, but not in their sum.
     """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
         scores = tl.where(keep[None, :], scores, float("-inf"))
-    top = tl.max(scores, 1)
-    factor = tl.where(tl.abs(top * scale) < LARGE, scale, coarse)
-    higher = tl.maximum(peak, top * factor)
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * factor[:, None] - (anchor - LIFT)[:, None])
-    fade = tl.exp2(peak - anchor)
-    acc = acc * fade[:, None] + product(weights, values, OPERAND, PRECISION)
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    factor = _factor(higher, scale, coarse, LARGE)
+    offset = _offset(higher, factor)
+    weights = tl.exp2(scores * factor[:, None] - offset[:, None])
+    fade = tl.exp2(_offset(peak, factor) - offset)
+    acc = acc * fade[:, None] + product(weights * LIFT, values, OPERAND, PRECISION)
     return higher, total * fade + tl.sum(weights, 1), acc
 
 
@@ -77,7 +92,7 @@ def _forward(
 ):
     """Compute the state of one run of keys for one block of queries.
 
-    The maximum needs a positive scale: the queries take its `sign`. Weights reach 2**LIFT: float16 has few digits below 2**-14.
+    The maximum needs a positive scale: the queries take its `sign`. Weights reach LIFT: float16 has few digits below 2**-14.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -95,7 +110,7 @@ def _forward(
     if cu_seqlens is not None:
         batch = 0
 
-    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300  not a comparison
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
     scale_ = tl.full([1], scale, tl.float64)
     log2_scale = (scale_ * LOG2_E).to(DTYPE)
     coarse_ = tl.full([1], coarse, DTYPE)
@@ -116,12 +131,11 @@ def _forward(
 
     row = slot_head.to(tl.int64) * L + rows
     columns = tl.arange(0, E_PAD)
-    acc *= (1 / tl.where(total == 0, 1, total))[:, None]
-    anchor = tl.where(peak == float("-inf"), 0.0, peak)
-    factor = tl.where(tl.abs(anchor) < LARGE, log2_scale, coarse_)
-    peak_score = anchor.to(tl.float64) / factor.to(tl.float64) * scale_
+    acc *= (1 / (tl.where(total == 0, 1, total) * LIFT))[:, None]
+    factor = _factor(peak, log2_scale, coarse_, LARGE)
+    peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale_
     tl.store(rows_at(out, row, E, E_PAD), acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
-    tl.store(lse + row, peak_score - LIFT * LN_2 + tl.log(total.to(tl.float64)), mask=rows < L)
+    tl.store(lse + row, peak_score + tl.log(total.to(tl.float64)), mask=rows < L)
 
 
 @triton.jit
@@ -154,7 +168,7 @@ def _merge(
     head = tl.program_id(0) // L % H
     batch = tl.program_id(0) // L // H
     first, last = set_bounds(cu_seqlens, batch, N)
-    count = tl.cdiv(last - first, run_length(last - first, most_runs))
+    count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
     start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
 
@@ -219,7 +233,7 @@ def attention_forward(
             E=E,
             ALIGN=alignment(query, key, value),
             BISECT=cut.bisect,
-            LIFT=14 if query.dtype == torch.float16 else 0,
+            LIFT=2.0**14 if query.dtype == torch.float16 else 1.0,
             OPERAND=triton_dtype(products.operand),
             PRECISION=products.input_precision,
             **tiles._asdict(),

@@ -47,6 +47,24 @@ def first_slot(cu_seqlens, batch, N, runs, BISECT: tl.constexpr):
 
 
 @triton.jit
+def count_runs(keys, most_runs):
+    """The number of runs of a set of so many keys. (`tl.cdiv` would add a length to them, which may leave 32 bits.)"""
+    length = run_length(keys, most_runs)
+    return keys // length + tl.minimum(keys % length, 1)
+
+
+@triton.jit
+def run_bounds(first, last, run, most_runs):
+    """The first key and the end of a run of the set that spans `first` to `last`; both `last` for a run that the set does not have.
+
+    There are far more slots than runs where sets are packed: the number of a run is clamped before it is multiplied, in 32 bits.
+    """
+    length = run_length(last - first, most_runs)
+    start = tl.minimum(first + tl.minimum(run, count_runs(last - first, most_runs)) * length, last)
+    return start, start + tl.minimum(length, last - start)
+
+
+@triton.jit
 def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
     """The set of a slot, and the first key and the end of its run, which are equal for a slot that no run uses."""
     runs, most_runs = cut
@@ -61,9 +79,8 @@ def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
     else:
         batch = slot // runs
     first, last = set_bounds(cu_seqlens, batch, N)
-    length = run_length(last - first, most_runs)
-    first = tl.minimum(first + (slot - first_slot(cu_seqlens, batch, N, runs, BISECT)) * length, last)
-    return batch, first, tl.minimum(first + length, last)
+    first, last = run_bounds(first, last, slot - first_slot(cu_seqlens, batch, N, runs, BISECT), most_runs)
+    return batch, first, last
 
 
 class Cut(NamedTuple):

@@ -1,0 +1,166 @@
+"""Scores of 2^20 to 2^60 in Triton's interpreter, where a maximum, a unit and a residue are each a thing to lose.
+
+Every test runs twice: as the interpreter computes, which rounds every product, and with products fused into the additions that follow them,
+as a GPU's compiler fuses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from cmab_kernels.attention import kernels
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+EVERYTHING = (True, True, True)
+
+
+@pytest.fixture(params=[False, True], ids=["rounded", "fused"], autouse=True)
+def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether a product that is added or subtracted next is left unrounded."""
+    if not request.param:
+        yield False
+        return
+    plain = InterpreterBuilder.binary_op
+
+    def multiply(self: Any, a: TensorHandle, b: TensorHandle) -> TensorHandle:
+        result = plain(self, a, b, np.multiply)
+        if result.data.dtype in (np.float32, np.float64):
+            result.unrounded = np.multiply(a.data.astype(np.longdouble), b.data.astype(np.longdouble))
+        return result
+
+    def adding(operation: Callable[..., Any]) -> Callable[..., TensorHandle]:
+        def add(self: Any, a: TensorHandle, b: TensorHandle) -> TensorHandle:
+            first = getattr(a, "unrounded", None)
+            second = getattr(b, "unrounded", None) if first is None else None
+            if first is None and second is None:
+                return plain(self, a, b, operation)
+            exact = operation(a.data.astype(np.longdouble) if first is None else first, b.data if second is None else second)
+            return TensorHandle(exact.astype(a.data.dtype), a.dtype.scalar)
+
+        return add
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_fmul", multiply),
+        mock.patch.object(InterpreterBuilder, "create_fadd", adding(np.add)),
+        mock.patch.object(InterpreterBuilder, "create_fsub", adding(np.subtract)),
+    ):
+        yield True
+
+
+def _state(scores: Tensor, values: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The state of keys with these scores (before the scale), for one query of one head."""
+    query = scores.new_ones(1, 1, 1, 1)
+    return kernels.attention_forward(query, scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1), None, None, None, None, scale)
+
+
+def _oracle(scores: Tensor, values: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    logits = scores.double() * scale
+    return logits.softmax(0) @ values.double(), logits.logsumexp(0)
+
+
+def _sequence(order: str, dtype: torch.dtype, signs: str, largest: int, seed: int) -> Tensor:
+    """200 scores between 2^20 and 2^largest: four tiles of keys or more."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = (2.0 ** (20 + (largest - 20) * torch.rand(200, generator=generator, dtype=torch.float64))).to(dtype)
+    if signs == "both":
+        scores *= torch.where(torch.rand(200, generator=generator) < 0.5, -1, 1)
+    elif signs == "negative":
+        scores = -scores
+    return {"mixed": scores, "rising": scores.sort().values, "falling": scores.sort(descending=True).values}[order]
+
+
+def _apart(first: float, second: float) -> Tensor:
+    """One key of each score, in different tiles; all others are far below."""
+    scores = torch.full((200,), -1e30)
+    scores[3], scores[150] = first, second
+    return scores
+
+
+@pytest.mark.parametrize("first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)])
+def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
+    """The larger of two scores takes all, whichever comes first, where each is kept in another unit."""
+    values = torch.zeros(200)
+    values[3], values[150] = 1.0, 2.0
+    scores = _apart(first, second)
+    out, lse = _state(scores, values)
+    expected, logarithm = _oracle(scores, values)
+    assert out.item() == expected.item() and abs(lse.item() - logarithm.item()) <= 1e-7 * abs(logarithm.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", ["mixed", "rising", "falling"])
+@pytest.mark.parametrize("signs", ["positive", "negative", "both"])
+def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: bool) -> None:
+    """Results and gradients are those of the largest score; it stands in one tile, or in two, where it counts twice.
+
+    Float64 logits from 2^53 on have no gradient to speak of: lse does not tell neighbouring scores apart. It stays finite.
+    """
+    for seed, (scale, largest) in enumerate([(1.0, 60), (0.7, 60), (3.0, 48)]):
+        scores, values = _sequence(order, dtype, signs, largest, seed), torch.randn(200, dtype=dtype)
+        out, lse = _state(scores, values, scale)
+        expected, logarithm = _oracle(scores, values, scale)
+        allowed = (1e-14 if fused else 4 * torch.finfo(dtype).eps) * abs(logarithm.item()) + 1e-6
+        assert abs(out.item() - expected.item()) <= 1e-6 and abs(lse.item() - logarithm.item()) <= allowed
+        _check_gradients(scores, values, scale, out, lse, allowed, finite_only=dtype == torch.float64 and largest > 50)
+        top = int(scores.argmax())
+        twice = scores.clone()
+        twice[(top + 100) % 200] = scores[top]
+        assert abs(_state(twice, values, scale)[0].item() - _oracle(twice, values, scale)[0].item()) <= 1e-6
+
+
+def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, lse: Tensor, allowed: float, finite_only: bool) -> None:
+    """With dout = 1, dlse = 1: dV is the weights; dS is the weight where it is 0 or 1, and so is dK, times the scale.
+
+    An error of lse, which may be `allowed`, is an error of the weights.
+    """
+    query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
+    ones = torch.ones_like(out), torch.ones_like(lse)
+    dquery, dkey, dvalue = kernels.attention_backward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
+    if finite_only:
+        return
+    weights = torch.zeros_like(scores)
+    weights[scores.argmax()] = 1.0
+    torch.testing.assert_close(dvalue.flatten(), weights, rtol=1e-6 + allowed, atol=0)
+    torch.testing.assert_close(dkey.flatten(), scale * weights, rtol=1e-5 + allowed, atol=0)
+    torch.testing.assert_close(dquery.flatten(), scale * scores.max()[None], rtol=1e-5 + allowed, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", [1e3, 1.3e5, 3e7, 1.7e8])
+def test_neighbours(dtype: torch.dtype, level: float) -> None:
+    """Scores a few units apart on top of a large one are weighed as if they stood alone."""
+    scores = torch.full((200,), level, dtype=dtype)
+    step = max(math.ulp(level) * 2 ** (29 if dtype == torch.float32 else 0), 0.25)
+    scores += step * torch.randint(-8, 1, (200,), generator=torch.Generator().manual_seed(1))
+    values = torch.randn(200, dtype=dtype)
+    out, lse = _state(scores, values)
+    expected, logarithm = _oracle(scores, values)
+    eps = torch.finfo(dtype).eps
+    assert abs(out.item() - expected.item()) <= 4 * eps * level + 1e-6 and abs(lse.item() - logarithm.item()) <= 4 * eps * level
+
+
+@pytest.mark.parametrize("level", [100.0, 700.0, 3e3, 7e3, 1.1e4])
+def test_large_scores_in_float16(level: float) -> None:
+    """Weights are lifted by 2^14, and what the rounding of a large maximum adds to them must stay within float16."""
+    values = torch.arange(200.0).half()
+    for step in range(0, 40, 9):
+        key = torch.full((1, 1, 200, 1), level + 8 * step, dtype=torch.float16)
+        query = torch.full((1, 1, 1, 1), level, dtype=torch.float16)
+        out, lse = kernels.attention_forward(query, key, values.view(1, 1, -1, 1), None, None, None, None, 1.0)
+        score = query.double().item() * key[0, 0, 0].double().item()
+        assert (
+            abs(out.item() - 99.5) <= 2**-10 * 99.5
+            and abs(lse.item() - score - math.log(200)) <= 4 * torch.finfo(torch.float32).eps * score
+        )
