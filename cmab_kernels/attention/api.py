@@ -32,7 +32,8 @@ def latent_attention(
         value: (B, H, N, E).
         key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
         cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: key and value have batch 1 and hold S sets of keys one after the
-            other, set s from cu_seqlens[s] to cu_seqlens[s + 1]; a query (B, H, L, D) and the result have batch S.
+            other, set s from cu_seqlens[s] to cu_seqlens[s + 1]; a query (B, H, L, D) and the result have batch S. On a GPU, where
+            reading the values would make the program wait, offsets that do not rise so make every result and gradient NaN.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 

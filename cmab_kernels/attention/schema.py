@@ -29,16 +29,19 @@ LIB.define(
 
 
 def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The state of the keys by the reference, merged with the incoming state if there is one."""
+    """The state of the keys by the reference, merged with the incoming state if there is one; NaN where offsets are bad."""
     state_out, state_lse, scale = rest
     new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
+    if cu_seqlens is not None:
+        bad = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != key.shape[2]) | (cu_seqlens.diff() < 0).any()
+        new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
     return new if state_out is None else merge_states(AttentionState(state_out, state_lse), new)
 
 
 def _check_offsets(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to the number of keys."""
-    if cu_seqlens is None or not has_values(cu_seqlens) or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return  # the values cannot be read during a capture; the kernels clamp them
+    """Raise unless the offsets of packed sets rise from 0 to the number of keys; on a GPU, whose values one must wait for, do nothing."""
+    if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
+        return
     offsets, length = cu_seqlens.tolist(), key.shape[2]
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cmab_kernels.attention import kernels
+from cmab_kernels.attention import kernels, schema
 from cmab_kernels.attention.kernels import runs
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 
@@ -163,12 +163,68 @@ def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b[:, :, part]) for a, b in zip(alone.grads[1:], packed.grads[1:], strict=True))
 
 
-def test_wrong_offsets_read_nothing_out_of_bounds() -> None:
-    """Offsets are not checked on a GPU: wrong ones must be clamped. A finite result shows that no margin, which is NaN, was read."""
-    q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, 70, 8, 8, torch.float32)[1:]
-    for offsets in ([-5, 900, 20, 3, 70], [70, 0, 70, 0, 70], [2**40, -(2**40), 10, 20, 1000]):
-        out, _ = kernels.attention_forward(q, k, v, None, torch.tensor(offsets), None, None, 1.0)
-        assert out.isfinite().all()
+BAD_OFFSETS = (
+    [-5, 900, 20, 3, 70],
+    [70, 0, 70, 0, 70],
+    [2**40, -(2**40), 10, 20, 1000],
+    [0, 9, 9, 40, 69],
+    [1, 9, 9, 40, 70],
+    [0, 9, 8, 40, 70],
+)
+
+
+@pytest.mark.parametrize("offsets", BAD_OFFSETS)
+@pytest.mark.parametrize("keys", [70, 5000])
+def test_wrong_offsets(offsets: list[int], keys: int) -> None:
+    """Where nobody reads the values, bad offsets make every result NaN, and the kernels read offsets that lead nowhere else.
+
+    With 5,000 keys there are fewer slots than runs, and sets are found by bisection.
+    """
+    given = torch.tensor(offsets) * (keys // 70)
+    q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, keys, 8, 8, torch.float32)[1:]
+    out, lse = kernels.attention_forward(q, k, v, None, given, None, None, 1.0)
+    assert out.isnan().all() and lse.isnan().all()
+    grads = kernels.attention_backward(out, lse, q, k, v, None, given, out, lse, 1.0, EVERYTHING)
+    assert all(grad.isnan().all() for grad in grads)
+    vetted = runs.vetted(given, keys)
+    assert vetted is not None and vetted.tolist() == [0, keys, keys, keys, keys, 1]
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [5, 0, 65], [1] * 3000])
+def test_vetted_offsets(sizes: list[int]) -> None:
+    """Good offsets of any strides are kept, and of many sets a single fall is noticed, wherever it is."""
+    good = [0, *itertools.accumulate(sizes)]
+    given = torch.tensor(good).repeat_interleave(3)[::3]
+    vetted = runs.vetted(given, good[-1])
+    assert vetted is not None and vetted.tolist() == [*good, 0]
+    for place in {1, len(good) // 2, len(good) - 2} if len(good) > 2 else ():
+        bad = given.clone()
+        bad[place] = bad[place - 1] - 1
+        spoilt = runs.vetted(bad, good[-1])
+        assert spoilt is not None and spoilt[-1] == 1, place
+
+
+def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value of a tensor on a GPU is read on the host; the tensors of the interpreter stand in for it."""
+
+    def wait(*_: object) -> None:
+        raise AssertionError("the host would wait for the device")
+
+    class OnGPU:
+        is_cuda = True
+
+        def tolist(self) -> None:
+            wait()
+
+    q, k, v = torch.randn(3, 1, 3, 8), *_inputs(1, 1, 1, 70, 8, 8, torch.float32)[1:]
+    schema._check_offsets(q, k, v, None, OnGPU())
+    offsets = torch.tensor([0, 9, 40, 70])
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(Tensor, name, wait)
+    out, lse = kernels.attention_forward(q, k, v, None, offsets, None, None, 1.0)
+    kernels.attention_backward(out, lse, q, k, v, None, offsets, out, lse, 1.0, EVERYTHING)
+    with pytest.raises(AssertionError, match="wait"):
+        schema._check_offsets(q, k, v, None, offsets)
 
 
 @pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles
-from .runs import count_runs, cut_keys, first_slot, locate, set_bounds
+from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
 RESOLUTION = tl.constexpr(2.0**-52)
 """The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
@@ -182,7 +182,7 @@ def _backward(
     key,
     value,
     mask,
-    cu_seqlens,
+    offsets,
     douts,
     high,
     low,
@@ -216,9 +216,9 @@ def _backward(
     block = tl.program_id(0) % blocks
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
-    batch, first, last = locate(slot_head // H, cu_seqlens, B, N, cut, BISECT)
+    batch, first, last = locate(slot_head // H, offsets, B, N, cut, BISECT)
     rows = _load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
-    if cu_seqlens is not None:
+    if offsets is not None:
         batch = 0
     scale_ = tl.full([1], scale, DTYPE)
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
@@ -292,7 +292,7 @@ def _backward_keys(
     key,
     value,
     mask,
-    cu_seqlens,
+    offsets,
     douts,
     high,
     low,
@@ -319,8 +319,8 @@ def _backward_keys(
     B, H, L, N = sizes
     query_strides, key_strides, value_strides, mask_strides = strides
     head = tl.program_id(0) % H
-    batch, first, last = locate(tl.program_id(0) // H, cu_seqlens, B, N, cut, BISECT)
-    store = batch if cu_seqlens is None else 0
+    batch, first, last = locate(tl.program_id(0) // H, offsets, B, N, cut, BISECT)
+    store = batch if offsets is None else 0
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
@@ -345,26 +345,26 @@ def _backward_keys(
 
 
 @triton.jit
-def _sum_runs(run_dquery, cu_seqlens, dquery, sizes, cut, scale: tl.float64, D: tl.constexpr, CHUNK: tl.constexpr, BISECT: tl.constexpr):
+def _sum_runs(run_dquery, offsets, dquery, sizes, cut, scale: tl.float64, D: tl.constexpr, CHUNK: tl.constexpr, BISECT: tl.constexpr):
     """dQ of one row: the shares of all runs, added in the order of the runs."""
     DTYPE: tl.constexpr = run_dquery.dtype.element_ty
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
-    _, H, L, N = sizes
+    B, H, L, N = sizes
     runs, most_runs = cut
     row = tl.program_id(0) % L
     head = tl.program_id(0) // L % H
     batch = tl.program_id(0) // L // H
-    first, last = set_bounds(cu_seqlens, batch, N)
+    first, last = set_bounds(offsets, batch, N)
     count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
-    start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+    start = first_slot(offsets, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
     columns = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], DTYPE)
     for chunk in range(0, count, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
         shares = rows_at(run_dquery, start + run * stride, D, D_PAD)
         total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
-    total *= tl.full([1], scale, DTYPE)
+    total = unless_bad(total * tl.full([1], scale, DTYPE), offsets, B)
     tl.store(dquery + (tl.program_id(0).to(tl.int64) * D + columns), total.to(dquery.dtype.element_ty), mask=columns < D)
 
 
@@ -388,10 +388,11 @@ def attention_backward(
     products = backward_products(query.dtype, max(D, E))
     tiles = backward_tiles(products, query.device, max(D, E), L)
     sums = torch.promote_types(query.dtype, torch.float32)
-    fresh = torch.empty_like if L else torch.zeros_like  # without queries no kernel runs
+    fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
     dquery, dkey, dvalue = grads
     with on_device(query):
+        offsets = vetted(cu_seqlens, N)
         douts = query.new_empty((B, H, L, E), dtype=products.operand)
         high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
         _row_terms[(triton.cdiv(B * H * L, 16),)](
@@ -410,7 +411,7 @@ def attention_backward(
             E=E,
             ROWS=16,
         )
-        inputs = (query, key, value, mask, cu_seqlens, douts, high, low, delta)
+        inputs = (query, key, value, mask, offsets, douts, high, low, delta)
         options = {
             "strides": (query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
             "sizes": (B, H, L, N),
@@ -433,7 +434,7 @@ def attention_backward(
             _backward[(cut.slots * H * blocks,)](*inputs, shares, dkey, dvalue, **options, **tiles._asdict())
         if shares is not None:
             _sum_runs[(B * H * L,)](
-                shares, cu_seqlens, dquery, (B, H, L, N), (cut.runs, cut.most_runs), scale, D=D, CHUNK=32, BISECT=cut.bisect
+                shares, offsets, dquery, (B, H, L, N), (cut.runs, cut.most_runs), scale, D=D, CHUNK=32, BISECT=cut.bisect
             )
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

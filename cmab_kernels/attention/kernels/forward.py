@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .launch import forward_products, forward_tiles
-from .runs import count_runs, cut_keys, first_slot, locate, set_bounds
+from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -71,7 +71,7 @@ def _forward(
     key,
     value,
     mask,
-    cu_seqlens,
+    offsets,
     out,
     lse,
     strides,
@@ -103,11 +103,11 @@ def _forward(
     block = tl.program_id(0) % blocks
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
-    batch, first, last = locate(slot_head // H, cu_seqlens, B, N, cut, BISECT)
+    batch, first, last = locate(slot_head // H, offsets, B, N, cut, BISECT)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), rows < L, D)
     queries = (queries * sign).to(query.dtype.element_ty)
-    if cu_seqlens is not None:
+    if offsets is not None:
         batch = 0
 
     LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
@@ -144,7 +144,7 @@ def _merge(
     run_lse,
     state_out,
     state_lse,
-    cu_seqlens,
+    offsets,
     out,
     lse,
     strides,
@@ -161,16 +161,16 @@ def _merge(
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
-    _, H, L, N = sizes
+    B, H, L, N = sizes
     out_strides, lse_strides = strides
     runs, most_runs = cut
     row = tl.program_id(0) % L
     head = tl.program_id(0) // L % H
     batch = tl.program_id(0) // L // H
-    first, last = set_bounds(cu_seqlens, batch, N)
+    first, last = set_bounds(offsets, batch, N)
     count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
-    start = first_slot(cu_seqlens, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+    start = first_slot(offsets, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
 
     every = tl.arange(0, MOST)
     parts = tl.load(run_lse + start + every * stride, mask=every < count, other=float("-inf"))
@@ -192,8 +192,9 @@ def _merge(
     if state_lse is not None:
         outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 1), mask=(columns < E)[None, :], other=0.0)
         acc += tl.exp(state - anchor).to(DTYPE)[:, None] * outs
+    acc = unless_bad(acc, offsets, B)
     tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
-    tl.store(lse + tl.program_id(0), merged)
+    tl.store(lse + tl.program_id(0), unless_bad(merged, offsets, B))
 
 
 def attention_forward(
@@ -213,6 +214,7 @@ def attention_forward(
     products = forward_products(query.dtype, max(D, E))
     tiles = forward_tiles(products, query.device, max(D, E), L)
     with on_device(query):
+        offsets = vetted(cu_seqlens, N)
         out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
         lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)
         _forward[(cut.slots * H * triton.cdiv(L, tiles.BLOCK_L),)](
@@ -220,7 +222,7 @@ def attention_forward(
             key,
             value,
             mask,
-            cu_seqlens,
+            offsets,
             out,
             lse,
             strides=(query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
@@ -247,7 +249,7 @@ def attention_forward(
             lse,
             state_out,
             state_lse,
-            cu_seqlens,
+            offsets,
             merged_out,
             merged_lse,
             strides=((0,) * 4, (0,) * 4) if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0)),

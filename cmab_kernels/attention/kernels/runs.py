@@ -8,12 +8,17 @@ has the same bits alone, in a batch, and packed among others.
 The result of run r of set b is stored in slot `b * runs + r`. The host knows only the total length of packed sets (`cu_seqlens`), which are
 mostly far shorter: where it takes less memory they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is shorter
 than GRAIN keys, so that slots of different sets are distinct, and a program finds its set by bisection.
+
+Nobody waits for the values of `cu_seqlens`. All kernels read offsets that the first one has vetted: they rise from 0 to N whatever was
+given, so that nothing is read or written out of bounds; where something else was given, every result is NaN.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...triton_common import GRAIN, run_length
 
@@ -25,21 +30,60 @@ MOST_QUERIES = 128
 
 
 @triton.jit
-def set_bounds(cu_seqlens, batch, N):
-    """The first key of a set and the end, one past its last key; within 0..N whatever `cu_seqlens` holds."""
+def _vet(cu_seqlens, offsets, sets, stride, N, BLOCK: tl.constexpr):
+    """Copy the offsets if they rise from 0 to N. If not, all keys become those of the first set, and the element past the end is 1."""
+    bad = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + sets.to(tl.int64) * stride) != N)
+    falls = 0
+    for start in range(0, sets, BLOCK):
+        index = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        low = tl.load(cu_seqlens + index * stride, mask=index < sets, other=0)
+        high = tl.load(cu_seqlens + (index + 1) * stride, mask=index < sets, other=0)
+        falls += tl.sum((low > high).to(tl.int32), 0)
+    bad |= falls > 0
+    for start in range(0, sets + 1, BLOCK):
+        index = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        given = tl.load(cu_seqlens + index * stride, mask=index <= sets, other=0)
+        tl.store(offsets + index, tl.where(bad, tl.where(index == 0, 0, N), given.to(tl.int32)), mask=index <= sets)
+    tl.store(offsets + sets + 1, bad.to(tl.int32))
+
+
+def vetted(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
+    """Offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to `keys`. The last element says if others were given.
+
+    It is found out on the device, by one small kernel, and the host does not wait for it.
+    """
+    if cu_seqlens is None:
+        return None
+    sets = cu_seqlens.shape[0] - 1
+    offsets = cu_seqlens.new_empty((sets + 2,), dtype=torch.int32)
+    _vet[(1,)](cu_seqlens, offsets, sets, cu_seqlens.stride(0), keys, BLOCK=1024)
+    return offsets
+
+
+@triton.jit
+def unless_bad(result, offsets, B):
+    """The result, or NaN if the offsets that were given are bad."""
+    if offsets is not None:
+        result = tl.where(tl.load(offsets + B + 1) != 0, float("nan"), result)
+    return result
+
+
+@triton.jit
+def set_bounds(offsets, batch, N):
+    """The first key of a set and the end, one past its last key."""
     first = 0
     last = N
-    if cu_seqlens is not None:
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch), 0), N).to(tl.int32)
-        last = tl.minimum(tl.maximum(tl.load(cu_seqlens + batch + 1), first), N).to(tl.int32)
+    if offsets is not None:
+        first = tl.load(offsets + batch)
+        last = tl.load(offsets + batch + 1)
     return first, last
 
 
 @triton.jit
-def first_slot(cu_seqlens, batch, N, runs, BISECT: tl.constexpr):
+def first_slot(offsets, batch, N, runs, BISECT: tl.constexpr):
     """The slot of the first run of a set."""
     if BISECT:
-        first, _ = set_bounds(cu_seqlens, batch, N)
+        first, _ = set_bounds(offsets, batch, N)
         slot = batch + first // GRAIN
     else:
         slot = batch * runs
@@ -65,7 +109,7 @@ def run_bounds(first, last, run, most_runs):
 
 
 @triton.jit
-def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
+def locate(slot, offsets, B, N, cut, BISECT: tl.constexpr):
     """The set of a slot, and the first key and the end of its run, which are equal for a slot that no run uses."""
     runs, most_runs = cut
     if BISECT:
@@ -73,13 +117,13 @@ def locate(slot, cu_seqlens, B, N, cut, BISECT: tl.constexpr):
         above = B
         while above - batch > 1:
             middle = (batch + above) // 2
-            below = first_slot(cu_seqlens, middle, N, runs, BISECT) <= slot
+            below = first_slot(offsets, middle, N, runs, BISECT) <= slot
             batch = tl.where(below, middle, batch)
             above = tl.where(below, above, middle)
     else:
         batch = slot // runs
-    first, last = set_bounds(cu_seqlens, batch, N)
-    first, last = run_bounds(first, last, slot - first_slot(cu_seqlens, batch, N, runs, BISECT), most_runs)
+    first, last = set_bounds(offsets, batch, N)
+    first, last = run_bounds(first, last, slot - first_slot(offsets, batch, N, runs, BISECT), most_runs)
     return batch, first, last
 
 
