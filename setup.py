@@ -42,8 +42,11 @@ ENGINES = {
 }
 """The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
-GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100"}
-"""The GPU architectures to compile machine code for, with their compute capabilities; later GPUs use PTX of the last."""
+GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
+"""The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9 too, as that of
+sm_100 on 10.3 and that of sm_120 on 12.1."""
+PTX = "100"
+"""The compute capability whose PTX is added, for GPUs that no machine code is for: the driver compiles it there."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
 
 
@@ -86,9 +89,7 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | N
     includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
     extra = os.environ.get("CXXFLAGS", "")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
-    newest = list(GPUS.values())[-1]
-    codes += f" -gencode arch=compute_{newest},code=compute_{newest}"
-
+    codes += f" -gencode arch=compute_{PTX},code=compute_{PTX}"
     compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} -I{CSRC} {codes}"
 
     def object_file(source: Path, instruction_set: str) -> Path:

@@ -80,30 +80,37 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
         raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
     if weights.device != key.device:
         raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
-    weights = weights.to(state_dtype(key.dtype))
+    weights = nan_if_refused(weights.to(state_dtype(key.dtype)))
     return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
 
 
-_NEGATIVE = wrong("{}", "has a negative element", "every element must be >= 0")
+def _is_read(tensor: Tensor) -> bool:
+    """Whether values are checked: those on the CPU. The host would wait for those on a GPU, and others (`tracing.has_values`) have none."""
+    return tensor.device.type == "cpu" and has_values(tensor)
 
 
-def refuse_negative(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` if an element is below 0. On a GPU it is an assertion on the device, so that the host need not wait.
+def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> None:
+    """Raise `ValueError` if an element of a tensor on the CPU is below 0, unless it is `absent`.
 
-    Tensors without values (see `tracing.has_values`) are not checked.
+    On a GPU nothing is launched: `nan_if_refused`, or the `info` of a solve, says there that a value is not allowed.
     """
-    if not has_values(tensor):
+    if not _is_read(tensor) or not tensor.numel():
         return
-    if tensor.is_cuda:
-        torch._assert_async(~(tensor < 0).any(), _NEGATIVE.format(name))
-    elif tensor.numel() and not tensor.min().item() >= 0 and (tensor < 0).any():  # `min` alone takes half the time, but may be a NaN
-        raise ValueError(_NEGATIVE.format(name))
+    if absent is not None:
+        tensor = tensor.masked_fill(absent, 0.0)
+    if not tensor.min().item() >= 0 and (tensor < 0).any():  # `min` alone takes half the time, but may be a NaN
+        raise ValueError(wrong(name, "has a negative element", "every element must be >= 0"))
+
+
+def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
+    """On a GPU the tensor with NaN for elements below 0 or above `largest`, which on the CPU are refused; on the CPU as it is."""
+    return tensor.masked_fill((tensor < 0) | (tensor > largest), math.nan) if tensor.is_cuda else tensor
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:
     """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
     for name, tensor in tensors.items():
-        if tensor.device.type == "cpu" and has_values(tensor) and not _all_finite(tensor):
+        if _is_read(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
 
 

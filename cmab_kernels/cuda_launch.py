@@ -1,9 +1,11 @@
-"""What every call of a CUDA kernel needs: a check that the GPU can run it, and the stream that it runs on."""
+"""What every call of a CUDA kernel needs: a check that the GPU can run it, and a launch on the GPU's current stream."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from .extension import load_cuda
 from .tracing import traced_as_constant
@@ -13,19 +15,26 @@ MAX_WIDTH = CUDA.MAX_WIDTH
 
 
 @traced_as_constant
-def gpu_problem(index: int | None) -> str | None:
-    """The reason why the GPU of this index cannot run the CUDA kernels, as a phrase; None if it can run them."""
+def gpu_problem(index: int | None, shared_bytes: int = 0) -> str | None:
+    """The reason why the GPU of this index cannot run a kernel whose blocks take `shared_bytes` of shared memory; None if it can."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(index)
     if major < 8:
         return f"it was built for compute capability 8.0 and up, and the GPU has {major}.{minor}"
-    available = CUDA.shared_memory(torch.cuda.current_device() if index is None else index)
-    if available < CUDA.SHARED_BYTES:
-        return f"it needs {CUDA.SHARED_BYTES // 1024} KiB of shared memory in a block, and the GPU has {available // 1024}"
+    try:
+        available = CUDA.shared_memory(torch.cuda.current_device() if index is None else index)
+    except RuntimeError as error:
+        return f"the CUDA runtime that it was built with cannot use the GPU ({error}); a newer driver may be needed"
+    if available < shared_bytes:
+        return f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has {available // 1024}"
     return None
 
 
-def stream_of(tensor: Tensor) -> int:
-    """The CUDA stream (a cudaStream_t, as an int) that is current on the tensor's device."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream
+def launch(function: Callable[..., None], device: torch.device, **arguments: Any) -> None:
+    """Call `function`, which launches kernels, for tensors on `device`, on its current stream. The caller's current device is restored.
+
+    torch changes the device, not csrc: it makes no context on a GPU that the process has not used.
+    """
+    with torch.cuda._DeviceGuard(device.index):  # as torch.cuda.device, without its 2 us of checks
+        function(**arguments, stream=torch._C._cuda_getCurrentRawStream(device.index))

@@ -90,10 +90,37 @@ void attention_step(const StepCall& call, Stream) { play_step(call, 0); }
 }  // namespace cmab::cuda
 
 using namespace cmab::cuda;
+using cmab::Arguments;
+using cmab::TensorView;
+
+namespace {
+
+// Writes the iterative pseudo-inverse of one matrix, which a step computes in shared memory, to `inverse`.
+template <class S>
+void invert(const TensorView& matrix, const TensorView& inverse, int iterations) {
+  const int order = int(matrix.shape[0]);
+  std::vector<S> memory((4 * order + 2) * order, S(NAN));
+  std::copy_n(static_cast<const S*>(matrix.data), order * order, memory.begin());
+  const Block block{nullptr, kThreads, seed % 2 == 1};
+  const PinvBlock<S> pinv(block, memory.data(), order);
+  pinv.invert(iterations);
+  for (int i = 0; i < order * order; ++i) static_cast<S*>(inverse.data)[i] = pinv.inverse(i / order, i % order);
+}
+
+void iterative_pinv(Arguments& in) {
+  const TensorView matrix = in.contiguous("matrix", "MM", cmab::kWide);
+  const TensorView inverse = in.contiguous("inverse", "MM", matrix.dtype);
+  const int iterations = int(in.integer("iterations"));
+  return matrix.dtype == cmab::DType::kFloat64 ? invert<double>(matrix, inverse, iterations)
+                                               : invert<float>(matrix, inverse, iterations);
+}
+
+}  // namespace
 
 PYBIND11_MODULE(emulated_cuda, module) {
   module.def("set_seed", [](int number) { seed = number; });
   bind_continual(module);
   bind_ridge(module);
   bind_solve(module);
+  cmab::define<iterative_pinv>(module, "iterative_pinv");
 }

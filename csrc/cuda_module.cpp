@@ -1,14 +1,11 @@
 // The extension module cmab_kernels._cuda: Python bindings of the CUDA kernels.
 #include "common/cuda_bindings.h"
-#include "continual/step.cuh"
-#include "gram/ridge_solve.cuh"
 
 using namespace cmab::cuda;
 
 const cmab::Device cmab::kDevice = cmab::Device::kCuda;
 
 PYBIND11_MODULE(_cuda, module) {
-  module.attr("SHARED_BYTES") = most(most_shared_bytes(), step_shared_bytes<double>(kMaxValueWidth, kMaxLandmarks));
   module.def("shared_memory", shared_memory);
   bind_continual(module);
   bind_ridge(module);

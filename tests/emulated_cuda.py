@@ -73,6 +73,11 @@ class EmulatedCuda:
         return getattr(self._extension, name)
 
 
+def launch(function: Callable[..., None], device: Any, **arguments: Any) -> None:
+    """Call `function` as `cmab_kernels.cuda_launch.launch` does on a GPU."""
+    function(**arguments, stream=0)
+
+
 def run_under_sanitizers(file: str, chosen: str) -> None:
     """Run the tests of `file` that the expression `chosen` selects in a process with the address and undefined-behaviour sanitizers."""
     preload = [

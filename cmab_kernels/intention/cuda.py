@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
+from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
 from ..dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
@@ -20,7 +20,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"no CUDA kernel for {key.dtype}"
     if key.shape[-1] > MAX_WIDTH:
         return f"its keys are at most {MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
-    return gpu_problem(key.device.index)
+    return gpu_problem(key.device.index, CUDA.ridge_shared_bytes(key.shape[-1], value.shape[-1], key.dtype == torch.float64))
 
 
 def ridge_solve(
@@ -32,18 +32,19 @@ def ridge_solve(
     weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)
     gram = key.new_empty((batch, heads, width, width), dtype=torch.float64)
     info = key.new_empty((batch, heads), dtype=torch.int32)
-    CUDA.ridge_solve(
+    launch(
+        CUDA.ridge_solve,
+        key.device,
         key=key,
         value=value,
         weights=weights,
         key_padding_mask=key_padding_mask,
-        alpha=alpha.contiguous(),
+        alpha=alpha,
         weight=weight,
         gram=gram,
         info=info,
         workspace=key.new_empty(workspace_size, dtype=torch.float64),
         tickets=key.new_zeros(ticket_count, dtype=torch.int32),
         together=together,
-        stream=stream_of(key),
     )
     return weight, gram, info

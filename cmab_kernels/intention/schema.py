@@ -30,9 +30,9 @@ LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
 
 
 def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
-    """Raise if the weight of a key that is not masked is negative."""
+    """Raise if the weight of a key that is not masked is negative; on a GPU such a weight is NaN by now (`weights_of_heads`)."""
     if weights is not None:
-        refuse_negative("weights", weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0))
+        refuse_negative("weights", weights, absent=None if key_padding_mask is None else key_padding_mask[:, None])
 
 
 def _check_rows(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, *rest: Any) -> None:

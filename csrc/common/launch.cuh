@@ -14,13 +14,19 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// Launches `kernel` asynchronously; it may use more shared memory than the default 48 KiB.
+constexpr int kDefaultShared = 48 << 10;  // more bytes of shared memory must be asked for
+
+// Launches `kernel` asynchronously. The caller has made its device the current one (cmab_kernels/cuda_launch.py): this
+// changes nothing that outlasts the call.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, Stream on,
             const Arguments&... arguments) {
-  check(cudaSetDevice(on.device), "choice of the device");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "shared memory of a kernel");
+  int current = -1;
+  check(cudaGetDevice(&current), "the current device");
+  if (current != on.device) throw std::runtime_error("the device of the tensors is not the current one");
+  if (shared_bytes > kDefaultShared)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "shared memory of a kernel");
   kernel<<<unsigned(blocks), threads, shared_bytes, reinterpret_cast<cudaStream_t>(on.stream)>>>(arguments...);
   check(cudaGetLastError(), "launch of a kernel");
 }

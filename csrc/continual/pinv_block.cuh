@@ -52,7 +52,7 @@ class PinvBlock {
         column = std::fmax(column, norms[order_ + k]);
       }
       for (int item = thread; item < size_; item += block_.threads)
-        z()[item] = matrix(item % order_, item / order_) / (row * column);
+        z()[item] = matrix(item % order_, item / order_) / column / row;  // their product may overflow or underflow
     });
   }
 

@@ -35,7 +35,9 @@ void ridge(Arguments& in) {
   std::copy_n(weights.stride, 3, call.weights_stride);
   call.absent = static_cast<const uint8_t*>(absent.data);
   std::copy_n(absent.stride, 2, call.absent_stride);
-  call.alpha = static_cast<const double*>(in.contiguous("alpha", "BH", DType::kFloat64).data);
+  const TensorView alpha = in.tensor("alpha", "BH", DType::kFloat64);
+  call.alpha = static_cast<const double*>(alpha.data);
+  std::copy_n(alpha.stride, 2, call.alpha_stride);
   call.weight = static_cast<double*>(in.contiguous("weight", "BHDE", DType::kFloat64).data);
   call.gram = static_cast<double*>(in.contiguous("gram", "BHDD", DType::kFloat64).data);
   call.info = static_cast<int32_t*>(in.contiguous("info", "BH", DType::kInt32).data);
@@ -51,10 +53,16 @@ void ridge(Arguments& in) {
   ridge_solve(call, on);
 }
 
+// The bytes of shared memory of a block of the ridge solve, for keys in float64 if `wide`.
+int shared_bytes(int key_width, int value_width, bool wide) {
+  return wide ? ridge_shared_bytes<double>(key_width, value_width) : ridge_shared_bytes<float>(key_width, value_width);
+}
+
 }  // namespace
 
 void bind_ridge(py::module_& module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
+  module.def("ridge_shared_bytes", shared_bytes);
   define<ridge_needs>(module, "ridge_needs");
   define<ridge>(module, "ridge_solve");
 }

@@ -17,8 +17,9 @@ struct RidgeCall {
   int64_t weights_stride[3];
   const uint8_t* absent;  // (B, N), nonzero where a key is absent, or null
   int64_t absent_stride[2];
-  // Contiguous; `workspace` and `tickets` as sized by Needs, the tickets zeroed.
   const double* alpha;  // (B, H)
+  int64_t alpha_stride[2];
+  // Contiguous; `workspace` and `tickets` as sized by Needs, the tickets zeroed.
   double* weight;       // (B, H, D, E)
   double* gram;         // (B, H, D, D)
   int32_t* info;        // (B, H)
@@ -45,15 +46,6 @@ template <class T>
 CMAB_HOST_DEVICE int ridge_shared_bytes(int key_width, int value_width) {
   const Cut cut = make_cut(0, key_width, value_width);
   return most(GramBlock<T>::shared_bytes(cut), SolveBlock<double>::shared_bytes(key_width, value_width));
-}
-
-// The most bytes of shared memory that a block of the ridge solve needs at any width.
-inline int most_shared_bytes() {
-  int bytes = 0;
-  for (int width = 1; width <= kMaxWidth; ++width)
-    for (int value_width = 0; value_width <= 2 * kMaxWidth; value_width += kPatch)
-      bytes = most(bytes, ridge_shared_bytes<double>(width, value_width));
-  return bytes;
 }
 
 // Block `index` of a launch: sums a panel of a leaf of a matrix. The last block of a matrix adds these up and solves.
@@ -157,8 +149,10 @@ class RidgeBlock {
   CMAB_DEVICE void solve() const {
     const int D = call_.key_width, E = call_.value_width;
     double* weight = call_.weight + matrix() * D * E;
+    const int64_t b = matrix() / call_.heads, h = matrix() % call_.heads;
+    const double alpha = call_.alpha[b * call_.alpha_stride[0] + h * call_.alpha_stride[1]];
     const System<double> system{
-        D, E, call_.gram + matrix() * D * D, D, 1, weight, E, 1, call_.alpha[matrix()], weight, call_.info + matrix()};
+        D, E, call_.gram + matrix() * D * D, D, 1, weight, E, 1, alpha, weight, call_.info + matrix()};
     SolveBlock<double>(block_, system).solve();
   }
 

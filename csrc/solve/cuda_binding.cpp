@@ -18,7 +18,8 @@ void solve(Arguments& in) {
   call.gram = gram.data, call.rhs = rhs.data;
   std::copy_n(gram.stride, 3, call.gram_stride);
   std::copy_n(rhs.stride, 3, call.rhs_stride);
-  call.alpha = in.contiguous("alpha", "M", gram.dtype).data;
+  const TensorView alpha = in.tensor("alpha", "M", gram.dtype);
+  call.alpha = alpha.data, call.alpha_stride = alpha.stride[0];
   call.weight = in.contiguous("weight", "MDE", gram.dtype).data;
   call.info = static_cast<int32_t*>(in.contiguous("info", "M", DType::kInt32).data);
   const Stream on = read_stream(in);
@@ -26,8 +27,16 @@ void solve(Arguments& in) {
   regularised_solve(call, on);
 }
 
+// The bytes of shared memory of a block that solves a system, in float64 if `wide`.
+int shared_bytes(int order, int columns, bool wide) {
+  return wide ? SolveBlock<double>::shared_bytes(order, columns) : SolveBlock<float>::shared_bytes(order, columns);
+}
+
 }  // namespace
 
-void bind_solve(py::module_& module) { define<solve>(module, "regularised_solve"); }
+void bind_solve(py::module_& module) {
+  module.def("solve_shared_bytes", shared_bytes);
+  define<solve>(module, "regularised_solve");
+}
 
 }  // namespace cmab::cuda

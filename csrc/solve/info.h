@@ -1,16 +1,30 @@
 // The status of a solved system, the same on the CPU and on a GPU.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
+#include "common/host_device.h"
+
 namespace cmab {
 
-enum Info : int32_t { kSound = 0, kNotPositiveDefinite = 1, kIllConditioned = 2 };
+// From cmab_kernels/constants.py.
+enum Info : int32_t {
+  kSound = CMAB_INFO_SOUND,
+  kNotPositiveDefinite = CMAB_INFO_NOT_POSITIVE_DEFINITE,
+  kIllConditioned = CMAB_INFO_ILL_CONDITIONED
+};
 
 // A system is ill-conditioned if its condition number (in the 1-norm) times epsilon exceeds this: its solution may have
 // no correct digit beyond the second. From cmab_kernels/constants.py.
 constexpr double kIllConditionedLimit = CMAB_ILL_CONDITIONED;
+
+// A penalty as it is, or NaN for a negative one, with which no system is positive definite.
+template <class T>
+static CMAB_HOST_DEVICE T allowed(T alpha) {
+  return alpha >= 0 ? alpha : T(NAN);
+}
 
 // The status of a system; a condition number that overflowed to NaN counts as ill-conditioned.
 template <class T>

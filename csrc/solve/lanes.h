@@ -89,7 +89,7 @@ class LanesSolve {
       for (int64_t j = 0; j < order_; ++j) read_line(lines, j * column, row, j, order_, &at(0, j), row_);
     V alpha;
     for (int lane = 0; lane < kLanes; ++lane)
-      alpha[lane] = static_cast<const T*>(systems_.alpha)[matrix_of(lane) * systems_.alpha_stride];
+      alpha[lane] = allowed(static_cast<const T*>(systems_.alpha)[matrix_of(lane) * systems_.alpha_stride]);
     for (int64_t i = 0; i < order_; ++i) at(i, i) += alpha;
     for (int64_t i = order_; i < padded_; ++i) {
       for (int64_t j = 0; j < i; ++j) at(i, j) = V{};

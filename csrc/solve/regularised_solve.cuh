@@ -15,7 +15,8 @@ struct SolveCall {
   int64_t gram_stride[3];
   const void* rhs;  // (M, D, E)
   int64_t rhs_stride[3];
-  const void* alpha;  // (M,), contiguous
+  const void* alpha;  // (M,)
+  int64_t alpha_stride;
   void* weight;       // (M, D, E), contiguous
   int32_t* info;      // (M,)
 };
@@ -30,7 +31,7 @@ CMAB_HOST_DEVICE System<T> system(const SolveCall& call, int64_t matrix) {
           static_cast<const T*>(call.rhs) + matrix * call.rhs_stride[0],
           call.rhs_stride[1],
           call.rhs_stride[2],
-          static_cast<const T*>(call.alpha)[matrix],
+          static_cast<const T*>(call.alpha)[matrix * call.alpha_stride],
           static_cast<T*>(call.weight) + matrix * call.order * call.columns,
           call.info + matrix};
 }

@@ -71,7 +71,7 @@ class RowsSolve {
       for (int64_t j = 0; j < order_; ++j) copy(from + j * column + j, 1, order_ - j, line(j) + j);
     else
       for (int64_t i = 0; i < order_; ++i) copy(from + i * row, column, i + 1, line(i));
-    const T alpha = static_cast<const T*>(systems_.alpha)[number_ * systems_.alpha_stride];
+    const T alpha = allowed(static_cast<const T*>(systems_.alpha)[number_ * systems_.alpha_stride]);
     for (int64_t i = 0; i < order_; ++i) line(i)[i] += alpha;
     for (int64_t i = 0; i < lines_; ++i) {
       for (int64_t j = i < order_ ? order_ : 0; j < lines_; ++j) line(i)[j] = 0;

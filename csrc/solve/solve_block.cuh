@@ -103,7 +103,7 @@ class SolveBlock {
       if (j > i) return;
       const bool inside = i < system_.order;
       const T element = inside ? system_.gram[i * system_.gram_row + j * system_.gram_column] : T(0);
-      matrix(i, j) = i != j ? element : inside ? element + system_.alpha : T(1);
+      matrix(i, j) = i != j ? element : inside ? element + allowed(system_.alpha) : T(1);
     });
   }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, stream_of
+from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
@@ -16,12 +16,12 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
         return f"no CUDA kernel for {gram.dtype}"
     if gram.shape[-1] > MAX_WIDTH:
         return f"its systems have at most {MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
-    return gpu_problem(gram.device.index)
+    return gpu_problem(gram.device.index, CUDA.solve_shared_bytes(gram.shape[-1], rhs.shape[-1], gram.dtype == torch.float64))
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram; info as in `native`."""
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
-    CUDA.regularised_solve(gram=gram, rhs=rhs, alpha=alpha.contiguous(), weight=weight, info=info, stream=stream_of(gram))
+    launch(CUDA.regularised_solve, gram.device, gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)
     return weight, info

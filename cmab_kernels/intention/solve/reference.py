@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...constants import ILL_CONDITIONED
+from ...constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 
 
 class _Mirrored(torch.autograd.Function):
@@ -40,9 +40,10 @@ class _Mirrored(torch.autograd.Function):
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower triangle of A.
 
-    info: 1 where the factorisation fails (the solution is NaN), 2 where the condition number in the 1-norm, times eps, exceeds
-    `ILL_CONDITIONED` (at most two digits are left), else 0.
+    info: `INFO_NOT_POSITIVE_DEFINITE` where the factorisation fails or alpha is negative (the solution is NaN), `INFO_ILL_CONDITIONED` where
+    the condition number in the 1-norm, times eps, exceeds `ILL_CONDITIONED` (at most two digits are left), else `INFO_SOUND`.
     """
+    alpha = alpha.masked_fill(alpha < 0, torch.nan)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     matrix = _Mirrored.apply(gram) + alpha[..., None, None] * one
     factor, failure = torch.linalg.cholesky_ex(matrix)
@@ -51,4 +52,4 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     solution = torch.cholesky_solve(rhs, factor).masked_fill(failed[..., None, None], torch.nan)
     condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
     doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
-    return solution, torch.where(failed, 1, torch.where(doubtful, 2, 0)).int()
+    return solution, torch.where(failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)).int()

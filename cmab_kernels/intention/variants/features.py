@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...checks import check_mask, check_operands, refuse_negative, wrong
+from ...checks import check_mask, check_operands, nan_if_refused, refuse_negative, wrong
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
@@ -111,7 +111,7 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
     if not isinstance(gamma, Tensor) and not 0 <= gamma < math.inf:
         raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
     refuse_negative("gamma", rate)
-    return expand_to("gamma", rate, key.shape[:2], key.device)[..., None, None]
+    return expand_to("gamma", nan_if_refused(rate), key.shape[:2], key.device)[..., None, None]
 
 
 def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import passed_on
-from ...checks import check_key_value, check_mask, check_operands, refuse_negative, weights_of_heads, wrong
+from ...checks import check_key_value, check_mask, check_operands, nan_if_refused, refuse_negative, weights_of_heads, wrong
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
         given = torch.full((), given, dtype=torch.float64, device=like.device)
     refuse_negative(name, given)
     refuse_negative(f"1 - {name}", 1 - given)
+    given = nan_if_refused(given, largest=1.0)
     return expand_to(name, given, like.shape[:2], like.device)[..., None, None]
 
 
@@ -59,7 +60,7 @@ def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
         given = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device=weight.device)
         priors = expand_to("priors", given, weight.shape, weight.device)
         refuse_negative("priors", priors)
-        priors = priors.masked_fill(weight == 0, 0.0)
+        priors = nan_if_refused(priors).masked_fill(weight == 0, 0.0)
     return divided(priors, priors.sum(-1, keepdim=True))
 
 

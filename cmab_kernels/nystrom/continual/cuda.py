@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checks import wrong
-from ...cuda_launch import CUDA, gpu_problem, stream_of
+from ...cuda_launch import CUDA, gpu_problem, launch
 from ...dtypes import FLOATING
 from .state import ContinualAttentionState, ContinualNystromState, State
 
@@ -27,7 +27,8 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | N
         return f"its values are at most {CUDA.MAX_VALUE_WIDTH} wide, and value is {value.shape[-1]} wide"
     if landmarks is not None and landmarks.shape[-2] > CUDA.MAX_LANDMARKS:
         return f"it has at most {CUDA.MAX_LANDMARKS} landmarks, and the state has {landmarks.shape[-2]}"
-    return gpu_problem(key.device.index)
+    number = 0 if landmarks is None else landmarks.shape[-2]
+    return gpu_problem(key.device.index, CUDA.step_shared_bytes(value.shape[-1], number, key.dtype == torch.float64))
 
 
 def continual_nystrom_step(
@@ -49,12 +50,12 @@ def continual_attention_step(
     return _step(CUDA.attention_step, state, query, key, value, retroactive)
 
 
-def _step(launch: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
+def _step(kernel: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
     """Return (out, state). csrc decides which memory the new state shares with the old one; a captured step writes in place."""
     tokens = key.shape[2]
     after = state
     if not torch.cuda.is_current_stream_capturing():
         after = CUDA.next_state(state=state, tokens=tokens, retroactive=retroactive)
     out = query.new_empty(*query.shape[:2], state.window if retroactive else tokens, value.shape[-1])
-    launch(state=state, after=after, query=query, key=key, value=value, retroactive=retroactive, out=out, stream=stream_of(key))
+    launch(kernel, key.device, state=state, after=after, query=query, key=key, value=value, retroactive=retroactive, out=out)
     return out, after

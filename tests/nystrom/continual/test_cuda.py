@@ -22,6 +22,7 @@ import cmab_kernels as ck
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
 from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
+from cmab_kernels.nystrom.reference import iterative_pinv_reference
 from cmab_kernels.testing import STREAMS, bound, row_error
 from tests import emulated_cuda
 
@@ -53,7 +54,7 @@ def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     """Let launchers call the emulated kernels; fill all memory that they allocate with NaN."""
     player = Player(library)
     monkeypatch.setattr(cuda_step, "CUDA", player.kernels)
-    monkeypatch.setattr(cuda_step, "stream_of", lambda tensor: 0)
+    monkeypatch.setattr(cuda_step, "launch", emulated_cuda.launch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: player.captures)
     yield player
 
@@ -540,3 +541,16 @@ def test_under_sanitizers() -> None:
     emulated_cuda.run_under_sanitizers(
         __file__, "(test_nystrom and dtype1) or (test_exact and dtype1) or place or recovery or layouts or batches"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("order", [1, 16, 33, 64])
+@pytest.mark.parametrize("exponent", [-100, 0, 80])
+def test_the_pseudo_inverse_of_tiny_and_huge_matrices(played: Player, order: int, exponent: int, dtype: torch.dtype) -> None:
+    """The product of a matrix's norms overflows, or underflows, where its inverse is still in range."""
+    matrix = (4 * torch.eye(order, dtype=torch.float64) + torch.rand(order, order, dtype=torch.float64)).softmax(-1).to(dtype)
+    inverse = torch.empty_like(matrix)
+    played.kernels.iterative_pinv(matrix=2.0**exponent * matrix, inverse=inverse, iterations=8)
+    right = iterative_pinv_reference(matrix.double(), 8)
+    error = (2.0**exponent * inverse.double() - right).norm() / right.norm()
+    assert error < 200 * torch.finfo(dtype).eps

@@ -1,0 +1,81 @@
+"""How CUDA kernels are launched, and the reasons why a GPU cannot run them, with a GPU that is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cmab_kernels import backends
+
+cuda_launch = pytest.importorskip("cmab_kernels.cuda_launch", exc_type=ImportError)
+KIB = 1024
+
+
+class Gpus:
+    """Two made-up GPUs: which is the current one, and how much shared memory a block may have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, capability: tuple[int, int] = (8, 6)) -> None:
+        self.current, self.shared_bytes = 0, shared_bytes
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "_exchange_device", self.exchange)
+        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", self.exchange)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+        monkeypatch.setattr(cuda_launch, "CUDA", _with(cuda_launch.CUDA, shared_memory=self.shared_memory))
+
+    def exchange(self, index: int) -> int:
+        before, self.current = self.current, index
+        return before
+
+    def shared_memory(self, index: int) -> int:
+        if self.shared_bytes == 0:
+            raise RuntimeError("shared memory of a block: CUDA driver version is insufficient for CUDA runtime version")
+        return self.shared_bytes
+
+
+def _with(module: Any, **changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(module), **changed})
+
+
+def test_a_launch_restores_the_callers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is launched on its tensors' device and stream; afterwards, an exception included, the caller's device is current."""
+    gpus = Gpus(monkeypatch, 99 * KIB)
+    seen: list[Any] = []
+    cuda_launch.launch(lambda **given: seen.append((gpus.current, given)), torch.device("cuda", 1), out="a tensor")
+    assert seen == [(1, {"out": "a tensor", "stream": 101})] and gpus.current == 0
+    with pytest.raises(ZeroDivisionError):
+        cuda_launch.launch(lambda **given: 1 // 0, torch.device("cuda", 1))
+    assert gpus.current == 0
+
+
+def test_csrc_leaves_the_device_alone() -> None:
+    csrc = cuda_launch.__file__ and backends.Path(cuda_launch.__file__).parents[1] / "csrc"
+    sources = [path for path in csrc.rglob("*.cu*")] if csrc.is_dir() else []
+    if not sources:
+        pytest.skip("there are no sources beside the package")
+    assert not [path.name for path in sources if "cudaSetDevice" in path.read_text()]
+
+
+def test_a_driver_older_than_the_runtime_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 0)
+    problem = cuda_launch.gpu_problem(0)
+    assert problem is not None and "driver version is insufficient" in problem
+
+
+def test_shared_memory_is_judged_by_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 99 KiB in a block, only wide systems in float64, and their steps with many landmarks, do not run."""
+    Gpus(monkeypatch, 99 * KIB)
+    assert cuda_launch.gpu_problem(0, 99 * KIB) is None
+    problem = cuda_launch.gpu_problem(0, 99 * KIB + 1)
+    assert problem is not None and "100 KiB" in problem and "99" in problem
+    fits = cuda_launch.CUDA
+    assert max(fits.solve_shared_bytes(order, 130, False) for order in range(1, 129)) <= 99 * KIB
+    assert max(fits.ridge_shared_bytes(width, 130, wide) for width in range(1, 97) for wide in (False, True)) <= 99 * KIB
+    assert fits.solve_shared_bytes(96, 130, True) <= 99 * KIB < fits.solve_shared_bytes(128, 130, True) <= 163 * KIB
+    assert fits.step_shared_bytes(512, 64, False) <= 99 * KIB and fits.step_shared_bytes(512, 40, True) <= 99 * KIB
+    assert fits.step_shared_bytes(512, 64, True) <= 163 * KIB
