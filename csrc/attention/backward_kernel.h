@@ -94,12 +94,12 @@ inline void add_key_gradient(int width, T* out, int keys, const T* weights, int 
   }
 }
 
-// log2 of P. A float64 lse has no low part, so a difference below its resolution counts as 0: with a single huge logit,
-// P is 1.
+// log2 of P. A float64 lse has no low part, so a difference below its resolution counts as 0, as one above 0 does: with
+// a single huge logit, P is 1.
 template <class V>
 CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
   const V x = logit - lse - lse_low;
-  if constexpr (std::is_same_v<std::remove_reference_t<decltype(x[0])>, const double>) {
+  if constexpr (sizeof(x[0]) == sizeof(double)) {
     const V size = lse < V{} ? -lse : lse;
     return x > -0x1p-51 * size ? V{} : x;
   }

@@ -158,7 +158,7 @@ py::object next_state(Arguments& in) {
 }
 
 // The bytes of shared memory of a block of a step, for tokens in float64 if `wide`; 0 landmarks in exact attention.
-int shared_bytes(int value_width, int landmarks, bool wide) {
+int step_bytes(int value_width, int landmarks, bool wide) {
   return wide ? step_shared_bytes<double>(value_width, landmarks) : step_shared_bytes<float>(value_width, landmarks);
 }
 
@@ -168,7 +168,7 @@ void bind_continual(py::module_& module) {
   find_fields();
   module.attr("MAX_LANDMARKS") = kMaxLandmarks;
   module.attr("MAX_VALUE_WIDTH") = kMaxValueWidth;
-  module.def("step_shared_bytes", shared_bytes);
+  module.def("step_shared_bytes", step_bytes);
   define<nystrom>(module, "nystrom_step");
   define<attention>(module, "attention_step");
   define<next_state>(module, "next_state");

@@ -54,7 +54,7 @@ void ridge(Arguments& in) {
 }
 
 // The bytes of shared memory of a block of the ridge solve, for keys in float64 if `wide`.
-int shared_bytes(int key_width, int value_width, bool wide) {
+int ridge_bytes(int key_width, int value_width, bool wide) {
   return wide ? ridge_shared_bytes<double>(key_width, value_width) : ridge_shared_bytes<float>(key_width, value_width);
 }
 
@@ -62,7 +62,7 @@ int shared_bytes(int key_width, int value_width, bool wide) {
 
 void bind_ridge(py::module_& module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
-  module.def("ridge_shared_bytes", shared_bytes);
+  module.def("ridge_shared_bytes", ridge_bytes);
   define<ridge_needs>(module, "ridge_needs");
   define<ridge>(module, "ridge_solve");
 }

@@ -46,9 +46,10 @@ class GramBlock {
   using S = Sum<T>;
 
  public:
-  // Bytes of shared memory: the totals, then the tile and its weights.
+  // Bytes of shared memory: the totals, then the tile and its weights. Only with several panels has the left factor
+  // memory of its own.
   static CMAB_HOST_DEVICE int shared_bytes(const Cut& cut) {
-    const int tile = cut.tile_keys() * (cut.panel_columns() + (cut.splits == 1 ? cut.panel_rows() : 0) + 1);
+    const int tile = cut.tile_keys() * (cut.panel_columns() + (cut.panels > 1 ? cut.panel_rows() : 0) + 1);
     return cut.panel_sums() * int(sizeof(double)) + tile * int(sizeof(S));
   }
 

@@ -28,14 +28,14 @@ void solve(Arguments& in) {
 }
 
 // The bytes of shared memory of a block that solves a system, in float64 if `wide`.
-int shared_bytes(int order, int columns, bool wide) {
+int solve_bytes(int order, int columns, bool wide) {
   return wide ? SolveBlock<double>::shared_bytes(order, columns) : SolveBlock<float>::shared_bytes(order, columns);
 }
 
 }  // namespace
 
 void bind_solve(py::module_& module) {
-  module.def("solve_shared_bytes", shared_bytes);
+  module.def("solve_shared_bytes", solve_bytes);
   define<solve>(module, "regularised_solve");
 }
 

@@ -23,6 +23,7 @@ class TestAttentionState(OperatorSuite):
     operator = "attention_state"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE"}
     outputs = ("out", "lse")
+    logits = (("query",), ("key",))
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
     small = {"H": 2, "L": 3, "N": 5, "D": 4, "E": 3}
     shapes = (
@@ -150,6 +151,7 @@ class TestIncomingState(Variant):
     """`attention_state` that starts from the state of other keys."""
 
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "other_key": "BHMD", "other_value": "BHME"}
+    logits = (("query",), ("key", "other_key"))
     extents = {**TestAttentionState.extents, "M": 40}
     small = {**TestAttentionState.small, "M": 4}
     empty = "BNM"

@@ -35,6 +35,13 @@ class Measured(NamedTuple):
     """The incoming gradients of the results."""
 
 
+def _along_the_first_column(sizes: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor of the shape and dtype of `like` (..., rows, D) with `sizes` in its first column and 0 in the others."""
+    made = torch.zeros_like(like)
+    made[..., 0] = sizes
+    return made
+
+
 class Declaration:
     """The declaration of an operator: its arguments, its oracle, and its promises.
 
@@ -68,6 +75,8 @@ class Declaration:
     """The names of the distributions of inputs in the accuracy checks."""
     batch: ClassVar[str] = "B"
     """The letter of the batch dimension; "" if there is none."""
+    logits: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
+    """The arguments (..., rows, D) whose products are the operator's logits: each of the first with each of the second; none: not checked."""
     empty: ClassVar[str] = ""
     """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
@@ -165,6 +174,27 @@ class Declaration:
         """Return float64 arguments for numerical derivatives."""
         return self.inputs(extents=self.small)
 
+    def huge_inputs(self, dtype: torch.dtype, order: str) -> Inputs:
+        """Return arguments whose logits are 2^20 to 2^60, times D^-0.5, as far as `dtype` holds their factors, with both signs.
+
+        The logits of successive keys are in this order: "rising", "falling" or "mixed". Each is so far from the others that a softmax
+        over them has a single weight that is not 0.
+        """
+        inputs = self.inputs(dtype)
+        lefts, rights = self.logits
+        most = 14 if dtype == torch.float16 else 40
+        for name in lefts:
+            sizes = 2.0 ** (most // 2) * torch.tensor([1.0, 1.5])[torch.randint(2, inputs[name].shape[:-1])]
+            sizes[..., 1::2, :] *= -1  # every other head
+            inputs[name] = _along_the_first_column(sizes, inputs[name])
+        for i, name in enumerate(rights):
+            rows = inputs[name].shape[-2]
+            sizes = (2.0 ** torch.linspace(0, most, rows)).bfloat16().float() * 2.0**-i * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
+            mixed = torch.rand(inputs[name].shape[:-1]).argsort(-1)
+            places = {"rising": torch.arange(rows), "falling": torch.arange(rows).flip(0), "mixed": mixed}[order]
+            inputs[name] = _along_the_first_column(sizes[places], inputs[name])
+        return inputs
+
     @property
     def graded(self) -> tuple[str, ...]:
         """Return the names of the arguments that have gradients."""
@@ -240,6 +270,7 @@ class Declaration:
             "many_matrices": [True] if self.many else [],
             "compiled": [(impl, c) for impl in self.impls for c in self.compilers[: 1 if impl == self.definition else None]],
             "dynamic": [False, True],
+            "order_of_logits": ["rising", "falling", "mixed"] if any(self.logits) else [],
             "mapped": ["all", *(["some"] if len(self.graded) > 1 else [])],
             "cast": [True] if self.autocast else [],
             "forward_mode_of": list(self.graded[:1]) if self.forward_mode else [],

@@ -99,6 +99,23 @@ class Numerics(Declaration):
                 scaled = ratio * (other.double() - correct) + correct
                 self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
 
+    def test_huge_logits(self, impl: str, dtype: torch.dtype, order_of_logits: str) -> None:
+        """Logits from 2^20 to 2^60 in any order: results, and gradients of what is weighted, are the oracle's; all gradients are finite.
+
+        A kernel that compares a logit with a maximum kept in another unit, such as base 2, is seen here.
+        """
+        tolerance = 8 * torch.finfo(dtype).eps
+        for _ in range(3):
+            inputs = self.huge_inputs(dtype, order_of_logits)
+            ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs)
+            right, wanted = self.results_and_gradients(self.oracle, {name: t.double() for name, t in inputs.items()})
+            for name, mine, theirs in zip(self.outputs, ours, right, strict=True):
+                self.check_result(name, mine, theirs, tolerance)
+            for name, grad in grads.items():
+                assert grad.isfinite().all(), f"the gradient of {name} is not finite"
+                if not any(name in names for names in self.logits):
+                    self.check_result(f"the gradient of {name}", grad, wanted[name], tolerance)
+
     def check_rows(self, found: Measured) -> None:
         """Assert that each row's error is within the bound of P2, which depends on the error of plain torch in that row."""
         ours, right, theirs = (t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs))

@@ -204,6 +204,20 @@ def test_batches(batch: int, heads: int) -> None:
     _check(_inputs(batch, heads, 2, 1, 1, torch.float32))
 
 
+def test_a_negative_penalty_is_told_by_info() -> None:
+    """A GPU's penalties are not read by the host: info says which are not allowed, and the other systems keep their bits."""
+    key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
+    clean = cuda.ridge_solve(key, value, None, None, alpha)
+    alpha[0, 1], alpha[2, 0] = -1e-3, math.nan
+    bad = torch.tensor([[False, True], [False, False], [True, False]])
+    for given in (alpha, alpha.mT.contiguous().mT):
+        weight, gram, info = cuda.ridge_solve(key, value, None, None, given)
+        assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
+        assert torch.equal(weight[~bad], clean[0][~bad]) and torch.equal(gram, clean[1])
+    alone, info = cuda_solve.regularised_solve(gram.flatten(0, 1), weight.flatten(0, 1).nan_to_num(), alpha.flatten())
+    assert torch.equal(info, bad.flatten().int()) and torch.equal(alone.isnan().all(-1).all(-1), bad.flatten())
+
+
 # ---- the solve by itself
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 import cmab_kernels as ck
+from cmab_kernels import checks
 from cmab_kernels.testing import LAWS, Measured, OperatorSuite
 
 Results = tuple[Tensor, ...]
@@ -130,3 +132,19 @@ def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
     (found,) = torch.autograd.grad(solution, unread, slope)
     z = torch.cholesky_solve(slope, torch.linalg.cholesky(gram + 0.3 * torch.eye(5, dtype=gram.dtype)))
     torch.testing.assert_close(found, -(z @ solution.mT + solution @ z.mT) / 2, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 7, 40, 90])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_negative_penalty_that_is_not_read_is_told_by_info(
+    impl: str, order: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a negative alpha is not read, as on a GPU, its system is NaN with info 1, and the others keep their bits."""
+    gram, rhs = _positive_definite(order).to(dtype)[:1].expand(5, -1, -1), torch.randn(5, order, 3).to(dtype)
+    alpha = torch.tensor([0.5, -0.25, 0.0, -1e-30, torch.nan], dtype=dtype)
+    right = ck.regularised_solve(gram, rhs, alpha.clamp(min=0.0).nan_to_num(1.0), impl=impl).weight
+    monkeypatch.setattr(checks, "_is_read", lambda tensor: False)
+    weight, info = ck.regularised_solve(gram, rhs, alpha, impl=impl)
+    bad = torch.tensor([False, True, False, True, True])
+    assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
+    assert torch.equal(weight[~bad], right[~bad])

@@ -24,6 +24,7 @@ class StepSuite(OperatorSuite):
     """
 
     arguments = {"query": "BHND", "key": "BHND", "value": "BHNE"}
+    logits = (("query",), ("key",))
     extents = {"B": 2, "H": 3, "N": WINDOW + 3, "D": 8, "E": 5}
     small = {"B": 1, "H": 1, "N": WINDOW + 1, "D": 2, "E": 1}
     shapes = ({"N": WINDOW + 1}, {"N": WINDOW + 20, "D": 16, "E": 24})
@@ -88,6 +89,7 @@ class TestFixedLandmarks(StepSuite):
 
     operator = "continual_nystrom_step"
     arguments = {**StepSuite.arguments, "near": "HMD", "far": "HMD"}
+    logits = (("query", "near"), ("key", "far"))
     extents = {**StepSuite.extents, "M": 4}
     small = {**StepSuite.small, "M": 2}
     test_only_the_gradients_that_are_asked_for = None  # `test_gradients_through_a_stream` takes some
