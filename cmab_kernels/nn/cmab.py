@@ -11,7 +11,7 @@ from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_mask, wrong
 from .layers import LatentLayer, check_features
-from .stream import AttentionStream
+from .stream import AttentionStream, follow_weights
 
 
 class CMABUpdate(NamedTuple):
@@ -91,6 +91,7 @@ class CMAB(nn.Module):
         self.compress = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""

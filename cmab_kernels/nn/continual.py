@@ -23,6 +23,7 @@ from ..nystrom import (
 )
 from ..nystrom.continual.api import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
+from .stream import follow_weights
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
@@ -275,9 +276,9 @@ class ContinualAttention(Continual, MultiheadAttention):
 
     def _start(self, like: Tensor) -> None:
         n = self.sequence_len
-        self.stream = ContinualStream(
-            ContinualAttentionState, self.num_heads, self.head_dim, (0, n), {"window": n}, device=like.device, dtype=like.dtype
-        )
+        width, counts = self.head_dim, {"window": n}
+        self.stream = ContinualStream(ContinualAttentionState, self.num_heads, width, (0, n), counts, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
 
 
 class ContinualNystromAttention(Continual, NystromAttention):
@@ -343,6 +344,6 @@ class ContinualNystromAttention(Continual, NystromAttention):
             "pinv_iterations": self.pinv_iterations if self.pinv == "iterative" else 0,
             "fixed": int(self.landmarks == "fixed"),
         }
-        self.stream = ContinualStream(
-            ContinualNystromState, self.num_heads, self.head_dim, (self.num_landmarks,), counts, device=like.device, dtype=like.dtype
-        )
+        width, rows = self.head_dim, (self.num_landmarks,)
+        self.stream = ContinualStream(ContinualNystromState, self.num_heads, width, rows, counts, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)

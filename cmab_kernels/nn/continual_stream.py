@@ -134,8 +134,7 @@ class ContinualStream(Stream[WindowState]):
         return ""
 
     def _built(self, entries: Mapping[str, Tensor]) -> WindowState:
-        device = self.weight_like.device
-        fields: dict[str, Any] = copied({name: entry for name, entry in entries.items() if entry.dim()}, device)
+        fields: dict[str, Any] = copied({name: entry for name, entry in entries.items() if entry.dim()}, self.device)
         if "sums" not in fields:
             return FillingWindow(**fields)
         position = int(entries["position"])
@@ -143,7 +142,7 @@ class ContinualStream(Stream[WindowState]):
             fields[name] = ring_of(fields[name], position, self.window + 1)
         fields["spare"] = torch.zeros_like(fields["sums"])
         fields["scale"] = entries["scale"].detach().cpu().clone()
-        fields["position"] = position_on(device, position, *fields["keys"].shape[:2])
+        fields["position"] = position_on(fields["keys"].device, position, *fields["keys"].shape[:2])
         state: WindowState = self.kind(**fields, **self.counts)
         return state
 

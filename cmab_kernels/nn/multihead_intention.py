@@ -15,7 +15,7 @@ from ..intention.state import check_ridge
 from .layers import bool_mask
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
-from .stream import RidgeStream
+from .stream import RidgeStream, follow_weights
 
 
 class LearnedRidge(MatrixFreeAttention):
@@ -120,6 +120,7 @@ class MultiheadIntention(LearnedRidge):
     def _start(self, like: Tensor) -> None:
         super()._start(like)
         self.stream = RidgeStream(self.num_heads, self.head_dim, self.head_dim, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
 
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None

@@ -108,7 +108,7 @@ class Stream(Keeper[State]):
     """
 
     weight_like: Tensor
-    """A buffer without elements, which has the dtype and device of the module's weights after every cast and move."""
+    """A buffer without elements, which has the dtype and device of the module's weights after every cast, move and load."""
 
     def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -139,6 +139,15 @@ class Stream(Keeper[State]):
         if state is None:
             raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
         return state
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the module's weights; None if they are on the meta device, where a state would lose its values."""
+        return None if self.weight_like.is_meta else self.weight_like.device
+
+    def follow(self, weight: Tensor) -> None:
+        """Take the dtype and device of `weight`. Loading with `assign=True` replaces a module's weights, but not this buffer."""
+        self.weight_like = torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     @abstractmethod
     def _check(self, state: State) -> None:
@@ -181,6 +190,13 @@ class Stream(Keeper[State]):
             entries = self._entries(held)
             self.hold(self._built(self._cast(entries) if cast else entries))
         return self
+
+
+def follow_weights(module: nn.Module, _: Any = None) -> None:
+    """Let the submodule `stream` follow the module's weights; to be registered as a hook that runs after every load."""
+    stream = module.stream
+    assert isinstance(stream, Stream)
+    stream.follow(next(module.parameters()))
 
 
 class AttentionStream(Stream[AttentionState]):
@@ -237,7 +253,7 @@ class AttentionStream(Stream[AttentionState]):
         return ""
 
     def _built(self, entries: Mapping[str, Tensor]) -> AttentionState:
-        return AttentionState(**copied(entries, self.weight_like.device))
+        return AttentionState(**copied(entries, self.device))
 
 
 class RidgeStream(Stream[RidgeState]):
@@ -294,7 +310,7 @@ class RidgeStream(Stream[RidgeState]):
         return ""  # after removals rounding may leave a gram that is not positive definite: `solve_ridge` reports it in `info`
 
     def _built(self, entries: Mapping[str, Tensor]) -> RidgeState:
-        return RidgeState(**copied(entries, self.weight_like.device))
+        return RidgeState(**copied(entries, self.device))
 
 
 def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
@@ -303,6 +319,6 @@ def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
     return entry.shape[dim] if isinstance(entry, Tensor) and entry.dim() > dim else 0
 
 
-def copied(entries: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return contiguous, detached copies of the entries on a device."""
+def copied(entries: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    """Return contiguous, detached copies of the entries on a device; None: each on its own."""
     return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}

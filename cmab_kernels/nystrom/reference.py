@@ -20,6 +20,10 @@ from torch import Tensor
 from ..dtypes import state_dtype
 
 
+COPIED = 2**17
+"""The most elements that are copied at a time to be added up, but at least one segment."""
+
+
 def segment_ends(length: int, segments: int) -> list[int]:
     """The index after the last token of each segment of `length` tokens; the first `length % segments` have one token more."""
     size, longer = length // segments, length % segments  # not divmod, which a compiler cannot trace for symbolic lengths
@@ -53,7 +57,15 @@ def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
     size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
     first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
     parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
-    return torch.cat([part.sum(-2) for part in parts], dim=-2)
+    return torch.cat([part.sum(-2) if tokens.is_contiguous() else _sum_of_copies(part) for part in parts], dim=-2)
+
+
+def _sum_of_copies(part: Tensor) -> Tensor:
+    """`part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the bits of one that is: torch adds up in an order
+    that depends on strides. A few segments are copied at a time."""
+    of_segment = part.shape[0] * part.shape[1] * part.shape[3] * part.shape[4]
+    blocks = part.split(max(1, COPIED // max(1, of_segment)), dim=2)
+    return torch.cat([block.contiguous().sum(-2) for block in blocks], dim=2)
 
 
 def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:

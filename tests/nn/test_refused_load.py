@@ -43,6 +43,16 @@ def streaming(name: str) -> tuple[Any, Any]:
     return module, other
 
 
+def _advanced(advance: Callable[[Any], Any], module: nn.Module, dtype: torch.dtype) -> None:
+    """Advance the module's stream with inputs of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        advance(module)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def held(module: nn.Module) -> dict[str, Tensor]:
     """Return what is saved of the stream as it is now."""
     weights = dict(module.named_parameters())
@@ -57,6 +67,28 @@ def in_a_model(module: nn.Module, first: bool) -> nn.Module:
     """Return the module beside another layer, which torch loads before or after it."""
     parts = {"stream": module, "layer": nn.Linear(3, 3)}
     return nn.ModuleDict({name: nn.Sequential(parts[name]) for name in sorted(parts, reverse=first)})
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMING if name != "CircularPositionalEncoding"])  # its stream is a number
+@pytest.mark.parametrize("with_stream", [True, False], ids=["a stream", "weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_made_on_the_meta_device(name: str, with_stream: bool, dtype: torch.dtype) -> None:
+    """Loaded with `assign=True`, it has the weights' device and dtype, and goes on with the saved stream, or starts one."""
+    make, advance = STREAMING[name]
+    module, source = make().eval().to(dtype), make().eval().to(dtype)
+    with torch.device("meta"):
+        loaded = make().eval().to(dtype)
+    for each in (module, source)[: 2 if with_stream else 0]:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            _advanced(advance, each, dtype)
+    module.load_state_dict(source.state_dict())
+    loaded.load_state_dict(source.state_dict(), assign=True)
+    for each in (module, loaded):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            _advanced(advance, each, dtype)
+    assert held(loaded) and same(held(loaded), held(module))
 
 
 FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

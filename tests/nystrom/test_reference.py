@@ -74,6 +74,15 @@ def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) ->
         torch.testing.assert_close(ours[:1, :, present], wanted[:, :, present], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_shapes_on_the_meta_device(impl: str, dtype: torch.dtype) -> None:
+    """The meta device has no autocast, and torch raises where it is asked about it."""
+    tokens = torch.empty(2, 3, 20, 8, device="meta", dtype=dtype)
+    assert ck.nystrom_attention(tokens, tokens, tokens, 4, impl=impl).shape == tokens.shape
+    assert ck.iterative_pinv(tokens[..., :8, :], impl=impl).shape == (2, 3, 8, 8)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 16, 33])
 def test_pinv(impl: str, number: int) -> None:
     matrix = torch.randn(2, 3, number, number, dtype=torch.float64).softmax(-1)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
 from cmab_kernels.nystrom import costs
-from cmab_kernels.testing import LAWS, Measured, OperatorSuite, oracles
+from cmab_kernels.testing import LAWS, LAYOUTS, Measured, OperatorSuite, oracles
 
 Results = tuple[Tensor, ...]
 
@@ -172,6 +172,18 @@ class TestPinv(NystromSuite):
 
 
 # ---- what is Nyström attention's own
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "offset" not in name])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 50, 8), (1, 4, 301, 16), (1, 1, 97, 1), (2, 2, 700, 64), (1, 1, 2000, 24)])
+def test_equal_values_give_equal_bits_in_any_layout(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
+    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+    moved = [LAYOUTS[layout](t) for t in (q, k, v)]
+    for number in (1, 7, 16):
+        for mask in (None, torch.rand(shape[0], shape[2]) < 0.2):
+            ours = ck.nystrom_attention(*moved, num_landmarks=number, key_padding_mask=mask)
+            assert torch.equal(ours, ck.nystrom_attention(q, k, v, num_landmarks=number, key_padding_mask=mask)), number
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
