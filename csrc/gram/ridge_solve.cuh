@@ -20,9 +20,9 @@ struct RidgeCall {
   const double* alpha;  // (B, H)
   int64_t alpha_stride[2];
   // Contiguous; `workspace` and `tickets` as sized by Needs, the tickets zeroed.
-  double* weight;       // (B, H, D, E)
-  double* gram;         // (B, H, D, D)
-  int32_t* info;        // (B, H)
+  double* weight;  // (B, H, D, E)
+  double* gram;    // (B, H, D, D)
+  int32_t* info;   // (B, H)
   double* workspace;
   unsigned* tickets;
 };
@@ -151,8 +151,8 @@ class RidgeBlock {
     double* weight = call_.weight + matrix() * D * E;
     const int64_t b = matrix() / call_.heads, h = matrix() % call_.heads;
     const double alpha = call_.alpha[b * call_.alpha_stride[0] + h * call_.alpha_stride[1]];
-    const System<double> system{
-        D, E, call_.gram + matrix() * D * D, D, 1, weight, E, 1, alpha, weight, call_.info + matrix()};
+    const System<double> system{D,     E,      call_.gram + matrix() * D * D, D, 1, weight, E, 1,
+                                alpha, weight, call_.info + matrix()};
     SolveBlock<double>(block_, system).solve();
   }
 

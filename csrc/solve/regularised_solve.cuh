@@ -17,8 +17,8 @@ struct SolveCall {
   int64_t rhs_stride[3];
   const void* alpha;  // (M,)
   int64_t alpha_stride;
-  void* weight;       // (M, D, E), contiguous
-  int32_t* info;      // (M,)
+  void* weight;   // (M, D, E), contiguous
+  int32_t* info;  // (M,)
 };
 
 template <class T>

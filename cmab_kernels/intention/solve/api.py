@@ -20,7 +20,8 @@ class RidgeSolution(NamedTuple):
     weight: Tensor
     """(B, H, D, E), in the dtype of the system: float64 from a `RidgeState`."""
     info: Tensor
-    """(B, H) int32: 0 sound; 1 not positive definite, the weight is NaN; 2 so ill-conditioned that at most two digits are left."""
+    """(B, H) int32: 0 sound; 1 not positive definite, or alpha is negative, the weight is NaN; 2 so ill-conditioned that at most two digits
+    are left."""
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
@@ -29,12 +30,13 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     Args:
         gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
         rhs: (..., D, E), the same leading dimensions and dtype.
-        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions.
+        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or element of a tensor on the CPU, is
+            a `ValueError`. Elements of a tensor on a GPU are not read, so that the host need not wait: `info` says which are negative.
         impl: "auto", "reference", "native" or "cuda".
 
     Returns:
-        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, its weight is NaN, which does
-        not affect the other systems; 2 condition number times eps above 1e-2: at most two digits are left.
+        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, or alpha is negative: its weight is
+        NaN, which does not affect the other systems; 2 condition number times eps above 1e-2: at most two digits are left.
         Differentiable to any order in gram (symmetrised), rhs and alpha.
 
     Raises:

@@ -189,7 +189,9 @@ class Declaration:
             inputs[name] = _along_the_first_column(sizes, inputs[name])
         for i, name in enumerate(rights):
             rows = inputs[name].shape[-2]
-            sizes = (2.0 ** torch.linspace(0, most, rows)).bfloat16().float() * 2.0**-i * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
+            sizes = (
+                (2.0 ** torch.linspace(0, most, rows)).bfloat16().float() * 2.0**-i * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
+            )
             mixed = torch.rand(inputs[name].shape[:-1]).argsort(-1)
             places = {"rising": torch.arange(rows), "falling": torch.arange(rows).flip(0), "mixed": mixed}[order]
             inputs[name] = _along_the_first_column(sizes[places], inputs[name])
