@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-from cmab_kernels import backends
 
 cuda_launch = pytest.importorskip("cmab_kernels.cuda_launch", exc_type=ImportError)
 KIB = 1024
@@ -54,8 +53,7 @@ def test_a_launch_restores_the_callers_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_csrc_leaves_the_device_alone() -> None:
-    csrc = cuda_launch.__file__ and backends.Path(cuda_launch.__file__).parents[1] / "csrc"
-    sources = [path for path in csrc.rglob("*.cu*")] if csrc.is_dir() else []
+    sources = [*(Path(cuda_launch.__file__).parents[1] / "csrc").rglob("*.cu*")]
     if not sources:
         pytest.skip("there are no sources beside the package")
     assert not [path.name for path in sources if "cudaSetDevice" in path.read_text()]

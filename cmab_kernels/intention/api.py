@@ -50,7 +50,7 @@ def intention(
             values are not read, it makes the result of its head NaN, and `info` of `solve_ridge` 1.
         form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both give the
             same result, equally accurate. On a GPU the dual has kernels for up to 256 keys.
-        weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on the CPU, and a NaN on a GPU.
+        weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on a CPU, a NaN on a GPU.
         key_padding_mask: (B, N) bool, True = ignore.
         impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel; sums alone, and products
             with rows, use Triton's kernels. "triton" has no solve: its systems are solved as by `regularised_solve` with "auto".

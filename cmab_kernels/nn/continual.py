@@ -23,10 +23,10 @@ from ..nystrom import (
 )
 from ..nystrom.continual.api import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
-from .stream import follow_weights
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
+from .stream import follow_weights
 
 
 class Continual(MultiheadProjections):

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..dtypes import state_dtype
 
-
 COPIED = 2**17
 """The most elements that are copied at a time to be added up, but at least one segment."""
 

@@ -30,8 +30,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     Args:
         gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
         rhs: (..., D, E), the same leading dimensions and dtype.
-        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or element of a tensor on the CPU, is
-            a `ValueError`. Elements of a tensor on a GPU are not read, so that the host need not wait: `info` says which are negative.
+        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or element of a tensor on a CPU,
+            is a `ValueError`. Elements of a tensor on a GPU are not read, so that the host need not wait: `info` says which are negative.
         impl: "auto", "reference", "native" or "cuda".
 
     Returns:

@@ -40,8 +40,8 @@ class _Mirrored(torch.autograd.Function):
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower triangle of A.
 
-    info: `INFO_NOT_POSITIVE_DEFINITE` where the factorisation fails or alpha is negative (the solution is NaN), `INFO_ILL_CONDITIONED` where
-    the condition number in the 1-norm, times eps, exceeds `ILL_CONDITIONED` (at most two digits are left), else `INFO_SOUND`.
+    info: `INFO_NOT_POSITIVE_DEFINITE` where the factorisation fails or alpha is negative (the solution is NaN), `INFO_ILL_CONDITIONED`
+    where the condition number in the 1-norm, times eps, exceeds `ILL_CONDITIONED` (at most two digits are left), else `INFO_SOUND`.
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)

@@ -76,7 +76,7 @@ class Declaration:
     batch: ClassVar[str] = "B"
     """The letter of the batch dimension; "" if there is none."""
     logits: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
-    """The arguments (..., rows, D) whose products are the operator's logits: each of the first with each of the second; none: not checked."""
+    """The arguments (..., rows, D) whose products are the operator's logits: any of the first with any of the second; none: not checked."""
     empty: ClassVar[str] = ""
     """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
