@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Helpers that all Triton kernels share: requirements on the GPU, loads with any strides, matrix products, runs of keys."""
 
+import inspect
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -9,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import mangle_type
 
 from .tracing import traced_as_constant
 
@@ -17,6 +22,9 @@ MOST_ROWS = 2**31 - 2**24
 """The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical specifications)."""
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs the kernels, which Triton decides for the whole process when it is imported."""
 
 GRAIN = tl.constexpr(1024)
 """The least number of keys in a run, except the last of a set: shorter ones are not worth a partial result."""
@@ -31,16 +39,13 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"its heads are at most {WIDEST} wide"
     if max(query.shape[-2], key.shape[-2]) > MOST_ROWS:
         return "it counts queries and keys in 32 bits"
-    if query.device.type == "cuda":
-        return _gpu_problem(query.device.index)
-    if query.device.type != "cpu" or not _interprets():
+    return _gpu_problem(query.device.index) if query.device.type == "cuda" else _interpreter_problem(query)
+
+
+def _interpreter_problem(query: Tensor) -> str | None:
+    if query.device.type != "cpu" or not INTERPRETED:
         return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
     return "Triton's interpreter computes bfloat16 wrongly" if query.dtype == torch.bfloat16 else None
-
-
-@traced_as_constant
-def _interprets() -> bool:
-    return triton.knobs.runtime.interpret
 
 
 @traced_as_constant
@@ -55,9 +60,70 @@ def _gpu_problem(index: int | None) -> str | None:
     return None
 
 
+_HERE = nullcontext()
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which Triton launches kernels on the tensor's GPU, on its current stream."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return _HERE if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device() else torch.cuda.device(tensor.device)
+
+
+class Kernel:
+    """A Triton kernel that is compiled once for each combination of constants and dtypes, and then called directly.
+
+    Its arguments are tensors or None, then numbers, then constants. A number, or a tuple of numbers, is annotated with its type, whatever
+    its value: Triton's own launch compiles again for a number that is 1, or a multiple of 16, or beyond 32 bits. It also takes five times
+    as long on the host.
+    """
+
+    def __init__(self, function: Callable[..., None], anywhere: tuple[str, ...]) -> None:
+        self.jit = triton.jit(function)
+        self.__name__ = function.__name__
+        self._anywhere = anywhere
+        self._tensors = sum(p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values())
+        self._compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+
+    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+        """Run this number of programs on the current device. `constants` are the kernel's own and Triton's options."""
+        if INTERPRETED:
+            self.jit[(programs,)](*arguments, **constants)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, *constants.values(), *[None if t is None else t.dtype for t in arguments[: self._tensors]])
+        found = self._compiled.get(key)
+        if found is None:
+            source, options = self.source(*arguments, **constants)
+            compiled = triton.compile(source, target=active.get_current_target(), options=options)
+            found = self._compiled[key] = compiled, tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
+        compiled, rest = found
+        stream = active.get_current_stream(device)
+        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *rest)
+
+    def source(self, *arguments: Any, **constants: Any) -> tuple[ASTSource, dict[str, Any]]:
+        """The kernel with the types of these arguments, and the options that it is compiled with."""
+        values = {**dict(zip(self.jit.arg_names, arguments, strict=False)), **constants}
+        signature = {p.name: "constexpr" if p.is_constexpr else _type(values[p.name], p.annotation) for p in self.jit.params}
+        constexprs = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
+        aligned = [p.num for p in self.jit.params if str(signature[p.name]).startswith("*") and p.name not in self._anywhere]
+        options = {name: value for name, value in constants.items() if name not in signature}
+        return ASTSource(self.jit, signature, constexprs, {(number,): [["tt.divisibility", 16]] for number in aligned}), options
+
+
+def _type(value: Any, annotation: str) -> Any:
+    """The type of an argument in a signature: of a tuple a tuple, of a tensor that of a pointer; None is a constant."""
+    if isinstance(value, tuple):
+        return tuple(_type(item, annotation) for item in value)
+    return "constexpr" if value is None else annotation or mangle_type(value)
+
+
+def kernel(*anywhere: str) -> Callable[[Callable[..., None]], Kernel]:
+    """A decorator that makes a function a `Kernel`.
+
+    `anywhere` names the tensors that may start at any address: those of the caller. The others, allocated for the call, start at multiples
+    of 16 bytes.
+    """
+    return lambda function: Kernel(function, anywhere)
 
 
 class Products(NamedTuple):
@@ -69,7 +135,7 @@ class Products(NamedTuple):
     @property
     def input_precision(self) -> str:
         """The `input_precision` for `tl.dot`; "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly."""
-        return "ieee" if triton.knobs.runtime.interpret else self.precision
+        return "ieee" if INTERPRETED else self.precision
 
     @property
     def kind(self) -> str:
@@ -83,9 +149,28 @@ def allows_tf32() -> bool:
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
-def alignment(*tensors: Tensor) -> int:
-    """The largest power of two up to 16 that divides every stride, in elements, except those of the columns."""
-    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+def alignment(*tensors: Tensor) -> tuple[int, ...]:
+    """What kernels may take for granted of the rows of each tensor, in three levels for all of them, so that few programs are compiled.
+
+    - Columns lie side by side, and every row starts at a multiple of this number of elements: those of the largest power of two, up to 16
+      bytes, that divides the width of a row. All contiguous tensors are such.
+    - 1: columns lie side by side.
+    - 0: nothing.
+    """
+    natural = tuple([math.gcd(t.shape[-1], 16 // t.element_size()) for t in tensors])
+    if all(map(_starts_at_multiples, tensors, natural)):
+        return natural
+    return (1 if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors) else 0,) * len(tensors)
+
+
+def _starts_at_multiples(tensor: Tensor, elements: int) -> bool:
+    """Whether every row starts at a multiple of this number of elements, and columns lie side by side."""
+    if tensor.data_ptr() % (elements * tensor.element_size()):
+        return False
+    if tensor.is_contiguous():
+        return True
+    *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return column <= 1 and not any(stride % elements for stride in strides)
 
 
 def mask_bytes(mask: Tensor | None) -> Tensor | None:
@@ -109,12 +194,18 @@ def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.cons
 def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
     """Pointers to a tile of a (B, H, rows, columns) tensor. Offsets are 64-bit, since rows may lie 2**31 elements or more apart.
 
-    All strides but that of the columns are multiples of ALIGN elements; without this hint Triton loads rows element by element.
+    ALIGN is what `alignment` says of the tensor; without this hint Triton loads rows element by element.
     """
-    origin = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2]
-    rows = tl.multiple_of(tl.arange(0, ROWS).to(tl.int64) * strides[2], ALIGN)
-    columns = (column + tl.arange(0, COLUMNS)).to(tl.int64) * strides[3]
-    return base + tl.multiple_of(origin, ALIGN) + (rows[:, None] + columns[None, :])
+    first = base + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2])
+    rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]
+    columns = column + tl.arange(0, COLUMNS)
+    if ALIGN == 0:
+        columns = columns.to(tl.int64) * strides[3]
+    else:
+        BYTES: tl.constexpr = ALIGN * base.dtype.element_ty.primitive_bitwidth // 8
+        first = tl.multiple_of(first, BYTES)
+        rows = tl.multiple_of(rows, ALIGN)
+    return first + (rows[:, None] + columns[None, :])
 
 
 @triton.jit

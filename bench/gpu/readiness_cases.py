@@ -256,9 +256,9 @@ PASSES: dict[str, Callable[[Launch], Pass]] = {
     "_row_terms": _row_terms,
     "_backward": lambda launch: _scores(launch, 2),
     "_backward_keys": _scores_of_keys,
-    "_sum_runs": lambda launch: _runs(launch, launch.args[4][0], launch.options["D"]),
+    "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["D"]),
     "_gram": _gram,
-    "_add_runs": lambda launch: _runs(launch, launch.args[2], launch.options["BLOCK"]),
+    "_add_runs": lambda launch: _runs(launch, launch.options["runs"], launch.options["BLOCK"]),
     "_gram_backward": lambda launch: _row_tiles(
         launch, launch.options["D"] + launch.options["E"], 2 * (launch.args[2].nbytes + launch.args[3].nbytes)
     ),

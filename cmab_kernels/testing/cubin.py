@@ -1,7 +1,7 @@
 """Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), without a GPU.
 
-`record` collects the kernel launches of a call on CPU tensors without running them, `machine_code` compiles a launch as Triton's launcher
-would, with the same specialisation of its arguments, and `compiled` returns the figures of the machine code. Needs Triton.
+`record` collects the kernel launches of a call on CPU tensors without running them, `machine_code` compiles a launch as `Kernel` would,
+and `compiled` returns the figures of the machine code. Needs Triton.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from ..backends import FAMILIES
+from ..triton_common import Kernel
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -38,9 +38,9 @@ _CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel: the kernel, its grid, its positional arguments and its options."""
+    """One launch of a Triton kernel: the kernel, its grid, its tensors, and its numbers, constants and Triton's options by name."""
 
-    kernel: JITFunction
+    kernel: Kernel
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -105,26 +105,19 @@ def record(call: Callable[[], Any]) -> list[Launch]:
     """Return the Triton launches of `call` in their order; none of them is run."""
     launches: list[Launch] = []
 
-    def keep(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
-        launches.append(Launch(self, grid, args, options))
+    def keep(self: Kernel, programs: int, *args: Any, **options: Any) -> None:
+        tensors = tuple(value for value in args if value is None or isinstance(value, torch.Tensor))
+        numbers = dict(zip(self.jit.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
+        launches.append(Launch(self, (programs,), tensors, {**numbers, **options}))
 
-    with mock.patch.object(JITFunction, "run", keep):
+    with mock.patch.object(Kernel, "__call__", keep):
         call()
     return launches
 
 
-def source(launch: Launch, capability: int) -> tuple[ASTSource, dict[str, Any]]:
-    """Return the kernel as this launch specialises it, and the options that it is compiled with."""
-    kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", capability, 32))
-    options = {**launch.options, "debug": False, "instrumentation_mode": ""}
-    bound, specialization, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(*launch.args, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, rest)
-    return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
-
-
 def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
     """Compile a launch for one compute capability; the object file is written into `folder`."""
-    code, options = source(launch, capability)
+    code, options = launch.kernel.source(*launch.args, **launch.options)
     kernel = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = folder / f"{launch.kernel.__name__}.cubin"
     cubin.write_bytes(kernel.asm["cubin"])

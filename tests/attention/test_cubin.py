@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton
 import triton.language as tl
 
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, narrow_offsets, record
+from cmab_kernels.triton_common import Kernel, kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys")
@@ -142,25 +142,25 @@ def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
         assert faults(compiled(_launches(torch.float32, 16)[0], 90, tmp_path), True) == ["no matrix instruction"]
 
 
-@triton.jit
-def _narrow(pointer, stride, ROWS: tl.constexpr):
+@kernel()
+def _narrow(pointer, stride: tl.int32, ROWS: tl.constexpr):
     tl.store(pointer + tl.arange(0, ROWS) * stride, 0.0)
 
 
-@triton.jit
-def _narrow_then_wide(pointer, stride, ROWS: tl.constexpr):
+@kernel()
+def _narrow_then_wide(pointer, stride: tl.int32, ROWS: tl.constexpr):
     tl.store(pointer + (tl.arange(0, ROWS) * stride).to(tl.int64), 0.0)
 
 
-@triton.jit
-def _wide(pointer, stride, ROWS: tl.constexpr):
+@kernel()
+def _wide(pointer, stride: tl.int32, ROWS: tl.constexpr):
     tl.store(pointer + tl.arange(0, ROWS).to(tl.int64) * stride, 0.0)
 
 
-@pytest.mark.parametrize("kernel, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
-def test_narrow_offsets_are_seen(kernel: triton.JITFunction, sound: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("narrow, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
+def test_narrow_offsets_are_seen(narrow: Kernel, sound: bool, tmp_path: Path) -> None:
     """Triton passes a stride of 2^30 as 32 bits, in which its multiples overflow; the check sees a kernel that multiplies so."""
-    (launch,) = record(lambda: kernel[(1,)](torch.empty(1), 2**30, 64))
+    (launch,) = record(lambda: narrow(1, torch.empty(1), 2**30, ROWS=64))
     assert (narrow_offsets(compiled(launch, 90, tmp_path).ttir) == []) == sound
 
 

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
-from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record, source
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
@@ -116,7 +116,7 @@ def test_the_scale_is_a_double() -> None:
     """The scale reaches the kernel as a float64: Triton passes a Python number as a float32 unless told otherwise."""
     found = _launches("fp64", 16)
     for name in ("_landmark_values", "_landmark_values_backward"):
-        assert source(found[name], 90)[0].signature["scale"] == "fp64"
+        assert found[name].kernel.source(*found[name].args, **found[name].options)[0].signature["scale"] == "fp64"
 
 
 def test_strides_beyond_32_bits_reach_the_kernel() -> None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
@@ -20,7 +20,7 @@ RESOLUTION = tl.constexpr(2.0**-52)
 """The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
 
 
-@triton.jit
+@kernel("dout", "dlse", "out", "lse", "high", "low", "delta")
 def _row_terms(
     dout,
     dlse,
@@ -30,8 +30,8 @@ def _row_terms(
     high,
     low,
     delta,
-    strides,
-    sizes,
+    strides: tl.int64,
+    sizes: tl.int32,
     scale: tl.float64,
     reciprocal: tl.float64,
     E: tl.constexpr,
@@ -89,7 +89,7 @@ def _load_rows(
     _, H, L, _ = sizes
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = rows < L
-    queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), inside, D).to(OPERAND)
+    queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), inside, D).to(OPERAND)
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
     slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
     lows = tl.load(low + row, mask=inside, other=float("inf"))
@@ -162,10 +162,10 @@ def _pull(
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
-    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D).to(OPERAND)
+    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D).to(OPERAND)
     values = keys
     if SLOPES:
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
     weights, slopes = _weigh(keys, values, rows, keep, log2_scale, SLOPES, OPERAND, PRECISION)
     if dvalue is not None:
         _store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
@@ -176,7 +176,7 @@ def _pull(
     return dq
 
 
-@triton.jit
+@kernel("query", "key", "value", "mask", "high", "low", "delta")
 def _backward(
     query,
     key,
@@ -190,9 +190,9 @@ def _backward(
     dquery,
     dkey,
     dvalue,
-    strides,
-    sizes,
-    cut,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
     scale: tl.float64,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -286,7 +286,7 @@ def _backward(
         tl.store(rows_at(dquery, slot_head.to(tl.int64) * L + row, D, D_PAD), dq, mask=(row < L)[:, None] & (columns < D)[None, :])
 
 
-@triton.jit
+@kernel("query", "key", "value", "mask", "high", "low", "delta")
 def _backward_keys(
     query,
     key,
@@ -299,9 +299,9 @@ def _backward_keys(
     delta,
     dkey,
     dvalue,
-    strides,
-    sizes,
-    cut,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
     scale: tl.float64,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -324,8 +324,8 @@ def _backward_keys(
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
-        keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN), keep, D).to(OPERAND)
-        values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN), keep, E).to(OPERAND)
+        keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D).to(OPERAND)
+        values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(OPERAND)
         dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
@@ -344,8 +344,18 @@ def _backward_keys(
             _store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
 
 
-@triton.jit
-def _sum_runs(run_dquery, offsets, dquery, sizes, cut, scale: tl.float64, D: tl.constexpr, CHUNK: tl.constexpr, BISECT: tl.constexpr):
+@kernel("offsets")
+def _sum_runs(
+    run_dquery,
+    offsets,
+    dquery,
+    sizes: tl.int32,
+    cut: tl.int32,
+    scale: tl.float64,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BISECT: tl.constexpr,
+):
     """dQ of one row: the shares of all runs, added in the order of the runs."""
     DTYPE: tl.constexpr = run_dquery.dtype.element_ty
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
@@ -395,7 +405,8 @@ def attention_backward(
         offsets = vetted(cu_seqlens, N)
         douts = query.new_empty((B, H, L, E), dtype=products.operand)
         high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
-        _row_terms[(triton.cdiv(B * H * L, 16),)](
+        _row_terms(
+            triton.cdiv(B * H * L, 16),
             dout,
             dlse,
             out,
@@ -404,22 +415,24 @@ def attention_backward(
             high,
             low,
             delta,
-            strides=(dout.stride(), dlse.stride()),
-            sizes=(B, H, L),
-            scale=scale,
-            reciprocal=1 / scale if scale else 0.0,
+            (dout.stride(), dlse.stride()),
+            (B, H, L),
+            scale,
+            1 / scale if scale else 0.0,
             E=E,
             ROWS=16,
         )
         inputs = (query, key, value, mask, offsets, douts, high, low, delta)
+        numbers = (
+            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+            (B, H, L, N),
+            (cut.runs, cut.most_runs),
+            scale,
+        )
         options = {
-            "strides": (query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
-            "sizes": (B, H, L, N),
-            "cut": (cut.runs, cut.most_runs),
-            "scale": scale,
             "D": D,
             "E": E,
-            "ALIGN": alignment(query, key, value, douts),
+            "ALIGN": alignment(query, key, value),
             "BISECT": cut.bisect,
             "OPERAND": triton_dtype(products.operand),
             "PRECISION": products.input_precision,
@@ -427,14 +440,12 @@ def attention_backward(
         blocks = triton.cdiv(L, tiles.BLOCK_L)
         if blocks > 1 and (dkey is not None or dvalue is not None):
             passing = backward_keys_tiles(products, query.device, max(D, E))
-            _backward_keys[(cut.slots * H,)](*inputs, dkey, dvalue, **options, **passing._asdict())
+            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, **options, **passing._asdict())
             dkey = dvalue = None
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         if not (shares is None and dkey is None and dvalue is None):
-            _backward[(cut.slots * H * blocks,)](*inputs, shares, dkey, dvalue, **options, **tiles._asdict())
+            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options, **tiles._asdict())
         if shares is not None:
-            _sum_runs[(B * H * L,)](
-                shares, offsets, dquery, (B, H, L, N), (cut.runs, cut.most_runs), scale, D=D, CHUNK=32, BISECT=cut.bisect
-            )
+            _sum_runs(B * H * L, shares, offsets, dquery, *numbers[1:], D=D, CHUNK=32, BISECT=cut.bisect)
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

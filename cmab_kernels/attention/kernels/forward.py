@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .launch import forward_products, forward_tiles
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
@@ -65,7 +65,7 @@ def _absorb(
     return higher, total * fade + tl.sum(weights, 1), acc
 
 
-@triton.jit
+@kernel("query", "key", "value", "mask")
 def _forward(
     query,
     key,
@@ -74,12 +74,12 @@ def _forward(
     offsets,
     out,
     lse,
-    strides,
-    sizes,
-    cut,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
     scale: tl.float64,
-    coarse,
-    sign,
+    coarse: tl.float64,
+    sign: tl.float32,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -105,7 +105,7 @@ def _forward(
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut, BISECT)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN), rows < L, D)
+    queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D)
     queries = (queries * sign).to(query.dtype.element_ty)
     if offsets is not None:
         batch = 0
@@ -120,13 +120,13 @@ def _forward(
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
-        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN), keep, D)
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN), keep, E)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
 
     row = slot_head.to(tl.int64) * L + rows
@@ -138,7 +138,7 @@ def _forward(
     tl.store(lse + row, peak_score + tl.log(total.to(tl.float64)), mask=rows < L)
 
 
-@triton.jit
+@kernel("state_out", "state_lse")
 def _merge(
     run_out,
     run_lse,
@@ -147,9 +147,9 @@ def _merge(
     offsets,
     out,
     lse,
-    strides,
-    sizes,
-    cut,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
     E: tl.constexpr,
     MOST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -176,7 +176,7 @@ def _merge(
     parts = tl.load(run_lse + start + every * stride, mask=every < count, other=float("-inf"))
     state = tl.full([1], float("-inf"), tl.float64)
     if state_lse is not None:
-        state = tl.load(tile_at(state_lse, lse_strides, batch, head, row, 1, 1, 1)).reshape([1])
+        state = tl.load(tile_at(state_lse, lse_strides, batch, head, row, 1, 1, 0)).reshape([1])
     peak = tl.maximum(tl.max(parts, 0), tl.max(state, 0))
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     merged = peak + tl.log(tl.sum(tl.exp(parts - peak), 0) + tl.sum(tl.exp(state - peak), 0))
@@ -190,7 +190,7 @@ def _merge(
         outs = tl.load(rows_at(run_out, start + run * stride, E, E_PAD), mask=(run < count)[:, None] & (columns < E)[None, :], other=0.0)
         acc += tl.sum(weights[:, None] * outs, 0)[None, :]
     if state_lse is not None:
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 1), mask=(columns < E)[None, :], other=0.0)
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 0), mask=(columns < E)[None, :], other=0.0)
         acc += tl.exp(state - anchor).to(DTYPE)[:, None] * outs
     acc = unless_bad(acc, offsets, B)
     tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
@@ -217,7 +217,8 @@ def attention_forward(
         offsets = vetted(cu_seqlens, N)
         out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
         lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)
-        _forward[(cut.slots * H * triton.cdiv(L, tiles.BLOCK_L),)](
+        _forward(
+            cut.slots * H * triton.cdiv(L, tiles.BLOCK_L),
             query,
             key,
             value,
@@ -225,12 +226,12 @@ def attention_forward(
             offsets,
             out,
             lse,
-            strides=(query.stride(), key.stride(), value.stride(), mask.stride() if mask is not None else (0, 0)),
-            sizes=(B, H, L, N),
-            cut=(cut.runs, cut.most_runs),
-            scale=abs(scale) or 1.0,
-            coarse=2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))),
-            sign=float((scale > 0) - (scale < 0)),
+            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+            (B, H, L, N),
+            (cut.runs, cut.most_runs),
+            abs(scale) or 1.0,
+            2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))),
+            float((scale > 0) - (scale < 0)),
             D=D,
             E=E,
             ALIGN=alignment(query, key, value),
@@ -244,7 +245,8 @@ def attention_forward(
             return out, lse
         merged_out, merged_lse = out.new_empty((B, H, L, E)), lse.new_empty((B, H, L))
         most = triton.next_power_of_2(cut.most_runs)
-        _merge[(B * H * L,)](
+        _merge(
+            B * H * L,
             out,
             lse,
             state_out,
@@ -252,9 +254,9 @@ def attention_forward(
             offsets,
             merged_out,
             merged_lse,
-            strides=((0,) * 4, (0,) * 4) if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0)),
-            sizes=(B, H, L, N),
-            cut=(cut.runs, cut.most_runs),
+            ((0,) * 4, (0,) * 4) if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0)),
+            (B, H, L, N),
+            (cut.runs, cut.most_runs),
             E=E,
             MOST=most,
             CHUNK=min(most, max(2048 // triton.next_power_of_2(E), 8)),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import GRAIN, run_length
+from ...triton_common import GRAIN, kernel, run_length
 
 MOST_RUNS = 256
 """The most runs with one block of queries: for a single head, almost two programs for each of the 132 multiprocessors of an H100."""
@@ -29,8 +29,8 @@ MOST_QUERIES = 128
 """The queries that count as one block when the number of runs is chosen."""
 
 
-@triton.jit
-def _vet(cu_seqlens, offsets, sets, stride, N, BLOCK: tl.constexpr):
+@kernel("cu_seqlens")
+def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLOCK: tl.constexpr):
     """Copy the offsets if they rise from 0 to N. If not, all keys become those of the first set, and the element past the end is 1."""
     bad = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + sets.to(tl.int64) * stride) != N)
     falls = 0
@@ -56,7 +56,7 @@ def vetted(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
         return None
     sets = cu_seqlens.shape[0] - 1
     offsets = cu_seqlens.new_empty((sets + 2,), dtype=torch.int32)
-    _vet[(1,)](cu_seqlens, offsets, sets, cu_seqlens.stride(0), keys, BLOCK=1024)
+    _vet(1, cu_seqlens, offsets, sets, cu_seqlens.stride(0), keys, BLOCK=1024)
     return offsets
 
 

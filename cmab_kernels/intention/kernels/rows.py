@@ -13,50 +13,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 
 @triton.jit
-def _matrix(matrix, strides, place, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
-    """Load a tile of a (B, H, *SHAPE) tensor as OPERAND."""
-    batch, head = place
-    inside = row + tl.arange(0, TILE[0]) < SHAPE[0]
-    return load_tile(tile_at(matrix, strides, batch, head, row, TILE[0], TILE[1], 1, column), inside, SHAPE[1], column).to(OPERAND)
+def _matrix(matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr):
+    """Load a tile, as OPERAND, of matrix `slot` of contiguous matrices; SHAPE is that of the matrix, which is stored TURNED."""
+    if TURNED:
+        tile = tl.trans(_matrix(matrix, slot, column, row, (SHAPE[1], SHAPE[0]), (TILE[1], TILE[0]), False, OPERAND))
+    else:
+        rows = row + tl.arange(0, TILE[0])
+        pointers = rows_at(matrix, slot.to(tl.int64) * SHAPE[0] + rows, SHAPE[1], TILE[1], column)
+        tile = load_tile(pointers, rows < SHAPE[0], SHAPE[1], column).to(OPERAND)
+    return tile
 
 
 @triton.jit
-def _at_hand(matrix, strides, place, SHAPE: tl.constexpr, TILE: tl.constexpr, OPERAND: tl.constexpr):
+def _at_hand(matrix, slot, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr):
     """Load the whole matrix if it fits in one tile, else return None."""
     tile = None
     if SHAPE[0] <= TILE[0] and SHAPE[1] <= TILE[1]:
-        tile = _matrix(matrix, strides, place, 0, 0, SHAPE, TILE, OPERAND)
+        tile = _matrix(matrix, slot, 0, 0, SHAPE, TILE, TURNED, OPERAND)
     return tile
 
 
 @triton.jit
 def _times(
     rows,
+    strides,
     matrix,
     at_hand,
-    place,
+    slot,
+    heads,
     start,
     keep,
     column,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows times a tile of columns of a matrix, both (tensor, strides); `at_hand` is the loaded matrix, or None to read it."""
+    """A tile of rows times a tile of columns of their matrix; `at_hand` is the loaded matrix, or None to read it."""
     sums = tl.zeros([BLOCK_N, TILE[1]], tl.float64 if tl.float64 == OPERAND else tl.float32)
     for inner in range(0, SHAPE[0], TILE[0]):
-        left = load_tile(tile_at(rows[0], rows[1], place[0], place[1], start, BLOCK_N, TILE[0], ALIGN, inner), keep, SHAPE[0], inner)
+        pointers = tile_at(rows, strides, slot // heads, slot % heads, start, BLOCK_N, TILE[0], ALIGN, inner)
+        left = load_tile(pointers, keep, SHAPE[0], inner)
         right = at_hand
         if at_hand is None:
-            right = _matrix(matrix[0], matrix[1], place, inner, column, SHAPE, TILE, OPERAND)
+            right = _matrix(matrix, slot, inner, column, SHAPE, TILE, TURNED, OPERAND)
         sums += product(left, right, OPERAND, PRECISION)
     return sums
 
@@ -70,7 +78,7 @@ def _store(out, tile, row, inside, column, WIDTH: tl.constexpr):
     )
 
 
-@triton.jit
+@kernel("dmoment", "key", "value", "weights", "mask")
 def _gram_backward(
     slope,
     dmoment,
@@ -81,9 +89,9 @@ def _gram_backward(
     dkey,
     dvalue,
     dweights,
-    strides,
-    heads,
-    keys,
+    strides: tl.int64,
+    heads: tl.int32,
+    keys: tl.int32,
     D: tl.constexpr,
     E: tl.constexpr,
     RUN: tl.constexpr,
@@ -96,34 +104,36 @@ def _gram_backward(
 ):
     """Compute the gradients of one run of keys. Masked keys get exact zeros, even where dG or dC is not finite."""
     DTYPE: tl.constexpr = tl.float64 if tl.float64 == OPERAND else tl.float32
-    slope_strides, dmoment_strides, turned_strides, key_strides, value_strides, weight_strides, mask_strides = strides
+    key_strides, value_strides, weight_strides, mask_strides = strides
     runs = tl.cdiv(keys, RUN)
     slot = tl.program_id(0) // runs
     batch, head = slot // heads, slot % heads
-    place = (batch, head)
     first = tl.program_id(0) % runs * RUN
-    slope_tile = _at_hand(slope, slope_strides, place, (D, D), (TILE_D, TILE_D), OPERAND)
-    dmoment_tile = _at_hand(dmoment, dmoment_strides, place, (D, E), (TILE_D, TILE_E), OPERAND)
-    turned_tile = _at_hand(dmoment, turned_strides, place, (E, D), (TILE_E, TILE_D), OPERAND)
+    slope_tile = _at_hand(slope, slot, (D, D), (TILE_D, TILE_D), False, OPERAND)
+    dmoment_tile = _at_hand(dmoment, slot, (D, E), (TILE_D, TILE_E), False, OPERAND)
+    turned_tile = _at_hand(dmoment, slot, (E, D), (TILE_E, TILE_D), True, OPERAND)
     for start in range(first, tl.minimum(first + RUN, keys), BLOCK_N):
         inside = start + tl.arange(0, BLOCK_N) < keys
         keep = kept_keys(mask, mask_strides, batch, start, keys, BLOCK_N, True)
         row = slot.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
         weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
         if weights is not None:
-            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 1), mask=keep[:, None], other=0.0).to(DTYPE)
+            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0).to(DTYPE)
         if dvalue is not None:
             for column in range(0, E, TILE_E):
                 y = _times(
-                    (key, key_strides),
-                    (dmoment, dmoment_strides),
+                    key,
+                    key_strides,
+                    dmoment,
                     dmoment_tile,
-                    place,
+                    slot,
+                    heads,
                     start,
                     keep,
                     column,
                     (D, E),
                     (TILE_D, TILE_E),
+                    False,
                     BLOCK_N,
                     ALIGN[0],
                     OPERAND,
@@ -134,30 +144,36 @@ def _gram_backward(
             slopes = tl.zeros([BLOCK_N], DTYPE)
             for column in range(0, D, TILE_D):
                 a = _times(
-                    (key, key_strides),
-                    (slope, slope_strides),
+                    key,
+                    key_strides,
+                    slope,
                     slope_tile,
-                    place,
+                    slot,
+                    heads,
                     start,
                     keep,
                     column,
                     (D, D),
                     (TILE_D, TILE_D),
+                    False,
                     BLOCK_N,
                     ALIGN[0],
                     OPERAND,
                     PRECISION,
                 )
                 b = _times(
-                    (value, value_strides),
-                    (dmoment, turned_strides),
+                    value,
+                    value_strides,
+                    dmoment,
                     turned_tile,
-                    place,
+                    slot,
+                    heads,
                     start,
                     keep,
                     column,
                     (E, D),
                     (TILE_E, TILE_D),
+                    True,
                     BLOCK_N,
                     ALIGN[1],
                     OPERAND,
@@ -172,14 +188,14 @@ def _gram_backward(
                 tl.store(dweights + row, tl.where(keep, slopes, 0.0), mask=inside)
 
 
-@triton.jit
+@kernel("query", "weight")
 def _apply(
     query,
     weight,
     out,
-    strides,
-    heads,
-    queries,
+    strides: tl.int64,
+    heads: tl.int32,
+    queries: tl.int32,
     D: tl.constexpr,
     E: tl.constexpr,
     RUN: tl.constexpr,
@@ -191,28 +207,29 @@ def _apply(
     PRECISION: tl.constexpr,
 ):
     """Multiply one run of rows by the matrix of their head."""
-    query_strides, weight_strides = strides
     runs = tl.cdiv(queries, RUN)
     slot = tl.program_id(0) // runs
-    place = (slot // heads, slot % heads)
     first = tl.program_id(0) % runs * RUN
-    tile = _at_hand(weight, weight_strides, place, (D, E), (TILE_D, TILE_E), OPERAND)
+    tile = _at_hand(weight, slot, (D, E), (TILE_D, TILE_E), False, OPERAND)
     for start in range(first, tl.minimum(first + RUN, queries), BLOCK_N):
         inside = start + tl.arange(0, BLOCK_N) < queries
         row = slot.to(tl.int64) * queries + start + tl.arange(0, BLOCK_N)
         for column in range(0, E, TILE_E):
             outs = _times(
-                (query, query_strides),
-                (weight, weight_strides),
+                query,
+                strides,
+                weight,
                 tile,
-                place,
+                slot,
+                heads,
                 start,
                 inside,
                 column,
                 (D, E),
                 (TILE_D, TILE_E),
+                False,
                 BLOCK_N,
-                ALIGN,
+                ALIGN[0],
                 OPERAND,
                 PRECISION,
             )
@@ -238,29 +255,22 @@ def gram_backward(
     grads = [key.new_empty(shape if need else (0,), dtype=dtype) for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)]
     with on_device(key):
         slope = dgram + dgram.mT
-        _gram_backward[(B * H * triton.cdiv(N, ROWS),)](
-            slope,
-            dmoment,
+        _gram_backward(
+            B * H * triton.cdiv(N, ROWS),
+            slope.contiguous(),
+            dmoment.contiguous(),
             key,
             value,
             weights,
             mask,
             *(grad if need else None for grad, need in zip(grads, needs, strict=True)),
-            strides=(
-                slope.stride(),
-                dmoment.stride(),
-                dmoment.mT.stride(),
-                key.stride(),
-                value.stride(),
-                row_strides(weights),
-                (0, 0) if mask is None else mask.stride(),
-            ),
-            heads=H,
-            keys=N,
+            (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+            H,
+            N,
             D=D,
             E=E,
             RUN=ROWS,
-            ALIGN=(alignment(key), alignment(value)),
+            ALIGN=alignment(key, value),
             OPERAND=triton_dtype(products.operand),
             PRECISION=products.input_precision,
             **backward_tiles(products, key.device, D, E)._asdict(),
@@ -275,13 +285,14 @@ def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
     products = row_products(query.dtype, exact=False)
     with on_device(query):
         out = query.new_empty((B, H, M, E))
-        _apply[(B * H * triton.cdiv(M, ROWS),)](
+        _apply(
+            B * H * triton.cdiv(M, ROWS),
             query,
-            weight,
+            weight.contiguous(),
             out,
-            strides=(query.stride(), weight.stride()),
-            heads=H,
-            queries=M,
+            query.stride(),
+            H,
+            M,
             D=D,
             E=E,
             RUN=ROWS,

@@ -9,7 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import Products, alignment, kept_keys, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import (
+    Products,
+    alignment,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    on_device,
+    product,
+    rows_at,
+    tile_at,
+    triton_dtype,
+)
 from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
@@ -46,7 +58,7 @@ def _add_keys(
     if GRAM and gram.shape[0] < D:
         right = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column), keep, D, column)
     if weights is not None:
-        weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 1), mask=keep[:, None], other=0.0)
+        weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0)
         left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
         gram += product(tl.trans(left), right, OPERAND, PRECISION)
@@ -61,7 +73,7 @@ def _is_finite(total):
     return tl.min(tl.min((tl.abs(total) < float("inf")).to(tl.int32), 1), 0) != 0
 
 
-@triton.jit
+@kernel("key", "value", "weights", "mask")
 def _gram(
     key,
     value,
@@ -69,10 +81,10 @@ def _gram(
     mask,
     gram,
     moment,
-    strides,
-    heads,
-    keys,
-    cut,
+    strides: tl.int64,
+    heads: tl.int32,
+    keys: tl.int32,
+    cut: tl.int32,
     D: tl.constexpr,
     E: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -130,8 +142,8 @@ def _gram(
         tl.store(rows_at(moment, slot.to(tl.int64) * D + rows, E, TILE_E, column), totals[1], mask=inside)
 
 
-@triton.jit
-def _add_runs(parts, total, runs, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+@kernel()
+def _add_runs(parts, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Add the partial sums of all runs, in the order of the runs."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -151,7 +163,7 @@ def _over_runs(parts: Tensor) -> Tensor:
     if runs == 1:
         return parts.squeeze(2)
     total = parts.new_empty((B, H, D, width))
-    _add_runs[(B * H * triton.cdiv(D * width, 64),)](parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
+    _add_runs(B * H * triton.cdiv(D * width, 64), parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
     return total
 
 
@@ -171,19 +183,20 @@ def _sums(
     sums = [
         key.new_empty((B, H, cut.runs, D, width), dtype=torch.float64) if part else None for part, width in zip(parts, (D, E), strict=True)
     ]
-    _gram[(B * H * cut.runs * programs,)](
+    _gram(
+        B * H * cut.runs * programs,
         key,
         value,
         weights,
         mask,
         *(None if part is None or part.shape[-1] == 0 else part for part in sums),
-        strides=(key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
-        heads=H,
-        keys=N,
-        cut=tuple(cut),
+        (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+        H,
+        N,
+        tuple(cut),
         D=D,
         E=E,
-        ALIGN=(alignment(key), alignment(value)),
+        ALIGN=alignment(key, value),
         OPERAND=triton_dtype(products.operand),
         PRECISION=products.input_precision,
         **tiles._asdict(),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, load_tile, mask_bytes, on_device, product, tile_at
+from ...triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
 from .launch import options, scratch_squares, strides
 from .pinv import store_rows
 from .squares import A, Z, differentiate, get, iterate, iterate_in_scratch
@@ -64,7 +64,7 @@ def _softmax(
     return weights / tl.where(present, tl.sum(weights, 1), 1.0)[:, None]
 
 
-@triton.jit
+@kernel("query", "key", "values", "absent")
 def _landmark_values(
     query,
     key,
@@ -72,7 +72,7 @@ def _landmark_values(
     absent,
     out,
     scale: tl.float64,
-    strides,
+    strides: tl.int64,
     D: tl.constexpr,
     E: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -94,7 +94,7 @@ def _landmark_values(
         store_rows(out, number, product(inverse, v, OPERAND, PRECISION), column, M, E)
 
 
-@triton.jit
+@kernel("dout", "query", "key", "values", "absent")
 def _landmark_values_backward(
     dout,
     query,
@@ -106,7 +106,7 @@ def _landmark_values_backward(
     dvalues,
     scratch,
     scale: tl.float64,
-    strides,
+    strides: tl.int64,
     SCRATCH: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -159,13 +159,14 @@ def landmark_values(
     given = landmark_query, landmark_key, values
     out = values.new_empty(values.shape)
     with on_device(values):
-        _landmark_values[(values.shape[0],)](
+        _landmark_values(
+            values.shape[0],
             *given,
             mask_bytes(absent),
             out,
             scale,
             (*map(strides, given), (0, 0) if absent is None else absent.stride()),
-            ALIGN=tuple(map(alignment, given)),
+            ALIGN=alignment(*given),
             **_common(landmark_query, values, iterations, "nystrom.forward"),
         )
     return out
@@ -180,7 +181,8 @@ def landmark_values_backward(
     chosen = _common(landmark_query, values, iterations, "nystrom.backward")
     scratch = scratch_squares(values, iterations, chosen["SIZE"])
     with on_device(values):
-        _landmark_values_backward[(values.shape[0],)](
+        _landmark_values_backward(
+            values.shape[0],
             dout,
             *given,
             mask_bytes(absent),
@@ -191,7 +193,7 @@ def landmark_values_backward(
             scale,
             (*map(strides, given), (0, 0) if absent is None else absent.stride(), strides(dout)),
             SCRATCH=scratch.stride(0),
-            ALIGN=(*map(alignment, given), alignment(dout)),
+            ALIGN=alignment(*given, dout),
             **chosen,
         )
     return dquery, dkey, dvalues

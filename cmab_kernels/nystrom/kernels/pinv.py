@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, load_tile, on_device, rows_at, tile_at
+from ...triton_common import alignment, kernel, load_tile, on_device, rows_at, tile_at
 from .launch import options, scratch_squares, strides
 from .squares import differentiate, iterate, iterate_in_scratch
 
@@ -24,11 +24,11 @@ def store_rows(base, number, tile, column, M: tl.constexpr, WIDTH: tl.constexpr)
     tl.store(to, tile, mask=(row < M)[:, None] & (columns < WIDTH)[None, :])
 
 
-@triton.jit
+@kernel("matrix")
 def _pinv(
     matrix,
     inverse,
-    strides,
+    strides: tl.int64,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
     M: tl.constexpr,
@@ -37,17 +37,17 @@ def _pinv(
     PRECISION: tl.constexpr,
 ):
     number = tl.program_id(0)
-    a = load_square(matrix, strides, number, M, SIZE, ALIGN)
+    a = load_square(matrix, strides, number, M, SIZE, ALIGN[0])
     store_rows(inverse, number, iterate(a, ITERATIONS, OPERAND, PRECISION), 0, M, M)
 
 
-@triton.jit
+@kernel("dinverse", "matrix")
 def _pinv_backward(
     dinverse,
     matrix,
     dmatrix,
     scratch,
-    strides,
+    strides: tl.int64,
     SCRATCH: tl.constexpr,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -68,9 +68,8 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
-        _pinv[(matrix.shape[0],)](
-            matrix, inverse, strides(matrix), ITERATIONS=iterations, ALIGN=alignment(matrix), **options(matrix, "nystrom.forward")
-        )
+        chosen = options(matrix, "nystrom.forward")
+        _pinv(matrix.shape[0], matrix, inverse, strides(matrix), ITERATIONS=iterations, ALIGN=alignment(matrix), **chosen)
     return inverse
 
 
@@ -80,7 +79,8 @@ def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -
     chosen = options(matrix, "nystrom.backward")
     scratch = scratch_squares(matrix, iterations, chosen["SIZE"])
     with on_device(matrix):
-        _pinv_backward[(matrix.shape[0],)](
+        _pinv_backward(
+            matrix.shape[0],
             dinverse,
             matrix,
             dmatrix,
@@ -88,7 +88,7 @@ def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -
             (strides(dinverse), strides(matrix)),
             SCRATCH=scratch.stride(0),
             ITERATIONS=iterations,
-            ALIGN=(alignment(dinverse), alignment(matrix)),
+            ALIGN=alignment(dinverse, matrix),
             **chosen,
         )
     return dmatrix
