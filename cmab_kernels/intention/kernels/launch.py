@@ -101,7 +101,7 @@ class RowTiles(NamedTuple):
 
 # By precision and widest matrix; the first number is the widest tile.
 _BACKWARD = {
-    "tf32": {32: (32, 128, 4, 3), 256: (64, 64, 8, 2)},
+    "tf32": {32: (32, 128, 4, 3), 64: (64, 64, 8, 2), 256: (64, 128, 8, 2)},
     "bf16x6": {32: (32, 64, 4, 2), 64: (32, 128, 8, 2), 256: (32, 64, 8, 1)},
     "double": {256: (32, 32, 4, 2)},
 }

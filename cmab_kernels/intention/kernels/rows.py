@@ -24,7 +24,7 @@ def _matrix(matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, 
         tile = tl.trans(_matrix(matrix, slot, column, row, (SHAPE[1], SHAPE[0]), (TILE[1], TILE[0]), False, OPERAND))
     else:
         rows = row + tl.arange(0, TILE[0])
-        pointers = rows_at(matrix, slot.to(tl.int64) * SHAPE[0] + rows, SHAPE[1], TILE[1], column)
+        pointers = rows_at(matrix + slot.to(tl.int64) * (SHAPE[0] * SHAPE[1]), rows, SHAPE[1], TILE[1], column)
         tile = load_tile(pointers, rows < SHAPE[0], SHAPE[1], column).to(OPERAND)
     return tile
 
