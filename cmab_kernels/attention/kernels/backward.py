@@ -344,7 +344,7 @@ def _backward_keys(
             _store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
 
 
-@kernel("offsets")
+@kernel()
 def _sum_runs(
     run_dquery,
     offsets,
