@@ -158,9 +158,9 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
     `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
     """
     if impl == "auto":
-        impl = use_impl.current
-        if impl == "auto" or impl not in _names(family):
+        if is_free(family, impl):
             return _first_usable(family, tensors)
+        impl = use_impl.current
     check_name(family, impl)
     reason = _unsupported(family, impl, tensors)
     if reason is not None:
@@ -179,6 +179,11 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
     return "reference"
+
+
+def is_free(family: str, impl: str) -> bool:
+    """Whether the caller leaves the choice: `impl` is "auto", and `use_impl` names no implementation of the set."""
+    return impl == "auto" and use_impl.current not in _names(family)
 
 
 def check_name(family: str, impl: str) -> None:

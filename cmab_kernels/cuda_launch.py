@@ -15,11 +15,17 @@ MAX_WIDTH = CUDA.MAX_WIDTH
 
 
 @traced_as_constant
+def capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of the GPU of this index."""
+    return torch.cuda.get_device_capability(index)
+
+
+@traced_as_constant
 def gpu_problem(index: int | None, shared_bytes: int = 0) -> str | None:
     """The reason why the GPU of this index cannot run a kernel whose blocks take `shared_bytes` of shared memory; None if it can."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = capability(index)
     if major < 8:
         return f"it was built for compute capability 8.0 and up, and the GPU has {major}.{minor}"
     try:

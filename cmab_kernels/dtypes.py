@@ -7,6 +7,12 @@ import torch
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def allows_tf32() -> bool:
+    """Whether torch may multiply float32 in tf32 on a GPU."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums over inputs of `dtype`: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

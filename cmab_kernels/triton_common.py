@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import mangle_type
 
+from .dtypes import allows_tf32 as allows_tf32  # for the launchers of all sets
 from .tracing import traced_as_constant
 
 WIDEST = 256
@@ -141,12 +142,6 @@ class Products(NamedTuple):
     def kind(self) -> str:
         """The kind of product, by which block sizes are chosen: "half", "double", or for float32 its precision."""
         return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
-
-
-def allows_tf32() -> bool:
-    """Whether torch may multiply float32 in tf32 on a GPU."""
-    matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 def alignment(*tensors: Tensor) -> tuple[int, ...]:

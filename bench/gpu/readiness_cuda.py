@@ -101,6 +101,8 @@ def compiler() -> str | None:
 def compiled() -> list[Compiled]:
     found = []
     for one in build_report()["cuda"].get("kernels", []):
+        if one["target"] not in CAPABILITIES:  # a GPU of which no figures are kept
+            continue
         name, dtype = re.search(r"(?<=\d)([a-z]+(?:_[a-z]+)*_kernel)I(\w+?)E?EvNS", one["kernel"]).groups()
         dtype = next(readable for mangled, readable in DTYPES.items() if dtype in (mangled, mangled.removesuffix("E")))
         capability = CAPABILITIES[one["target"]]

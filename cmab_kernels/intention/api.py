@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import choose, passed_on
+from ..backends import COMPLETED_BY, choose, is_free, kernel, passed_on
 from ..checks import (
     as_autocast,
     as_they_are,
@@ -52,8 +52,9 @@ def intention(
             same result, equally accurate. On a GPU the dual has kernels for up to 256 keys.
         weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on a CPU, a NaN on a GPU.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel; sums alone, and products
-            with rows, use Triton's kernels. "triton" has no solve: its systems are solved as by `regularised_solve` with "auto".
+        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel, which "auto" takes unless
+            tensor cores make up for a solve of its own (docs/environment.md has the table); sums alone, and products with rows, use
+            Triton's kernels. "triton" has no solve: its systems are solved as by `regularised_solve` with "auto".
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
@@ -81,7 +82,7 @@ def intention(
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
             return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
-        chosen = choose("intention", impl, *inputs[:3])
+        chosen = _fastest(inputs, impl)
         return apply_rows_op(inputs.query, solve_rows(*inputs[1:], penalty, chosen, solver)[0], chosen)
 
 
@@ -213,6 +214,18 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
+
+
+def _fastest(inputs: _Inputs, impl: str) -> str:
+    """The implementation that `choose` names, or, if the caller leaves the choice, that of sums which make up for a solve of their own."""
+    chosen = choose("intention", impl, *inputs[:3])
+    if (
+        chosen in FUSED
+        and is_free("intention", impl)
+        and kernel("intention", chosen, "is_slower")(inputs.key, inputs.value, inputs.weights)
+    ):
+        return COMPLETED_BY["intention", chosen]
+    return chosen
 
 
 def solve_rows(
