@@ -41,8 +41,8 @@ def _step_shared(value_width: int, landmarks: int) -> Callable[[int], int]:
 
 
 def _ridge_shared(size: int) -> int:
-    """csrc/gram/gram_block.cuh, of 64 columns of keys and of values: a panel of 64 x 128 sums, and tiles of 16 keys with both factors."""
-    return 64 * 128 * 8 + 16 * (128 + 64 + 1) * size
+    """csrc/gram/gram_block.cuh, of 64 columns of keys and of values: a panel of 64 x 128 sums, and tiles of 16 keys."""
+    return 64 * 128 * 8 + 16 * (128 + 1) * size
 
 
 def _solve_shared(size: int) -> int:

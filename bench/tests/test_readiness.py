@@ -202,7 +202,13 @@ def test_shared_memory_of_nvcc_kernels_is_as_the_code_has_it() -> None:
         from cmab_kernels.cuda_launch import CUDA
     except ImportError as error:
         pytest.skip(str(error))
-    assert max(kernel.shared(8) for kernel in readiness_cuda.KERNELS.values()) <= CUDA.SHARED_BYTES
+    for wide, size in ((False, 4), (True, 8)):
+        ours = {name: kernel.shared(size) for name, kernel in readiness_cuda.KERNELS.items()}
+        assert ours["ridge_kernel"] == CUDA.ridge_shared_bytes(64, 64, wide) and ours["solve_kernel"] == CUDA.solve_shared_bytes(
+            64, 64, wide
+        )
+        assert ours["attention_step_kernel"] == CUDA.step_shared_bytes(64, 0, wide)
+        assert ours["nystrom_step_kernel"] == CUDA.step_shared_bytes(64, 16, wide)
 
 
 # ---- nothing has become worse
