@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +11,31 @@ import torch
 
 from cmab_kernels import backends, testing
 from cmab_kernels.extension import load
+from cmab_kernels.testing import OperatorSuite
 
 TESTS = Path(__file__).parent
 # Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
 collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-m gpu`, suites run for the implementations of a GPU, or, in Triton's interpreter, of its kernels."""
+    OperatorSuite.gpu = config.option.markexpr == "gpu" and (torch.cuda.is_available() or testing.INTERPRETING)
+    if OperatorSuite.gpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's own products have the same bits on every run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark suites on a GPU, so that `-m gpu` selects them."""
+    for item in items:
+        if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
+            item.add_marker("gpu")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not OperatorSuite.gpu:
+        pytest.skip("there is no GPU that torch can use")
 
 
 def _instruction_sets() -> list[str]:

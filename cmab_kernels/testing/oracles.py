@@ -49,8 +49,8 @@ def _system(key: Tensor, alpha: Tensor | float, weights: Tensor | None, mask: Te
     """Return K'WK + alpha I and K'W."""
     key = _hidden(key, mask)
     weighted = key if weights is None else _hidden((weights if weights.dim() == 3 else weights[:, None])[..., None] * key, mask)
-    penalty = torch.as_tensor(alpha, dtype=key.dtype).expand(key.shape[:2])
-    return weighted.mT @ key + penalty[..., None, None] * torch.eye(key.shape[-1], dtype=key.dtype), weighted.mT
+    penalty = torch.as_tensor(alpha, dtype=key.dtype, device=key.device).expand(key.shape[:2])
+    return weighted.mT @ key + penalty[..., None, None] * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device), weighted.mT
 
 
 def intention(
@@ -78,7 +78,7 @@ def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) 
     A result is NaN where rounding makes the system not positive definite.
     """
     system = (key.mT @ key).to(torch.promote_types(key.dtype, torch.float32))
-    system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype)
+    system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype, device=system.device)
     factor, failure = torch.linalg.cholesky_ex(system)
     weight = torch.cholesky_solve((key.mT @ value).to(system.dtype), factor).masked_fill(failure[..., None, None] > 0, torch.nan)
     return query @ weight.to(query.dtype)
@@ -93,7 +93,8 @@ def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> 
     start, found = 0, []
     for j in range(segments):
         end = start + size + (j < longer)
-        present = torch.ones(tokens.shape[0], end - start, dtype=torch.bool) if mask is None else ~mask[:, start:end]
+        hidden = torch.zeros(tokens.shape[:3:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+        present = ~hidden[:, start:end]
         kept = torch.where(present[:, None, :, None], tokens[:, :, start:end], 0)
         found.append(kept.sum(2) / present.sum(1).clamp(min=1)[:, None, None])
         start = end
@@ -107,7 +108,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     if not matrix.any():
         return torch.zeros_like(matrix.mT)
     z = matrix.mT / (matrix.abs().sum(0).max() * matrix.abs().sum(1).max())
-    one = torch.eye(len(matrix), dtype=matrix.dtype)
+    one = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     for _ in range(iterations):
         z = 0.25 * z @ (13 * one - matrix @ z @ (15 * one - matrix @ z @ (7 * one - matrix @ z)))
     return z

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,9 +13,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
 from cmab_kernels.testing import Measured, OperatorSuite, oracles
+from cmab_kernels.testing.suite import DTYPES
 
 Results = tuple[Tensor, ...]
 OFFSETS = torch.tensor([0, 2, 2, 5])
+WIDE = tuple(
+    {"H": 2, "L": latents, "N": keys, "D": width, "E": width}
+    for width in (8, 16, 64, 128, 256)
+    for latents, keys in ((128, 1500), (300, 200))
+)
+"""The classes of widths that GPU kernels have, with one block of queries and with several."""
+
+
+@functools.cache
+def _offsets(device: torch.device) -> Tensor:
+    return OFFSETS.to(device)
 
 
 class TestAttentionState(OperatorSuite):
@@ -41,6 +54,7 @@ class TestAttentionState(OperatorSuite):
     compilers = ("aot_eager", "inductor")
     autocast = ("query", "key", "value")
     accepted = ("query of a dimension too few",)
+    on_gpu = {"shapes": (*shapes, *WIDE)}
 
     def call(self, impl: str, **inputs: Any) -> Results:
         return tuple(ck.attention_state(**inputs, impl=impl))
@@ -88,6 +102,7 @@ class Variant(TestAttentionState):
     repeats = 100
     many = None
     compilers = ("aot_eager",)
+    on_gpu = {"dtypes": DTYPES}
 
     def bad_arguments(self) -> list[str]:
         return []
@@ -138,13 +153,13 @@ class TestPackedSets(Variant):
     mask = None
 
     def call(self, impl: str, **inputs: Any) -> Results:
-        return (ck.latent_attention(**inputs, cu_seqlens=OFFSETS, impl=impl),)
+        return (ck.latent_attention(**inputs, cu_seqlens=_offsets(inputs["key"].device), impl=impl),)
 
     def oracle(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
-        return oracles.attention(query, key, value, None, OFFSETS)[:1]
+        return oracles.attention(query, key, value, None, _offsets(key.device))[:1]
 
     def in_torch(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
-        return (oracles.attention(query, key, value, None, OFFSETS)[0].to(query.dtype),)
+        return (oracles.attention(query, key, value, None, _offsets(key.device))[0].to(query.dtype),)
 
 
 class TestIncomingState(Variant):

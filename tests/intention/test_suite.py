@@ -15,6 +15,8 @@ from cmab_kernels.testing import LAWS, Measured, OperatorSuite, oracles
 
 Results = tuple[Tensor, ...]
 ALPHA = 10.0
+WIDE = tuple({"N": 1500, "D": width, "E": value_width} for width, value_width in ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1)))
+"""The classes of widths that GPU kernels have."""
 
 
 class IntentionSuite(OperatorSuite):
@@ -65,6 +67,7 @@ class TestIntention(IntentionSuite):
     )
     many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
     form = "primal"
+    on_gpu = {"shapes": (*shapes, *WIDE)}
 
     def call(self, impl: str, **inputs: Any) -> Results:
         return (ck.intention(**inputs, alpha=ALPHA, form=self.form, impl=impl),)
@@ -132,6 +135,7 @@ class TestRidgeState(IntentionSuite):
     dtypes = (torch.float64, torch.float32, torch.bfloat16)  # the gradient of a weight leaves float16's range; test_state.py has its sums
     empty = "BHN"
     mask_tolerance = {torch.float64: 1e-12}
+    on_gpu = {"shapes": WIDE}
 
     def call(self, impl: str, **inputs: Any) -> Results:
         return tuple(ck.ridge_state(**inputs, impl=impl)[:2])

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cmab_kernels as ck
 from cmab_kernels.nystrom import costs
 from cmab_kernels.testing import LAWS, LAYOUTS, Measured, OperatorSuite, oracles
+from cmab_kernels.testing.suite import DTYPES
 
 Results = tuple[Tensor, ...]
 
@@ -91,6 +92,7 @@ class TestSegmentMeans(NystromSuite):
     empty = "BH"
     autocast = ("query", "key", "value")
     accepted = ("query of a dimension too few", "query longer in N")
+    on_gpu = {"dtypes": DTYPES, "shapes": ({}, {"N": 1000, "D": 64, "E": 64}, {"N": 301, "D": 33})}
     bits = ({"B": 5, "H": 2, "N": 301, "D": 24, "E": 9},)
 
     def call(self, impl: str, **inputs: Any) -> Results:
@@ -108,7 +110,8 @@ class TestMasked(TestSegmentMeans):
 
     def call(self, impl: str, **inputs: Any) -> Results:
         batch, _, length, _ = inputs["query"].shape
-        mask = (torch.arange(batch * length).view(batch, length) % 6 == 1).index_fill(1, torch.tensor([0]), True)
+        mask = torch.arange(batch * length, device=inputs["query"].device).view(batch, length) % 6 == 1
+        mask[:, 0] = True
         return (ck.nystrom_attention(**inputs, num_landmarks=7, key_padding_mask=mask, impl=impl),)
 
 
@@ -127,6 +130,7 @@ class TestExactPinv(TestGivenLandmarks):
     batched_gradcheck = False
     autocast = ()
     empty = ""
+    captured = False
     test_vmap = test_opcheck = test_compile = test_any_order = test_forward_mode = test_a_bad_batch_element_stays_alone = None
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
@@ -152,6 +156,7 @@ class TestPinv(NystromSuite):
     extents = {"B": 5, "M": 16}
     small = {"B": 2, "M": 3}
     shapes = tuple({"B": 20, "M": number} for number in (1, 3, 16, 40, 64))
+    on_gpu = {"shapes": tuple({"B": 300, "M": number} for number in (1, 3, 16, 17, 32, 33, 64))}
     laws = ("normal",)
     dtypes = (torch.float64, torch.float32)
     empty = "B"

@@ -10,16 +10,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...backends import FAMILIES, OPERATORS
+from ..interpreter import INTERPRETING
 from ..memory import poisoned_memory
-from .declaration import Declaration, Measured
+from .declaration import DTYPES, Declaration, Measured
 from .errors import Errors
+from .gpu import OnGpu
 from .gradients import Gradients
-from .numerics import Numerics
 
-__all__ = ["Declaration", "Measured", "OperatorSuite", "failures"]
+__all__ = ["DTYPES", "Declaration", "Measured", "OperatorSuite", "failures"]
 
 
-class OperatorSuite(Numerics, Gradients, Errors):
+class OperatorSuite(OnGpu, Gradients, Errors):
     """Tests of an operator: inherit, name the class Test..., and declare the operator; pytest finds the checks.
 
     A declaration says which tensors the operator takes (`arguments`, a letter for each dimension), how it is called (`call`) and what the
@@ -30,7 +32,8 @@ class OperatorSuite(Numerics, Gradients, Errors):
     - P3: the same bits on every run, for any number of threads, for a batch element by itself;
     - P5: strides, offsets, expanded and lazily negated arguments;
     - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
-    - errors that name the argument, what was given and what is allowed.
+    - errors that name the argument, what was given and what is allowed;
+    - on a GPU (`gpu`): streams, CUDA graphs, and calls that wait for nothing.
 
     Every check runs on one thread, with uninitialised memory that holds NaN. A check without parameters in this declaration (such as
     `test_masks` where there is no mask) is removed from the class. `failures` runs the checks without pytest.
@@ -55,6 +58,8 @@ class OperatorSuite(Numerics, Gradients, Errors):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if cls.gpu:
+            cls._move_to_gpu()
         values, hidden = cls().parameters(), set(cls._without_parameters)
         for name, check in inspect.getmembers(OperatorSuite, inspect.isfunction):
             if not name.startswith("test_"):
@@ -66,6 +71,15 @@ class OperatorSuite(Numerics, Gradients, Errors):
                 setattr(cls, name, check)
                 hidden.remove(name)
         cls._without_parameters = frozenset(hidden)
+
+    @classmethod
+    def _move_to_gpu(cls) -> None:
+        """Test the operator's implementations for a GPU instead of those declared, with the changes of `on_gpu`."""
+        there = FAMILIES.get(OPERATORS.get(cls.operator, ""), {})
+        cls.impls = tuple(impl for impl in there if impl == "triton" or (impl == "cuda" and not INTERPRETING))
+        cls.repeatable = cls.impls if cls.repeatable else ()
+        for name, value in vars(cls).get("on_gpu", {}).items():
+            setattr(cls, name, value)
 
     def setup_method(self) -> None:
         """Seed torch, use one thread, and poison uninitialised memory."""

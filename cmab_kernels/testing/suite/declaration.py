@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bounds import LAWS, row_error
+from ..interpreter import INTERPRETING
 from ..layouts import LAYOUTS
 
 Inputs = dict[str, Tensor]
@@ -108,6 +109,13 @@ class Declaration:
     accepted: ClassVar[tuple[str, ...]] = ()
     """The error checks whose argument the operator accepts, by name, such as "value of another dtype"; they are not run."""
 
+    gpu: ClassVar[bool] = False
+    """Whether the checks run on a GPU, for the implementations there; set it on `OperatorSuite` before suites are declared."""
+    on_gpu: ClassVar[Mapping[str, Any]] = {}
+    """attribute -> its value where `gpu` is set, such as more `shapes`; a subclass does not take it over"""
+    captured: ClassVar[bool] = True
+    """Whether a call on a GPU waits for nothing, so that a CUDA graph can capture it."""
+
     # ---- what a declaration must define
 
     def call(self, impl: str, **inputs: Any) -> Sequence[Tensor]:
@@ -165,10 +173,16 @@ class Declaration:
 
     # ---- what the checks build from it
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors of the checks; in Triton's interpreter, that of the CPU."""
+        return torch.device("cuda" if self.gpu and not INTERPRETING else "cpu")
+
     def inputs(self, dtype: torch.dtype = torch.float64, law: str = "normal", extents: Mapping[str, int] | None = None) -> Inputs:
         """Return random arguments of the usual extents, changed by `extents`."""
         sizes = {**self.extents, **(extents or {})}
-        return {name: self.make(name, tuple(sizes[a] for a in axes), law).to(dtype) for name, axes in self.arguments.items()}
+        shapes = {name: tuple(sizes[a] for a in axes) for name, axes in self.arguments.items()}
+        return {name: self.make(name, shape, law).to(self.device, dtype) for name, shape in shapes.items()}
 
     def small_inputs(self) -> Inputs:
         """Return float64 arguments for numerical derivatives."""
@@ -268,7 +282,7 @@ class Declaration:
             "hidden": [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (0, 199), (1, 200)] if self.mask else [],
             "poison": [torch.nan, torch.inf] if self.batch else [],
             "bit_shape": range(max(len(self.bits), 1)) if self.batch else [],
-            "bit_dtype": [d for d in (torch.float32, torch.bfloat16) if d in self.dtypes],
+            "bit_dtype": [d for d in self.dtypes if self.gpu or d in (torch.float32, torch.bfloat16)],
             "many_matrices": [True] if self.many else [],
             "compiled": [(impl, c) for impl in self.impls for c in self.compilers[: 1 if impl == self.definition else None]],
             "dynamic": [False, True],
@@ -279,6 +293,7 @@ class Declaration:
             "order": [1, 2, 3],
             "subset": self._subsets(),
             "bad": self.bad_arguments(),
+            "streamed": self.repeatable if self.device.type == "cuda" and self.captured else (),
         }
 
     def _subsets(self) -> list[tuple[str, ...]]:

@@ -148,7 +148,7 @@ class Gradients(Declaration):
         """Results under autocast equal those of arguments cast by hand; gradients are finite and have the arguments' dtypes."""
         inputs = self.inputs(torch.float32)
         leaves = self.leaves(inputs)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
             ours = self.call(impl, **leaves)
         right = self.call(impl, **{n: t.bfloat16() if n in self.autocast else t for n, t in inputs.items()})
         for a, b in zip(ours, right, strict=True):

@@ -9,7 +9,7 @@ from ..layouts import LAYOUTS, lazily_negated
 from .declaration import Declaration, Inputs, Measured, Results
 
 
-def _same_bits(a: Results, b: Results) -> bool:
+def same_bits(a: Results, b: Results) -> bool:
     """Return whether all are equal bit for bit, where NaNs count as equal."""
     return all(
         x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
@@ -37,7 +37,7 @@ class Numerics(Declaration):
         assert self.mask
         start, stop = hidden
         inputs = self.inputs(extents={self.masked: 200, self.batch: 2})
-        mask = torch.zeros(2, 200, dtype=torch.bool)
+        mask = torch.zeros(2, 200, dtype=torch.bool, device=self.device)
         mask[0, start:stop] = True
         clean, spoilt = dict(inputs), dict(inputs)
         hides = [name for name in inputs if self.masked in self.arguments[name]]
@@ -45,7 +45,7 @@ class Numerics(Declaration):
             first, dim = self.axis_of(name, self.batch), self.axis_of(name, self.masked)
             under = mask if first == 0 else mask.any(0, keepdim=True)
             under = under.view([under.shape[0], *(200 if i == dim else 1 for i in range(1, inputs[name].dim()))])
-            odd = torch.arange(200).view([200 if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
+            odd = torch.arange(200, device=self.device).view([200 if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
             clean[name] = inputs[name].masked_fill(under, 0.0)
             spoilt[name] = clean[name].masked_fill(under & odd, torch.inf).masked_fill(under & ~odd, torch.nan)
         masked = {self.mask: mask}
@@ -86,7 +86,7 @@ class Numerics(Declaration):
         wide = {name: t.double() for name, t in inputs.items()}
         low = self.torch_dtype(dtype)
         ratio = torch.finfo(dtype).eps / torch.finfo(low).eps
-        cotangents = tuple(c.to(dtype) for c in self.incoming(self.oracle(**wide)))
+        cotangents = tuple(c.to(self.device, dtype) for c in self.incoming(self.oracle(**wide)))
         ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs, cotangents)
         right, wanted = self.results_and_gradients(self.oracle, wide, cotangents)
         theirs, own = self.results_and_gradients(self.in_torch, {name: t.to(low) for name, t in inputs.items()}, cotangents)
@@ -138,7 +138,7 @@ class Numerics(Declaration):
             whole = self.run(repeatable, inputs)
             for count in (1, 2, 4, 8):
                 torch.set_num_threads(count)
-                assert _same_bits(self.run(repeatable, inputs), whole), f"{count} threads give other bits"
+                assert same_bits(self.run(repeatable, inputs), whole), f"{count} threads give other bits"
         finally:
             torch.set_num_threads(before)
         results = len(whole) - len(self.graded)
@@ -146,13 +146,15 @@ class Numerics(Declaration):
             alone = self.run(repeatable, {name: t[i : i + 1] if self._is_batched(name) else t for name, t in inputs.items()})
             batched = [True] * results + [self._is_batched(name) for name in self.graded]
             for one, all_of_them, cut in zip(alone, whole, batched, strict=True):
-                assert not cut or _same_bits((one,), (all_of_them[i : i + 1],)), f"batch element {i} has other bits by itself"
+                assert not cut or same_bits((one,), (all_of_them[i : i + 1],)), f"batch element {i} has other bits by itself"
 
     def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:
         """Return the inputs whose bits are compared, with a mask where the operator has one."""
         extents = {**self.extents, **(self.bits[shape] if self.bits else {})}
         inputs = self.inputs(dtype, extents=extents)
-        return {**inputs, self.mask: torch.rand(extents[self.batch], extents[self.masked]) < 0.1} if self.mask else inputs
+        if not self.mask:
+            return inputs
+        return {**inputs, self.mask: torch.rand(extents[self.batch], extents[self.masked]).to(self.device) < 0.1}
 
     def _is_batched(self, name: str) -> bool:
         return name == self.mask or self.axis_of(name, self.batch) == 0
@@ -161,7 +163,7 @@ class Numerics(Declaration):
         inputs = self.inputs(torch.float32)
         first = self.run(repeatable, inputs)
         for _ in range(self.repeats):
-            assert _same_bits(self.run(repeatable, inputs), first)
+            assert same_bits(self.run(repeatable, inputs), first)
 
     def test_arguments_are_not_changed(self, impl: str) -> None:
         inputs = self.inputs(torch.float32)
@@ -183,7 +185,7 @@ class Numerics(Declaration):
         """Results and gradients do not depend on the strides and offsets of the arguments and of the incoming gradients."""
         inputs = self.inputs(dtype)
         plain = self.call(impl, **inputs)
-        along = tuple(torch.randn(r.shape).to(r.dtype) for r in plain)
+        along = tuple(torch.randn(r.shape).to(r) for r in plain)
         moved = {name: LAYOUTS[layout](t) if t.dim() else t for name, t in inputs.items()}
         odd = tuple(LAYOUTS[layout](c) if c.dim() else c for c in along)
         self._close(self.run(impl, moved, odd), self.run(impl, inputs, along), dtype)

@@ -16,7 +16,9 @@ Results = tuple[Tensor, ...]
 def _solution(gram: Tensor, rhs: Tensor, alpha: Tensor) -> Tensor:
     """Return (A + alpha I)^-1 B, where only the lower triangle of A is read."""
     full = gram.tril() + gram.tril(-1).mT
-    return torch.cholesky_solve(rhs, torch.linalg.cholesky(full + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype)))
+    return torch.cholesky_solve(
+        rhs, torch.linalg.cholesky(full + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
+    )
 
 
 class SolveSuite(OperatorSuite):
@@ -60,6 +62,7 @@ class TestRegularisedSolve(SolveSuite):
     arguments = {"gram": "BDD", "rhs": "BDE", "alpha": "B"}
     differentiable = ("rhs", "alpha")
     shapes = tuple({"D": width} for width in (1, 16, 33, 70))
+    on_gpu = {"shapes": tuple({"B": 300, "D": width, "E": columns} for width in (1, 16, 33, 64, 128) for columns in (16, 5))}
     many = {"B": 66_000, "D": 2, "E": 1}
 
     def call(self, impl: str, **inputs: Tensor) -> Results:
@@ -95,7 +98,7 @@ class TestRegularisedInverse(SolveSuite):
         return (ck.regularised_inverse((gram + gram.mT) / 2, alpha, impl=impl),)
 
     def oracle(self, gram: Tensor, alpha: Tensor) -> Results:
-        eye = torch.eye(gram.shape[-1], dtype=gram.dtype).expand_as(gram)
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
         return (_solution((gram + gram.mT) / 2, eye, alpha),)
 
 
@@ -109,7 +112,7 @@ class TestSolveRidge(SolveSuite):
 
     def call(self, impl: str, gram: Tensor, moment: Tensor, alpha: Tensor) -> Results:
         gram, moment = gram.double(), moment.double()
-        state = ck.RidgeState((gram + gram.mT) / 2, moment, torch.full(gram.shape[:2], 20))
+        state = ck.RidgeState((gram + gram.mT) / 2, moment, torch.full(gram.shape[:2], 20, device=gram.device))
         return (ck.solve_ridge(state, alpha, impl=impl).weight,)
 
     def oracle(self, gram: Tensor, moment: Tensor, alpha: Tensor) -> Results:

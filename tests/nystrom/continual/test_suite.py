@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cmab_kernels as ck
 from cmab_kernels.nystrom import costs
 from cmab_kernels.testing import Measured, OperatorSuite, oracles
+from cmab_kernels.testing.suite import DTYPES
 
 Results = tuple[Tensor, ...]
 WINDOW = 7
@@ -33,6 +34,8 @@ class StepSuite(OperatorSuite):
     impls = ("reference", "native")
     repeatable = ("native",)
     ungraded = True
+    captured = False  # a stream that a graph captures is a test of its own
+    on_gpu = {"dtypes": DTYPES}
     empty = "BH"
     test_a_bad_batch_element_stays_alone = None  # what is not finite is refused
     test_compile = None  # a compiled stream is tested below: with gradients it is the definition, unrolled
