@@ -98,7 +98,7 @@ def _figures(row: Row) -> str:
 
 
 def _tuned(report: Report) -> Iterator[str]:
-    rows = report.outcomes.get("tune", Outcome()).rows
+    rows = report.rows("tune")
     written = [row for row in rows if row.get("written")]
     if rows:
         yield f"tuning: {len(written)} of {len(rows)} block sizes are better than the built-in ones"

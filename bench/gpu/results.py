@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.runs import write_json
 
-from .sections import Outcome
+from .sections import Outcome, Row
 
-FORMAT = 2
+FORMAT = 3
 SAME = ("gpu", "commit", "sources")
 """What must be as it was for a file to be continued; the day is in its name."""
 
@@ -26,6 +26,12 @@ class Report:
     def save(self) -> None:
         sections = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
         write_json(self.path, {"gpu_check": FORMAT, "machine": self.machine, "sections": sections})
+
+    def rows(self, section: str) -> list[Row]:
+        return self.outcomes.get(section, Outcome()).rows
+
+    def complete(self, section: str) -> bool:
+        return self.outcomes.get(section, Outcome()).complete
 
 
 def file_name(machine: dict[str, Any]) -> str:

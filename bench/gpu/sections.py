@@ -2,7 +2,7 @@
 
 A section is a list of tasks, each with a stable key. Its workers claim them one by one, say on file when they begin one, and put the row
 there when it is made. Whoever watches stops a worker whose row takes too long, puts another in its place, and stops them all when the
-section's time is up; the rows that are there are kept, and a later run goes on behind them.
+time is up; the rows that are there are kept, and a later run goes on behind them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,33 @@ class Task(NamedTuple):
     peer: bool = False
 
 
+Perform = Callable[[list[Task]], None]
+"""A function that makes the rows of tasks."""
+
+COMPILES = 15.0
+"""Seconds that the slowest kernel of the package takes to compile on one core (bench/NOTES.md)."""
+
+
 @dataclass(frozen=True)
 class Section:
-    """`tasks` is "module:function", a function of (device, rows of the sections that ran before) which lists the tasks."""
+    """`tasks` is "module:function", a function of (device, rows of the sections that ran before).
+
+    It lists the tasks, or returns a function that gives them to `Perform` while what they need is open.
+    """
 
     tasks: str
-    limit: float
-    """Seconds that it may take in all."""
-    row_limit: float = 60.0
+    kernels: int = 2
+    """The kernels that a row compiles at most: a row may take twice as long as that, and its run as long as a kernel."""
     workers: int = 1
     """More than one where nothing is timed: most of the time goes to compilers on the CPU."""
     judged: bool = True
     """Rows are right or wrong; else they are figures."""
+    after: str = ""
+    """The section that must be complete before, and without whose rows these are worth nothing."""
+
+    @property
+    def row_limit(self) -> float:
+        return 2 * (self.kernels + 1) * COMPILES
 
 
 @dataclass
@@ -70,9 +85,14 @@ class Outcome:
         self.rows = [*(old for old in self.rows if old["key"] != row["key"]), row]
 
 
-def listed(tasks: str, device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+def perform(tasks: str, device: str, before: Mapping[str, list[Row]], make: Perform) -> None:
+    """Give the tasks of a section, named "module:function", to `make`."""
     module, function = tasks.split(":")
-    return list(getattr(importlib.import_module(module), function)(device, before))
+    found = getattr(importlib.import_module(module), function)(device, before)
+    if callable(found):
+        found(make)
+    else:
+        make(found)
 
 
 def first_line(error: BaseException) -> str:
@@ -91,13 +111,16 @@ def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcom
         def tell(**line: Any) -> None:
             print(json.dumps(line), file=file, flush=True)
 
-        try:
-            for task in _waiting(listed(section.tasks, device, before), outcome, folder):
+        def make(tasks: list[Task]) -> None:
+            for task in _waiting(tasks, outcome, folder):
                 tell(begun=task.key, peer=task.peer)
                 row, lost = _made(task, device)
                 tell(row=row)
                 if lost:
                     os._exit(DEVICE_LOST)
+
+        try:
+            perform(section.tasks, device, before, make)
         except Exception as error:
             traceback.print_exc()
             tell(failed=first_line(error))
@@ -124,7 +147,6 @@ def _made(task: Task, device: str) -> tuple[Row, bool]:
     try:
         row = task.make()
     except Exception as error:
-        traceback.print_exc()
         row = failure(task.peer, first_line(error))
         lost = not _recovered(device)
     return {"key": task.key, **row, "took": round(time.perf_counter() - start, 3)}, lost
@@ -192,11 +214,12 @@ def run(
     device: str,
     outcome: Outcome,
     before: Mapping[str, list[Row]],
+    seconds: float,
     keep: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carries on with `outcome`; `keep` is called whenever there is more of it."""
+    """Carries on with `outcome` for so many seconds at most; `keep` is called whenever there is more of it."""
     outcome.complete, outcome.problem = False, ""
-    end = time.monotonic() + section.limit
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         arguments = (section, device, before, Outcome(list(outcome.rows)))
         workers = [_Worker(number, folder, *arguments) for number in range(section.workers)]
@@ -219,7 +242,7 @@ def run(
                 if outcome.rows is not seen:
                     keep()
             if workers:
-                outcome.problem = outcome.problem or f"stopped after {section.limit:.0f} s"
+                outcome.problem = outcome.problem or f"stopped after {seconds:.0f} s"
         finally:
             for worker in workers:
                 worker.stop()

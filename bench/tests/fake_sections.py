@@ -6,12 +6,20 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from bench.gpu.sections import Row, Task
+from bench.gpu import suite
+from bench.gpu.sections import Perform, Row, Section, Task
 
 MARKS = "FAKE_SECTIONS_MARKS"
 """Environment variable: a folder in which each task leaves a file for each time that it is run."""
+
+
+class Hurried(Section):
+    """A section whose rows take no longer than two seconds."""
+
+    row_limit = 2.0
 
 
 def _marked(key: str, make: Callable[[], Row], peer: bool = False) -> Task:
@@ -88,3 +96,24 @@ def empty(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 def dead_on_arrival(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     os._exit(5)
+
+
+def tests(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
+    """The tests of a folder that an environment variable names, in the place of the package's."""
+    return partial(suite.run_tests, [os.environ["FAKE_SECTIONS_TESTS"]])
+
+
+def tuned_tests(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None] | list[Task]:
+    return suite.tuned_tasks(device, before) and tests(device, before)
+
+
+def tuned(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """Tiles that are better than the built-in ones."""
+    found = {"written": True, "gain": 0.2, "noise": 0.01, "built-in": [4], "tiles": [8], "candidates": len(before["candidates"])}
+    return [_marked("tuned", lambda: {"ok": True, **found})]
+
+
+def times(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    """A time of ours, and a peer that cannot run."""
+    row = {"group": "a case", "seconds": [1e-4] * 3, "extra_memory": 0, "result_memory": 0, "error": 0.0}
+    return [_marked("a case; triton", lambda: row), _marked("a case; peer", _raises, True)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ pytest.importorskip("triton")
 
 from bench import gpu_check, harness, provenance
 from bench.floors import Rates
-from bench.gpu import nystrom_parity, parity, ridge_parity, timings
+from bench.gpu import timings
 from bench.gpu.printed import table
-from bench.gpu.problems import key_of
 from bench.gpu.results import Report
 from bench.gpu.sections import Outcome
 from bench.scans import continual
@@ -44,46 +41,6 @@ def test_peers_and_shapes_of_timings() -> None:
     assert sum(key.endswith("not captured") for key in steps) == len(steps) / 2
 
 
-# ---- what is covered
-
-
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-
-@pytest.mark.parametrize(
-    "problems, fields, seen",
-    [
-        (parity.problems, ("dtype", "width"), [DTYPES, (8, 16, 64, 128, 256)]),
-        (parity.problems, ("variant",), [("plain", "mask", "packed", "state", "strided")]),
-        (ridge_parity.problems, ("impl", "dtype", "width"), [("triton", "cuda"), DTYPES, (16, 33, 64, 128)]),
-        (ridge_parity.problems, ("variant",), [("plain", "masked", "strided", "huge")]),
-        (ridge_parity.problems, ("exact",), [(False, True)]),
-        (ridge_parity.solves, ("variant",), [("plain", "strided", "bad")]),
-        (nystrom_parity.windows, ("dtype", "variant"), [DTYPES, ("means", "masked", "given", "exact")]),
-    ],
-)
-def test_every_dtype_width_and_variant_is_checked(problems: Any, fields: tuple[str, ...], seen: list[tuple[Any, ...]]) -> None:
-    """Each combination of the values."""
-    found = {tuple(getattr(problem, field) for field in fields) for problem in problems()}
-    assert found >= set(itertools.product(*seen)) and (len(fields) > 1 or len(found) == len(seen[0]))
-
-
-@pytest.mark.parametrize(
-    "problems", [parity.problems, ridge_parity.problems, ridge_parity.solves, nystrom_parity.problems, nystrom_parity.windows]
-)
-def test_keys_are_stable_and_differ(problems: Any) -> None:
-    keys = [key_of(problem) for problem in problems()]
-    assert len(set(keys)) == len(keys) and keys == [key_of(problem) for problem in problems()]
-
-
-def test_every_sections_tasks_can_be_found() -> None:
-    import importlib
-
-    for section in gpu_check.SECTIONS.values():
-        module, function = section.tasks.split(":")
-        assert callable(getattr(importlib.import_module(module), function))
-
-
 # ---- the table
 
 
@@ -94,13 +51,13 @@ def _table(**outcomes: Outcome) -> str:
 def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
     good, bad = {"key": "a", "ok": True}, {"key": "b", "ok": False, "share": 2.0}
     over = {"key": "c", "ok": True, "passed over": "it was not built"}
-    text = _table(parity=Outcome([good, bad], True), ridge_parity=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s"))
-    assert "parity: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
-    assert "ridge_parity: 2 of 2 right, incomplete: stopped after 90 s" in text
+    text = _table(sanitizer=Outcome([good, bad], True), suite=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s"))
+    assert "sanitizer: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
+    assert "suite: 2 of 2 right, incomplete: stopped after 90 s" in text
     assert "passed over, 2 rows: it was not built" in text
     stopped = [{"key": f"row {i}", "ok": False, "problem": "out of memory"} for i in range(5)]
-    assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(repeats=Outcome(stopped, True))
-    assert "not run yet: nystrom_parity" in text and "timings" in text.splitlines()[-1]
+    assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(suite=Outcome(stopped, True))
+    assert "not run yet: timings" in text and "tuned_suite" in text.splitlines()[-1]
 
 
 def test_the_table_has_times_beside_floors_and_peers() -> None:

@@ -28,42 +28,6 @@ def _interpreted(name: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_attention() -> None:
-    rows, wrong = _interpreted("attention")
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert all(set(row["shares"]) == {"out", "lse", "dq", "dk", "dv"} for row in rows)
-    assert not wrong["ok"] and wrong["shares"]["lse"] > 1
-
-
-def test_intention() -> None:
-    rows, absent, wrong = _interpreted("intention")
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert set(rows[0]["shares"]) >= {"gram", "moment", "dkey", "dvalue", "dweights", "rows", "solution", "LAPACK's ratio", "info"}
-    assert absent["ok"] and "GPU" in absent["passed over"], "what was not built is passed over, and said"
-    assert not wrong["ok"] and wrong["shares"]["gram"] > 1
-
-
-@pytest.mark.nightly
-def test_bits() -> None:
-    assert _interpreted("bits") == [[True, True, False, False]] * 2
-
-
-@pytest.mark.nightly
-def test_windows_and_solves() -> None:
-    rows, wrong = _interpreted("nystrom")
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert set(rows[0]["shares"]) == {"out", "dq", "dk", "dv"} and len(rows) == 10
-    bad = [row for row in rows if row.get("variant") == "bad"]
-    assert len(bad) == 2 and all({"neighbours' bits", "the bad one", "gradients"} <= row["shares"].keys() for row in bad)
-    assert not wrong["ok"]
-
-
-@pytest.mark.nightly
-def test_second_order() -> None:
-    rows = _interpreted("promised")
-    assert len(rows) == 4 and all(row["ok"] for row in rows.values()), rows
-
-
 def test_timings() -> None:
     """Each row is made, peers and all; what is not installed or wrong says so, and is no fault of ours."""
     rows = _interpreted("times")
@@ -84,8 +48,3 @@ def test_candidates() -> None:
     rows, wrong = _interpreted("tiles")
     assert len(rows) == 8 and all(row["sound"] for row in rows.values()), rows
     assert not wrong["sound"] and "wrong" in wrong["problem"]
-
-
-@pytest.mark.nightly
-def test_small_cases() -> None:
-    assert _interpreted("small") == [0, 0, 0, 0]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from bench.gpu import sanitizer
-from bench.gpu.small_cases import FAMILIES, FAULTS
 
+RIGHT = [sys.executable, "-c", ""]
+"""A program that is right."""
 CLEAN = "========= COMPUTE-SANITIZER\nattention: float64\n========= ERROR SUMMARY: 0 errors\n"
 BAD = (
     "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n=========     at _copy+0x150\n"
@@ -39,46 +41,68 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_a_clean_run_is_right(says: Callable[..., str]) -> None:
     program = says(CLEAN)
     assert sanitizer.program() == program
-    assert sanitizer.is_silent(program, "memcheck", "attention") == {"ok": True, "verdict": "ERROR SUMMARY: 0 errors"}
-    assert sanitizer.is_silent(says(RACE), "racecheck", "attention")["verdict"].startswith("RACECHECK SUMMARY: 0 hazards")
+    assert sanitizer.is_silent(program, "memcheck", RIGHT) == {"ok": True, "verdict": "ERROR SUMMARY: 0 errors"}
+    assert sanitizer.is_silent(says(RACE), "racecheck", RIGHT)["verdict"].startswith("RACECHECK SUMMARY: 0 hazards")
 
 
 def test_a_finding_is_wrong_and_its_first_lines_are_kept(says: Callable[..., str]) -> None:
-    row = sanitizer.is_silent(says(BAD, sanitizer.FOUND), "memcheck", "attention")
+    row = sanitizer.is_silent(says(BAD, sanitizer.FOUND), "memcheck", RIGHT)
     assert not row["ok"] and row["verdict"] == "ERROR SUMMARY: 3 errors" and "Invalid __global__ write" in row["lines"][0]
 
 
 def test_no_verdict_is_no_success(says: Callable[..., str]) -> None:
-    row = sanitizer.is_silent(says("Traceback: no module"), "memcheck", "attention")
+    row = sanitizer.is_silent(says("Traceback: no module"), "memcheck", RIGHT)
     assert not row["ok"] and row["verdict"] == "no verdict" and row["lines"] == ["Traceback: no module"]
-    assert not sanitizer.is_silent(says(CLEAN, 1), "memcheck", "attention")["ok"], "the program itself failed"
+    assert not sanitizer.is_silent(says(CLEAN, 1), "memcheck", RIGHT)["ok"], "the program itself failed"
 
 
 def test_a_planted_fault_must_be_seen(says: Callable[..., str]) -> None:
-    assert sanitizer.must_see(says(BAD, sanitizer.FOUND), "memcheck", "out_of_bounds")["ok"]
-    assert not sanitizer.must_see(says(CLEAN), "memcheck", "out_of_bounds")["ok"], "it sees nothing"
-    assert not sanitizer.must_see(says("crashed", 1), "memcheck", "out_of_bounds")["ok"]
+    assert sanitizer.must_see(says(BAD, sanitizer.FOUND), "memcheck", RIGHT)["ok"]
+    assert not sanitizer.must_see(says(CLEAN), "memcheck", RIGHT)["ok"], "it sees nothing"
+    assert not sanitizer.must_see(says("crashed", 1), "memcheck", RIGHT)["ok"]
 
 
 def test_a_device_that_it_cannot_look_at_is_passed_over(says: Callable[..., str]) -> None:
     for row in (
-        sanitizer.is_silent(says(REFUSED, 1), "memcheck", "cuda"),
-        sanitizer.must_see(says(REFUSED, 1), "memcheck", "out_of_bounds"),
+        sanitizer.is_silent(says(REFUSED, 1), "memcheck", RIGHT),
+        sanitizer.must_see(says(REFUSED, 1), "memcheck", RIGHT),
     ):
         assert row["ok"] and "Device not supported" in row["passed over"]
 
 
 def test_what_takes_too_long_is_stopped(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitizer, "LIMIT", 1.0)
-    row = sanitizer.is_silent(says(CLEAN, 0, 30.0), "memcheck", "attention")
+    row = sanitizer.is_silent(says(CLEAN, 0, 30.0), "memcheck", RIGHT)
     assert not row["ok"] and row["exit code"] == -1
 
 
-def test_every_family_meets_every_tool_and_faults_come_first(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_at_ran_before_by_itself(says: Callable[..., str], tmp_path: Path) -> None:
+    """What compiles would take ten times as long under a sanitizer; what fails by itself says nothing under one."""
+    mark = tmp_path / "ran"
+    command = [sys.executable, "-c", f"open({str(mark)!r}, 'a').write('once ')"]
+    assert sanitizer.is_silent(says(CLEAN), "memcheck", command)["ok"] and mark.read_text() == "once "
+    row = sanitizer.is_silent(says(CLEAN), "memcheck", [sys.executable, "-c", "raise SystemExit('no kernel')"])
+    assert row == {"ok": False, "problem": "it fails without a sanitizer", "lines": ["no kernel"]}
+
+
+def test_errors_of_the_driver_are_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: dict[str, Any] = {}
+    monkeypatch.setattr(sanitizer, "_output", lambda command: commands.update({command[2]: command}) or (0, CLEAN))
+    for tool in sanitizer.TOOLS:
+        sanitizer.looked_at("compute-sanitizer", tool, RIGHT)
+    assert {tool: "--report-api-errors" in command for tool, command in commands.items()} == {
+        "memcheck": True,
+        "racecheck": False,
+        "synccheck": False,
+    }
+    assert all(command[-3:] == RIGHT for command in commands.values())
+
+
+def test_every_family_meets_every_tool_and_the_fault_comes_first(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     says(CLEAN)
-    keys = [task.key for task in sanitizer.tasks("cuda", {})]
-    assert keys[: len(FAULTS)] == ["memcheck sees out_of_bounds", "initcheck sees uninitialised"]
-    assert set(keys[len(FAULTS) :]) == {f"{tool}, {family}" for tool in sanitizer.TOOLS for family in FAMILIES}
+    first, *others = [task.key for task in sanitizer.tasks("cuda", {})]
+    assert first == "memcheck sees a write beyond the end"
+    assert others == [f"{tool}, {family}" for family in sanitizer.FAMILIES for tool in sanitizer.TOOLS]
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sanitizer.shutil, "which", lambda *_, **__: None)
     (task,) = sanitizer.tasks("cuda", {})

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from bench import gpu_check
 from bench.gpu.results import Report, file_name, opened
 from bench.gpu.sections import Outcome, Section, run
 from bench.runs import write_json
+
+from .fake_sections import Hurried
 
 FAKE = "bench.tests.fake_sections"
 MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
@@ -32,8 +35,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int
     return lambda key: len(list(folder.glob(f"{key}.*")))
 
 
-def _section(name: str, limit: float = 20.0, **options: Any) -> Section:
-    return Section(f"{FAKE}:{name}", limit, **options)
+def _section(name: str, hurried: bool = False, **options: Any) -> Section:
+    return (Hurried if hurried else Section)(f"{FAKE}:{name}", **options)
 
 
 def _rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -45,7 +48,7 @@ def _rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
 
 def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
     outcome, kept = Outcome(), []
-    run(_section("mixed", row_limit=1.0), "cpu", outcome, {}, lambda: kept.append(len(outcome.rows)))
+    run(_section("mixed", hurried=True), "cpu", outcome, {}, 60.0, lambda: kept.append(len(outcome.rows)))
     rows = _rows(outcome)
     assert outcome.complete and not outcome.problem and not outcome.right
     assert set(rows) == {"first", "raises", "peer raises", "dies", "between", "hangs", "last"}
@@ -54,14 +57,14 @@ def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
     assert not rows["raises"]["ok"] and rows["raises"]["problem"] == "RuntimeError: out of memory"
     assert "ok" not in rows["peer raises"] and "out of memory" in rows["peer raises"]["problem"], "a peer's fault is none of ours"
     assert not rows["dies"]["ok"] and "exit code 9" in rows["dies"]["problem"]
-    assert "ok" not in rows["hangs"] and rows["hangs"]["problem"] == "stopped after 1 s"
+    assert "ok" not in rows["hangs"] and rows["hangs"]["problem"] == "stopped after 2 s"
     assert all(runs(key) == 1 for key in rows)
     assert kept == sorted(kept) and len(kept) > 2, "what is there is kept while more is made"
 
 
 def test_several_workers_share_the_rows(runs: Callable[[str], int], tmp_path: Path) -> None:
     outcome = Outcome()
-    run(_section("fine", workers=2), "cpu", outcome, {})
+    run(_section("fine", workers=2), "cpu", outcome, {}, 60.0)
     assert outcome.right and set(_rows(outcome)) == {f"row {i}" for i in range(4)}
     assert all(runs(key) == 1 for key in _rows(outcome))
 
@@ -69,11 +72,11 @@ def test_several_workers_share_the_rows(runs: Callable[[str], int], tmp_path: Pa
 def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = Outcome()
     start = time.monotonic()
-    run(_section("slow", limit=3.0), "cpu", outcome, {})
+    run(_section("slow"), "cpu", outcome, {}, 3.0)
     assert time.monotonic() - start < 10
     assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 3 s"
     monkeypatch.setenv("FAKE_SECTIONS_FAST", "1")
-    run(_section("slow"), "cpu", outcome, {})
+    run(_section("slow"), "cpu", outcome, {}, 60.0)
     assert outcome.right and set(_rows(outcome)) == {"row 0", "row 1", "slow"}
     assert [runs(key) for key in ("row 0", "row 1", "slow")] == [1, 1, 2]
 
@@ -81,15 +84,15 @@ def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str],
 def test_wrong_rows_are_tried_again_and_last(runs: Callable[[str], int]) -> None:
     """A row that was right stays as it was."""
     outcome = Outcome([{"key": "row 0", "ok": False}, {"key": "row 2", "ok": True, "old": True}], complete=True)
-    run(_section("fine"), "cpu", outcome, {})
+    run(_section("fine"), "cpu", outcome, {}, 60.0)
     assert outcome.right and [runs(f"row {i}") for i in range(4)] == [1, 1, 0, 1] and _rows(outcome)["row 2"]["old"]
     assert [row["key"] for row in outcome.rows][-1] == "row 0"
 
 
 def test_what_a_row_started_is_stopped_with_it(runs: Callable[[str], int], tmp_path: Path) -> None:
     outcome = Outcome()
-    run(_section("starting", row_limit=1.0), "cpu", outcome, {})
-    assert outcome.rows[0]["problem"] == "stopped after 1 s"
+    run(_section("starting", hurried=True), "cpu", outcome, {}, 60.0)
+    assert outcome.rows[0]["problem"] == "stopped after 2 s"
     process = Path("/proc") / (tmp_path / "marks" / "program").read_text()
     for _ in range(50):
         if not process.exists() or "\nState:\tZ" in (process / "status").read_text():
@@ -101,7 +104,7 @@ def test_what_a_row_started_is_stopped_with_it(runs: Callable[[str], int], tmp_p
 
 def test_earlier_sections_are_seen(runs: Callable[[str], int]) -> None:
     outcome = Outcome()
-    run(_section("reading"), "cpu", outcome, {"fine": [{"key": "row 0"}]})
+    run(_section("reading"), "cpu", outcome, {"fine": [{"key": "row 0"}]}, 60.0)
     assert outcome.rows[0]["saw"] == ["row 0"]
 
 
@@ -110,13 +113,13 @@ def test_earlier_sections_are_seen(runs: Callable[[str], int]) -> None:
 )
 def test_a_section_that_cannot_begin_says_why(name: str, problem: str, runs: Callable[[str], int]) -> None:
     outcome = Outcome()
-    run(_section(name), "cpu", outcome, {})
+    run(_section(name), "cpu", outcome, {}, 60.0)
     assert not outcome.complete and not outcome.right and problem in outcome.problem and outcome.rows == []
 
 
 def test_nothing_to_do_is_right(runs: Callable[[str], int]) -> None:
     outcome = Outcome()
-    run(_section("empty"), "cpu", outcome, {})
+    run(_section("empty"), "cpu", outcome, {}, 60.0)
     assert outcome.right and outcome.rows == []
 
 
@@ -147,7 +150,7 @@ def test_a_report_of_something_else_is_not_continued(changed: str, tmp_path: Pat
     opened(tmp_path, MACHINE, True)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 2, "machine": {}, "sections": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 3, "machine": {}, "sections": {}}'])
 def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / file_name(MACHINE)
     path.write_text(content)
@@ -168,22 +171,26 @@ def test_rows_without_a_key_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command with two fake sections, as if there were a GPU, on a clock of its own."""
+    """The command with fake sections that take 100, 300, 90 and 10 seconds of its clock, as if there were a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
     monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
-    monkeypatch.setattr(
-        gpu_check, "SECTIONS", {"one": _section("fine", 100.0), "two": _section("mixed", 300.0), "three": _section("fine", 90.0)}
-    )
+    monkeypatch.setattr(gpu_check, "adopt_installed", lambda checkout: None)
+    monkeypatch.setattr(gpu_check, "os", SimpleNamespace(environ={}))
+    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
+    gpu_check.tiles.FILE.write_text("{}")
+    sections = {"one": _section("fine"), "two": _section("mixed"), "three": _section("slow"), "tune": _section("reading", after="three")}
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
 
-    def made(section: Section, device: str, outcome: Outcome, before: Any, keep: Callable[[], None]) -> None:
+    def made(section: Section, device: str, outcome: Outcome, before: Any, seconds: float, keep: Callable[[], None]) -> None:
         assert device == "cuda"
-        clock[0] += section.limit
+        takes = {"fine": 100.0, "mixed": 300.0, "slow": 90.0, "reading": 10.0}[section.tasks.split(":")[1]]
+        clock[0] += min(takes, seconds)
         times = outcome.rows[0]["times"] + 1 if outcome.rows else 1
-        outcome.add({"key": "row", "ok": section.limit != 300.0 or times > 1, "times": times})
-        outcome.complete = True
+        outcome.add({"key": "row", "ok": takes != 300.0 or times > 1, "times": times})
+        outcome.complete = takes <= seconds
         keep()
 
     monkeypatch.setattr(gpu_check, "run", made)
@@ -195,28 +202,40 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return call
 
 
+def _times(folder: Path) -> dict[str, int]:
+    """How often each section was run."""
+    content = json.loads((folder / file_name(MACHINE)).read_text())["sections"]
+    return {name: section["rows"][0]["times"] for name, section in content.items()}
+
+
 def test_a_call_stays_within_its_budget(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What does not fit is left and named; the next call takes it, and what was wrong; the one after finds nothing to do."""
+    """What is cut off is named; the next call goes on with it, and with what was wrong; the one after finds nothing to do."""
     assert calls() == 1
     printed = capsys.readouterr().out
-    assert "not run, for want of time: three; go on with --sections three" in printed and "two: 0 of 1 right" in printed
+    assert "not done yet: three, tune; the same command goes on" in printed and "two: 0 of 1 right" in printed
+    assert _times(tmp_path) == {"one": 1, "two": 1, "three": 1}, "a section is not begun before the one that it waits for is complete"
     assert calls() == 0
-    content = json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"]
-    assert [content[name]["rows"][0]["times"] for name in ("one", "two", "three")] == [1, 2, 1], "the right one was not run again"
-    assert content["one"]["state"] == {"clocks.sm": "1980 MHz"}
-    assert calls() == 0 and json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"] == content
+    assert _times(tmp_path) == {"one": 1, "two": 2, "three": 2, "tune": 1}, "the right one was not run again"
+    before = (tmp_path / file_name(MACHINE)).read_text()
+    assert calls() == 0 and (tmp_path / file_name(MACHINE)).read_text() == before
+    assert json.loads(before)["sections"]["one"]["state"] == {"clocks.sm": "1980 MHz"}
 
 
 def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_path: Path) -> None:
     assert calls("--sections", "one") == 0
     assert calls("--sections", "one,three,one") == 0
-    content = json.loads((tmp_path / file_name(MACHINE)).read_text())["sections"]
-    assert {name: section["rows"][0]["times"] for name, section in content.items()} == {"one": 1, "three": 1}, "anew, and once"
+    assert _times(tmp_path) == {"one": 1, "three": 1}, "anew, and once"
+
+
+def test_what_came_from_rows_that_are_made_anew_is_made_anew(calls: Callable[..., int], tmp_path: Path) -> None:
+    assert calls("--sections", "tune") == 1, "it waits for three"
+    assert calls("--sections", "three,tune") == 0 and _times(tmp_path) == {"three": 1, "tune": 1}
+    assert calls("--sections", "three") == 0 and _times(tmp_path) == {"three": 1}
 
 
 def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert calls("--sections", "one,nonsense") == 2
-    assert capsys.readouterr().err == "gpu_check: unknown sections: nonsense; there are one, two, three\n"
+    assert capsys.readouterr().err == "gpu_check: unknown sections: nonsense; there are one, two, three, tune\n"
     path = tmp_path / file_name(MACHINE)
     path.write_text("foreign")
     assert calls() == 2
@@ -226,25 +245,35 @@ def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.Captu
 
 
 def test_what_was_tuned_lies_beside_the_results(calls: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a machine whose checkout does not come back."""
-    monkeypatch.setattr(gpu_check, "SECTIONS", {"tune": _section("fine", 100.0)})
-    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
-    gpu_check.tiles.FILE.write_text("{}")
+    """For a machine whose checkout does not come back; the next call takes it from there."""
+    monkeypatch.setattr(gpu_check, "SECTIONS", {"tune": _section("fine")})
     copy = tmp_path / "gpu_check_nvidia-h200_2026-01-02_tiles.json"
     assert calls() == 0 and not copy.exists(), "nothing was written to it"
 
     def tuned(section: Section, device: str, outcome: Outcome, *_: Any) -> None:
         outcome.add({"key": "a", "ok": True, "written": True, "gain": 0.2, "noise": 0.0, "built-in": [4], "tiles": [8]})
         outcome.complete = True
+        gpu_check.tiles.FILE.write_text('{"tuned": 1}')
 
     monkeypatch.setattr(gpu_check, "run", tuned)
-    assert calls("--sections", "tune") == 0 and copy.read_text() == "{}"
+    assert calls("--sections", "tune") == 0 and copy.read_text() == '{"tuned": 1}'
+    gpu_check.tiles.FILE.write_text("{}")
+    assert calls() == 0 and gpu_check.tiles.FILE.read_text() == '{"tuned": 1}'
 
 
-def test_every_section_fits_into_a_call() -> None:
+def test_what_is_compiled_is_kept_for_the_next_call(calls: Callable[..., int], tmp_path: Path) -> None:
+    assert calls("--sections", "one") == 0
+    assert gpu_check.os.environ == {
+        "TRITON_CACHE_DIR": str(tmp_path / "compiled" / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled" / "inductor"),
+    }
+
+
+def test_sections_wait_for_those_that_come_before() -> None:
+    names = list(gpu_check.SECTIONS)
     for name, section in gpu_check.SECTIONS.items():
-        assert section.limit <= gpu_check.BUDGET - gpu_check.TO_FINISH - 30, name
-        assert section.row_limit <= section.limit and section.workers >= 1, name
+        assert not section.after or names.index(section.after) < names.index(name)
+        assert section.row_limit < gpu_check.BUDGET - gpu_check.TO_FINISH and section.workers >= 1, name
     assert gpu_check.BUDGET == 480
 
 

@@ -1,0 +1,33 @@
+"""The compiled extensions that are checked: those built in the checkout, else those of the package that is installed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+CUDA = "_cuda*.so"
+
+
+def adopt_installed(checkout: Path, places: Iterable[str] | None = None) -> None:
+    """Copy the extensions of an installed package (of `places`, by default Python's path) into a checkout that has no `_cuda`.
+
+    `ValueError` if the installed package is of other sources: its kernels are not those to be checked.
+    """
+    package = checkout / "cmab_kernels"
+    if any(package.glob(CUDA)):
+        return
+    installed = (Path(place) / "cmab_kernels" for place in (sys.path if places is None else places))
+    for there in installed:
+        if there.resolve() == package.resolve() or not any(there.glob(CUDA)):
+            continue
+        if _sources(there) != _sources(package):
+            raise ValueError(f"the package installed in {there} is of other sources than {checkout}: install it again")
+        for path in (*there.glob("_*.so"), there / "_build.json"):
+            shutil.copy2(path, package)
+        return
+
+
+def _sources(package: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(package)): path.read_bytes() for path in package.rglob("*.py")}

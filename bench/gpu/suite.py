@@ -1,0 +1,78 @@
+"""The package's own tests on the GPU, as a section: a row for each test that `pytest -m gpu` selects.
+
+Every worker collects the tests in a pytest session of its own and runs those that it claims, so that a test that hangs or crashes costs
+its row alone, and a later call goes on with those that have not passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from bench.provenance import ROOT
+
+from .sections import Perform, Row, Task
+
+TESTS = ROOT / "tests"
+OF_TILES = "accuracy or same_bits or masks or layouts"
+"""What block sizes can change."""
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
+    return partial(run_tests, [str(TESTS)])
+
+
+def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None] | list[Task]:
+    """The tests of numbers again, where something was tuned meanwhile."""
+    return partial(run_tests, [str(TESTS), "-k", OF_TILES]) if any(row.get("written") for row in before.get("tune", [])) else []
+
+
+def run_tests(arguments: Sequence[str], perform: Perform) -> None:
+    """Collect the tests of these arguments, and give them to `perform`. `RuntimeError` where they cannot be collected."""
+    options = ["-m", "gpu", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-o", "addopts=", "-p", "no:cacheprovider"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main([*options, "-qq", "--no-summary", *arguments], plugins=[_Loop(perform)])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {code!r}: {' '.join(said.getvalue().split())[-500:]}")
+
+
+class _Loop:
+    """A pytest plugin that gives the collected tests to `perform` instead of running them in order."""
+
+    def __init__(self, perform: Perform) -> None:
+        self.perform = perform
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("the tests cannot be collected")
+        self.perform([Task(item.nodeid, partial(self._row, item)) for item in session.items])
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports.append(report)
+
+    def _row(self, item: pytest.Item) -> Row:
+        self.reports.clear()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        for report in self.reports:
+            if report.failed:
+                raise Failed(_message(report.longrepr))
+            if report.skipped:
+                return {"ok": True, "passed over": report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)}
+        return {"ok": True}
+
+
+class Failed(Exception):
+    """A test failed."""
+
+
+def _message(traceback: Any) -> str:
+    """The error of a test and where it was raised."""
+    crash = getattr(traceback, "reprcrash", None)
+    return f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})" if crash else str(traceback)

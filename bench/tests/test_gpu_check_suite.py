@@ -1,0 +1,150 @@
+"""The GPU check's section of tests, and a call from start to end, with planted faults. No GPU is needed: tests of a folder stand for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench import gpu_check
+from bench.gpu.extension import adopt_installed
+from bench.gpu.sections import Outcome, Section, run
+
+from .fake_sections import Hurried
+
+FAKE = "bench.tests.fake_sections"
+MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
+TESTS = """
+import os, time, pytest
+pytestmark = pytest.mark.gpu
+MARKS = {marks!r}
+
+@pytest.fixture(autouse=True)
+def marks(request):
+    open(MARKS, "a").write(request.node.name + " ")
+
+@pytest.mark.parametrize("number", range(3))
+def test_right(number): pass
+
+def test_wrong():
+    assert os.path.exists(MARKS + ".mended"), "other bits"
+
+def test_hangs():
+    while not os.path.exists(MARKS + ".mended"): time.sleep(0.1)
+
+def test_crashes():
+    if not os.path.exists(MARKS + ".mended"): os._exit(9)
+
+def test_skipped(): pytest.skip("there is one GPU only")
+"""
+
+
+@pytest.fixture
+def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tests that stand for those of the package: right, wrong, hanging and crashing ones."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_some.py").write_text(TESTS.format(marks=str(tmp_path / "marks")))
+    monkeypatch.setenv("FAKE_SECTIONS_TESTS", str(folder))
+    monkeypatch.setenv("FAKE_SECTIONS_MARKS", str(tmp_path))
+    return folder
+
+
+def _ran(folder: Path) -> list[str]:
+    """The tests that ran since the last time."""
+    marks = folder.parent / "marks"
+    names = sorted(marks.read_text().split()) if marks.exists() else []
+    marks.unlink(missing_ok=True)
+    return names
+
+
+ALL = ["test_crashes", "test_hangs", "test_right[0]", "test_right[1]", "test_right[2]", "test_skipped", "test_wrong"]
+FAULTY = ["test_crashes", "test_hangs", "test_wrong"]
+
+
+def test_a_test_that_hangs_or_crashes_costs_its_row_alone(tests: Path) -> None:
+    outcome = Outcome()
+    run(Hurried(f"{FAKE}:tests", workers=2), "cpu", outcome, {}, 120.0)
+    rows = {row["key"].rpartition("::")[2]: row for row in outcome.rows}
+    assert outcome.complete and sorted(rows) == _ran(tests) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY
+    assert "AssertionError: other bits" in rows["test_wrong"]["problem"] and "test_some.py:" in rows["test_wrong"]["problem"]
+    assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
+    assert rows["test_skipped"]["passed over"].endswith("there is one GPU only")
+
+
+@pytest.mark.parametrize("content", ["import nothing_of_this_name", "", None])
+def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests: Path) -> None:
+    """A folder without tests is one too: nothing would have been checked."""
+    (tests / "test_some.py").unlink()
+    if content is not None:
+        (tests / "test_other.py").write_text(content)
+    outcome = Outcome()
+    run(Section(f"{FAKE}:tests"), "cpu", outcome, {}, 60.0)
+    assert not outcome.complete and outcome.problem.startswith("RuntimeError: pytest ended with"), outcome
+
+
+def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The first call finds the faults, the second what was mended, the third nothing to do; what is tuned is tested in turn."""
+    fakes = {"suite": "tests", "timings": "times", "candidates": "fine", "tune": "tuned", "tuned_suite": "tuned_tests"}
+    sections = {
+        name: Hurried(f"{FAKE}:{fakes.get(name, 'empty')}", workers=2, judged=section.judged, after=section.after)
+        for name, section in gpu_check.SECTIONS.items()
+    }
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    monkeypatch.setattr(gpu_check, "run", lambda section, device, *rest: run(section, "cpu", *rest))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
+    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
+    gpu_check.tiles.FILE.write_text("{}")
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "set by the check")
+    output = tmp_path / "results"
+
+    def call() -> tuple[int, str]:
+        return gpu_check.main(["--output", str(output)]), capsys.readouterr().out
+
+    code, said = call()
+    assert code == 1 and _ran(tests) == sorted(2 * ALL), "once, and once with tuned tiles"
+    assert "\nsuite: 4 of 7 right\n" in said and "\ntuned_suite: 4 of 7 right\n" in said and "exit code 9: " in said
+    assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said and "not done yet" not in said
+    assert (output / "gpu_check_nvidia-h200_2026-01-02_tiles.json").read_text() == "{}"
+    (tests.parent / "marks.mended").touch()
+    code, said = call()
+    assert code == 0 and _ran(tests) == sorted(2 * FAULTY) and "\nsuite: 7 of 7 right\n" in said and "WRONG" not in said
+    code, said = call()
+    assert code == 0 and _ran(tests) == [] and "\nsuite: 7 of 7 right\n" in said
+
+
+# ---- the extension
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkout without extensions, and a place with the same package installed."""
+    for place in ("checkout", "site"):
+        (tmp_path / place / "cmab_kernels").mkdir(parents=True)
+        (tmp_path / place / "cmab_kernels" / "api.py").write_text("1")
+    for name in ("_C.so", "_cuda.abi3.so", "_build.json"):
+        (tmp_path / "site" / "cmab_kernels" / name).write_text(name)
+    return tmp_path / "checkout", tmp_path / "site"
+
+
+def test_the_installed_extension_is_found(places: tuple[Path, Path]) -> None:
+    checkout, site = places
+    adopt_installed(checkout, [str(checkout), str(site)])
+    assert sorted(path.name for path in (checkout / "cmab_kernels").iterdir()) == ["_C.so", "_build.json", "_cuda.abi3.so", "api.py"]
+    (site / "cmab_kernels" / "_cuda.abi3.so").write_text("another")
+    adopt_installed(checkout, [str(site)])
+    assert (checkout / "cmab_kernels" / "_cuda.abi3.so").read_text() == "_cuda.abi3.so", "what is built in the checkout is taken first"
+
+
+def test_an_extension_of_other_sources_is_refused(places: tuple[Path, Path]) -> None:
+    checkout, site = places
+    (checkout / "cmab_kernels" / "api.py").write_text("2")
+    with pytest.raises(ValueError, match=r"is of other sources than .*: install it again"):
+        adopt_installed(checkout, [str(site)])
+    adopt_installed(checkout, [str(checkout)])  # nothing is installed: the suite says that there is no extension

@@ -1,0 +1,12 @@
+"""What only a GPU shows beyond the suite that every operator inherits: `python -m pytest -m gpu` runs both."""
+
+from __future__ import annotations
+
+from cmab_kernels.backends import FAMILIES
+
+DEVICE = "cuda"
+
+
+def impls(operator_set: str) -> list[str]:
+    """The implementations of an operator set that run on a GPU."""
+    return [impl for impl in FAMILIES[operator_set] if impl != "native"]
