@@ -73,8 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         report.save()
     except (OSError, ValueError) as error:
         return _refuse(str(error))
-    for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        os.environ[name] = str(options.output.resolve() / "compiled" / folder)
+    compiled = options.output.resolve() / "compiled"
+    os.environ["TRITON_CACHE_DIR"] = str(compiled / "triton")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled / "inductor")
     tuned = report.path.with_name(f"{report.path.stem}_tiles.json")
     if tuned.exists() and report.rows("tune"):
         shutil.copyfile(tuned, tiles.FILE)

@@ -143,7 +143,7 @@ def test_a_side_stream(stream: Stream, impl: str) -> None:
 @behaved
 @pytest.mark.parametrize("chunk, shared", [(1, False), (80, False), (1, True)])
 def test_one_launch_a_step(stream: Stream, impl: str, chunk: int, shared: bool) -> None:
-    """Of twelve steps, some of which replace a landmark; `shared`: that copy the window, since somebody holds the state before."""
+    """Twelve steps are twelve launches, though some replace a landmark, and, if `shared`, copy the window of a state that is still held."""
     tokens = stream.tokens(stream.window + 13 * chunk)
     first, *parts = (_at(tokens, at, at + chunk) for at in range(stream.window, tokens[0].shape[2], chunk))
     _, state = stream.step(stream.start(tokens), first, impl)
