@@ -70,10 +70,6 @@ def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     return [*fine(device, before)[:2], _marked("slow", _fine if os.environ.get("FAKE_SECTIONS_FAST") else _hangs)]
 
 
-def reading(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    return [_marked("seen", lambda: {"ok": True, "saw": [row["key"] for row in before["fine"]]})]
-
-
 def starting(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     """A row that waits for a program of its own."""
 
@@ -84,10 +80,6 @@ def starting(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
         return {"ok": True}
 
     return [_marked("waits", waits)]
-
-
-def broken(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    raise ImportError("no such module")
 
 
 def empty(device: str, before: Mapping[str, list[Row]]) -> list[Task]:

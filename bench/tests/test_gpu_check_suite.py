@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,12 @@ def test_hangs():
 def test_crashes():
     if not os.path.exists(MARKS + ".mended"): os._exit(9)
 
+def test_extension(monkeypatch):
+    if not os.path.exists(MARKS + ".mended"):
+        from cmab_kernels import extension
+        monkeypatch.setattr(extension, "build_report", lambda: {{"cuda": {{"built": False, "reason": "nvcc was not found"}}}})
+        extension.load_cuda()
+
 def test_skipped(): pytest.skip("there is one GPU only")
 """
 
@@ -61,18 +69,8 @@ def _ran(folder: Path) -> list[str]:
     return names
 
 
-ALL = ["test_crashes", "test_hangs", "test_right[0]", "test_right[1]", "test_right[2]", "test_skipped", "test_wrong"]
-FAULTY = ["test_crashes", "test_hangs", "test_wrong"]
-
-
-def test_a_test_that_hangs_or_crashes_costs_its_row_alone(tests: Path) -> None:
-    outcome = Outcome()
-    run(Hurried(f"{FAKE}:tests", workers=2), "cpu", outcome, {}, 120.0)
-    rows = {row["key"].rpartition("::")[2]: row for row in outcome.rows}
-    assert outcome.complete and sorted(rows) == _ran(tests) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY
-    assert "AssertionError: other bits" in rows["test_wrong"]["problem"] and "test_some.py:" in rows["test_wrong"]["problem"]
-    assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
-    assert rows["test_skipped"]["passed over"].endswith("there is one GPU only")
+FAULTY = ["test_crashes", "test_extension", "test_hangs", "test_wrong"]
+ALL = sorted([*FAULTY, "test_right[0]", "test_right[1]", "test_right[2]", "test_skipped"])
 
 
 @pytest.mark.parametrize("content", ["import nothing_of_this_name", "", None])
@@ -103,20 +101,30 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "set by the check")
     output = tmp_path / "results"
+    copy = output / "gpu_check_nvidia-h200_2026-01-02_tiles.json"
 
     def call() -> tuple[int, str]:
         return gpu_check.main(["--output", str(output)]), capsys.readouterr().out
 
     code, said = call()
     assert code == 1 and _ran(tests) == sorted(2 * ALL), "once, and once with tuned tiles"
-    assert "\nsuite: 4 of 7 right\n" in said and "\ntuned_suite: 4 of 7 right\n" in said and "exit code 9: " in said
-    assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said and "not done yet" not in said
-    assert (output / "gpu_check_nvidia-h200_2026-01-02_tiles.json").read_text() == "{}"
+    found = json.loads((output / "gpu_check_nvidia-h200_2026-01-02.json").read_text())["sections"]["suite"]["rows"]
+    rows = {row["key"].rpartition("::")[2]: row for row in found}
+    assert sorted(rows) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY, "each fault costs its row alone"
+    assert "AssertionError: other bits" in rows["test_wrong"]["problem"] and "test_some.py:" in rows["test_wrong"]["problem"]
+    assert "the CUDA kernels are not there (nvcc was not found)" in rows["test_extension"]["problem"]
+    assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
+    assert "\nsuite: 4 of 8 right\n" in said and "\ntuned_suite: 4 of 8 right\n" in said and "not done yet" not in said
+    assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said
+    assert os.environ["TRITON_CACHE_DIR"] == str(output / "compiled" / "triton"), "what is compiled is kept"
+    assert copy.read_text() == "{}"
     (tests.parent / "marks.mended").touch()
+    copy.write_text('{"tuned": 1}')
     code, said = call()
-    assert code == 0 and _ran(tests) == sorted(2 * FAULTY) and "\nsuite: 7 of 7 right\n" in said and "WRONG" not in said
+    assert code == 0 and _ran(tests) == sorted(2 * FAULTY) and "\nsuite: 8 of 8 right\n" in said and "WRONG" not in said
+    assert gpu_check.tiles.FILE.read_text() == '{"tuned": 1}', "on a new machine, what was tuned is taken from beside the results"
     code, said = call()
-    assert code == 0 and _ran(tests) == [] and "\nsuite: 7 of 7 right\n" in said
+    assert code == 0 and _ran(tests) == [] and "\nsuite: 8 of 8 right\n" in said
 
 
 # ---- the extension
