@@ -224,3 +224,26 @@ def passes(function: Callable[..., Any], operands: int, backward: bool) -> Imple
         return *(out.detach() for out in outs), *torch.autograd.grad(outs, given, douts[: len(outs)])
 
     return run
+
+
+def operator(
+    functions: Mapping[str, Callable[..., Any]],
+    exact: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    operands: int,
+    backward: bool = False,
+    implementations: Mapping[str, Implementation] | None = None,
+    **declared: Any,
+) -> Case:
+    """A case whose implementations are functions of the first so many inputs; with a backward autograd has their gradients.
+
+    `exact`: what they compute, by name where that differs; it is given the inputs in float64. `implementations`: further ones.
+    """
+    run = partial(passes, operands=operands, backward=backward)
+    every = {name: run(function) for name, function in functions.items()} | dict(implementations or {})
+
+    def oracle(inputs: Any) -> Mapping[str, Results]:
+        meant = exact if isinstance(exact, Mapping) else dict.fromkeys(every, exact)
+        found = {function: run(function)(doubled(inputs)) for function in set(meant.values())}
+        return {name: found[function] for name, function in meant.items()}
+
+    return Case(implementations=every, oracle=oracle, **declared)

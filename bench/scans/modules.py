@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +15,21 @@ from torch import Tensor, nn
 
 from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMAB, MultiheadAttention, MultiheadIntention, NystromAttention
-from cmab_kernels.nystrom.reference import segment_means
 
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import BYTES, Work, attention_work, nystrom_work
-from .attention import SDPA, exact
-from .case import EAGER, PACKAGE, Case, Results, declared, direction, drawn, missing, way
+from .attention import SDPA
+from .case import EAGER, PACKAGE, Case, Results, declared, direction, doubled, drawn, dtype_name, missing, way
 from .eager import ITERATIONS, eager_attention
 from .intention import regression_work
-from .intention_peers import ALPHA, cholesky_solve, regression, regularised
-from .nystrom import iterated, packaged_attention
+from .intention_peers import ALPHA, cholesky_solve, regularised
+from .nystrom import packaged_attention
 
 THEIRS = "nn.MultiheadAttention"
 OURS = "cmab_kernels.nn.MultiheadAttention"
+
+Attend = Callable[..., Tensor]
+"""A function of tokens, or of queries and the context that they attend to."""
 
 
 def torch_attention(features: int, heads: int, dtype: torch.dtype = torch.float32) -> nn.MultiheadAttention:
@@ -37,61 +39,93 @@ def torch_attention(features: int, heads: int, dtype: torch.dtype = torch.float3
         return nn.MultiheadAttention(features, heads, batch_first=True, device=device(), dtype=dtype)
 
 
-def joined(heads: Tensor) -> Tensor:
-    """(B, N, H D) of (B, H, N, D)."""
-    return heads.transpose(1, 2).flatten(-2)
+def called(module: nn.Module) -> Attend:
+    """A module without the hooks of a call, which torch's counter of FLOPs cannot follow under autograd."""
+    return lambda *tokens: module.forward(tokens[0], tokens[-1], tokens[-1], need_weights=False)[0]
 
 
-class ModuleInputs(NamedTuple):
-    latents: Tensor
-    context: Tensor
-    dout: Tensor
-    """Gradient of the output; empty without a backward."""
+def with_weights(module: nn.Module, weights: nn.Module) -> nn.Module:
+    """The module with the very parameters of `weights`."""
+    for name, parameter in weights.named_parameters():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, parameter)
+    return module
+
+
+def between_projections(attend: Attend, weights: nn.MultiheadAttention) -> Attend:
+    """A function of heads (B, H, N, D) as one of tokens (B, N, C)."""
+
+    def whole(tokens: Tensor) -> Tensor:
+        packed = F.linear(tokens, weights.in_proj_weight, weights.in_proj_bias)
+        out = attend(*packed.unflatten(-1, (3, weights.num_heads, -1)).permute(2, 0, 3, 1, 4))
+        return F.linear(out.transpose(1, 2).flatten(-2), weights.out_proj.weight, weights.out_proj.bias)
+
+    return whole
+
+
+def module_case(
+    makers: Mapping[str, Callable[[nn.MultiheadAttention], Attend]],
+    alike: Mapping[str, str],
+    shapes: Sequence[Sequence[int]],
+    heads: int,
+    backward: bool,
+    leaves: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    **declared: Any,
+) -> Case:
+    """Modules with the same weights: name -> what it makes of torch's module. Backward gives the gradients of all inputs and of `leaves`.
+
+    The oracle is the same in float64; `alike`: name -> the peer that stands for it there.
+    """
+
+    @cache
+    def made(name: str, double: bool) -> tuple[nn.Module, Attend]:
+        weights = torch_attention(shapes[0][-1], heads, dtype)
+        weights = weights.double() if double else weights
+        return weights, makers[name](weights)
+
+    def run(name: str, inputs: Sequence[Tensor], double: bool = False) -> Results:
+        weights, attend = made(name, double)
+        *operands, dout = inputs
+        with torch.set_grad_enabled(backward):
+            out = attend(*operands)
+        if not backward:
+            return (out,)
+        return out.detach(), *torch.autograd.grad(out, [*operands, *map(weights.get_parameter, leaves)], dout)
+
+    def oracle(inputs: Sequence[Tensor]) -> Mapping[str, Results]:
+        wanted = {alike.get(name, name) for name in makers}
+        found = {name: run(name, doubled(inputs), double=True) for name in wanted if missing(name) is None}
+        return {name: found.get(alike.get(name, name), ()) for name in makers}
+
+    return Case(
+        inputs=lambda seed: tuple(drawn(seed, *shapes, backward=backward, dtype=dtype)),
+        implementations={name: partial(run, name) for name in makers},
+        oracle=oracle,
+        **declared,
+    )
 
 
 @declared(threads=None)
 def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False) -> Case:
     """The whole of nn.MultiheadAttention of `latents` over a context; backward to parameters and inputs."""
-
-    @cache
-    def modules() -> tuple[nn.Module, nn.Module]:
-        theirs, ours = torch_attention(width, heads), MultiheadAttention(width, heads, batch_first=True).to(device())
-        ours.load_state_dict(theirs.state_dict())
-        return ours, theirs
-
-    def run(inputs: ModuleInputs, which: int) -> Results:
-        module = modules()[which]
-        with torch.set_grad_enabled(backward):
-            out = module.forward(inputs.latents, inputs.context, inputs.context, need_weights=False)[0]  # the counter cannot follow modules
-        if not backward:
-            return (out,)
-        return out.detach(), *torch.autograd.grad(out, [*inputs[:2], *module.parameters()], inputs.dout)
-
-    def inputs(seed: int) -> ModuleInputs:
-        return ModuleInputs(*drawn(seed, *((1, length, width) for length in (latents, keys)), backward=backward))
-
-    def oracle(inputs: ModuleInputs) -> Results:
-        """The definition by autograd, with the parameters of the module, head by head."""
-        module = deepcopy(modules()[1]).double()
-        query, context = (part.detach().double().requires_grad_(backward) for part in inputs[:2])
-        parts = zip(module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), (query, context, context), strict=True)
-        projected = [F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2) for w, b, x in parts]
-        if not backward:
-            return (module.out_proj(joined(exact(*projected)[0])).detach(),)
-        out = module.out_proj(joined(F.scaled_dot_product_attention(*projected)))
-        return out.detach(), *torch.autograd.grad(out, [query, context, *module.parameters()], inputs.dout.double())
-
     each, scores = width // heads, heads * latents * keys
     attend = [attention_work(scores, heads * keys, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]]
     projections = (3 if backward else 1) * 4 * keys * width**2  # of the context, to keys and values; backward to its weights and to itself
     moved = len(attend) * keys * width * BYTES["float32"]
-    return Case(
+    return module_case(
+        {
+            OURS: lambda weights: called(with_weights(MultiheadAttention(width, heads, batch_first=True).to(device()), weights)),
+            THEIRS: called,
+        },
+        alike={OURS: THEIRS},
+        shapes=[(1, length, width) for length in (latents, keys)],
+        heads=heads,
+        backward=backward,
+        leaves=("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"),
         scan=THEIRS,
         name=f"module{'-forward+backward' if backward else ''}-float32-{heads}-heads-C{width}-L{latents}-N{keys}",
         sizes={"pass": direction(backward), "H": heads, "L": latents, "N": keys, "C": width},
-        inputs=inputs,
-        implementations={OURS: partial(run, which=0), THEIRS: partial(run, which=1)},
-        oracle=oracle,
         baselines=(THEIRS,),
         work=Work(sum(w.exponentials for w in attend), sum(w.products for w in attend) + projections, moved),
         refusal=lambda name: lacking_memory(20 * width * keys),
@@ -169,73 +203,14 @@ def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 1
 
 # ---- self-attention --------------------------------------------------------------------------------------------------------------------
 
-Exact = Callable[..., Sequence[Tensor]]
-"""Heads of queries, keys and values in float64, and the gradient of the output or None -> the output, and the gradients of all three."""
-
 LONGEST = 4096
 """Tokens up to which torch's module, which is quadratic in them, is measured."""
 
 
-class Tokens(NamedTuple):
-    tokens: Tensor
-    dout: Tensor
-    """Gradient of the output; empty without a backward."""
-
-
-class Projections:
-    """What the modules of one case share: the weights of torch's, without biases but zero, which is how torch starts them."""
-
-    def __init__(self, features: int, heads: int, backward: bool, dtype: torch.dtype) -> None:
-        self.heads, self.backward = heads, backward
-        self.weights = torch_attention(features, heads, dtype)
-
-    def run(self, inputs: Tokens, attend: Callable[[Tensor], Tensor], module: nn.Module | None = None) -> Results:
-        """The output and, with a backward, the gradients of the tokens and of what projects them."""
-        module = module or self.weights
-        with torch.set_grad_enabled(self.backward):
-            out = attend(inputs.tokens)
-        if not self.backward:
-            return (out,)
-        leaves = (inputs.tokens, module.in_proj_weight, module.out_proj.weight)
-        return out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)
-
-    def run_module(self, inputs: Tokens, module: nn.Module) -> Results:
-        return self.run(inputs, lambda x: module.forward(x, x, x, need_weights=False)[0], module)
-
-    def around(self, attend: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        """A function of heads (B, H, N, D), between the projections."""
-
-        def whole(tokens: Tensor) -> Tensor:
-            heads = self.split(F.linear(tokens, self.weights.in_proj_weight, self.weights.in_proj_bias))
-            return F.linear(joined(attend(*heads)), self.weights.out_proj.weight, self.weights.out_proj.bias)
-
-        return whole
-
-    def split(self, packed: Tensor) -> Sequence[Tensor]:
-        return packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-
-    def exactly(self, inputs: Tokens, attend: Exact) -> Results:
-        """`attend` between the projections in float64 and, with a backward, their gradients."""
-        tokens, enter, leave = (
-            part.detach().double().requires_grad_(self.backward)
-            for part in (inputs.tokens, self.weights.in_proj_weight, self.weights.out_proj.weight)
-        )
-        with torch.set_grad_enabled(self.backward):
-            heads = self.split(F.linear(tokens, enter))
-        given = [head.detach() for head in heads]
-        if not self.backward:
-            return (F.linear(joined(attend(*given, None)[0]), leave),)
-        dout = inputs.dout.double()
-        out, *dheads = attend(*given, (dout @ leave.detach()).unflatten(-1, (self.heads, -1)).transpose(1, 2))
-        grads = torch.autograd.grad(heads, (tokens, enter), dheads)
-        return F.linear(joined(out), leave).detach(), *grads, dout.flatten(0, 1).mT @ joined(out).flatten(0, 1)
-
-
 def self_attention(
     scan: str,
-    module: Callable[[], nn.Module],
-    attend: Callable[..., Tensor],
-    definition: Exact,
+    module: Callable[..., nn.Module],
+    attend: Attend,
     attention_work: Work,
     length: int,
     heads: int,
@@ -243,55 +218,34 @@ def self_attention(
     batch: int,
     backward: bool,
     dtype: torch.dtype,
-    peers: Mapping[str, tuple[Callable[[nn.MultiheadAttention], Callable[[Tensor], Tensor]], Exact]] | None = None,
+    peers: Mapping[str, Callable[[nn.MultiheadAttention], Attend]] | None = None,
     more: Mapping[str, int] | None = None,
     smallest: int = 256,
 ) -> Case:
     """A module beside torch's own, which computes something else, and beside peers that compute the same: `attend` in eager torch between
-    the same projections, and `peers`, name -> from torch's weights to a function of tokens, and what it computes."""
-    ours, peers, more = f"cmab_kernels.{scan}", peers or {}, more or {}
-
-    @cache
-    def projections() -> Projections:
-        return Projections(features, heads, backward, dtype)
-
-    @cache
-    def loaded() -> nn.Module:
-        made = module()
-        made.load_state_dict(projections().weights.state_dict(), strict=False)
-        return made
-
-    @cache
-    def peer(name: str) -> Callable[[Tensor], Tensor]:
-        return peers[name][0](projections().weights)
-
-    def inputs(seed: int) -> Tokens:
-        return Tokens(*drawn(seed, (batch, length, features), backward=backward, dtype=dtype))
-
-    def oracle(i: Tokens) -> Mapping[str, Results]:
-        found = {computed: projections().exactly(i, computed) for computed in set(meant.values())}
-        return {name: found[computed] for name, computed in meant.items()}
-
-    named = str(dtype).removeprefix("torch.")
-    short = length <= LONGEST
-    implementations = {
-        ours: lambda i: projections().run_module(i, loaded()),
-        EAGER: lambda i: projections().run(i, projections().around(attend)),
-        **{name: lambda i, name=name: projections().run(i, peer(name)) for name in peers},
-        **({THEIRS: lambda i: projections().run_module(i, projections().weights)} if short else {}),
+    the same projections, and `peers`, made from torch's weights."""
+    ours, more, short, named = f"cmab_kernels.{scan}", more or {}, length <= LONGEST, dtype_name(dtype)
+    like = {"batch_first": True, "device": device()}
+    makers: dict[str, Callable[[nn.MultiheadAttention], Attend]] = {
+        ours: lambda weights: called(with_weights(module(features, heads, **like, dtype=dtype), weights)),
+        EAGER: partial(between_projections, attend),
+        **(peers or {}),
+        **({THEIRS: called} if short else {}),
     }
-    meant = {ours: definition, EAGER: definition, **{name: computed for name, (_, computed) in peers.items()}}
-    meant |= {THEIRS: exact} if short else {}
     weights = 4 * features**2
     read = Work(0.0, 2 * batch * length * weights, (2 * batch * length * features + weights) * dtype.itemsize, named)
-    return Case(
+    return module_case(
+        makers,
+        alike={ours: EAGER},
+        shapes=[(batch, length, features)],
+        heads=heads,
+        backward=backward,
+        leaves=("in_proj_weight", "out_proj.weight"),
+        dtype=dtype,
         scan=scan,
         name=f"{scan.removeprefix('nn.')}-{way(backward)}-{named}-B{batch}-{heads}-heads-C{features}-N{length}"
         + "".join(f"-{letter}{size}" for letter, size in more.items()),
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "C": features, **more},
-        inputs=inputs,
-        implementations=implementations,
-        oracle=oracle,
         baselines=(THEIRS,) if short else (EAGER,),
         others=(THEIRS,),
         work=None if backward else replace(attention_work, bytes=0.0) + read,
@@ -312,21 +266,11 @@ def intention_module(
     """`nn.MultiheadIntention`, whose penalty is exp(0) = 1, as it starts."""
     return self_attention(
         "nn.MultiheadIntention",
-        lambda: MultiheadIntention(features, heads, batch_first=True, device=device(), dtype=dtype),
+        MultiheadIntention,
         lambda q, k, v: q @ ((1 + ALPHA) * cholesky_solve(regularised(k.mT @ k), k.mT @ v)),
-        _scaled_regression,
-        regression_work(batch * heads, length, features // heads, str(dtype).removeprefix("torch."), backward=False),
+        regression_work(batch * heads, length, features // heads, dtype_name(dtype), backward=False),
         *(length, heads, features, batch, backward, dtype),
     )
-
-
-def _scaled_regression(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) -> Results:
-    """(1 + alpha) times Intention."""
-    gain = 1 + ALPHA
-    if dout is None:
-        return [gain * part for part in regression(query, key, value, query.new_empty(0))]
-    out, *gradients = regression(query, key, value, gain * dout)
-    return [gain * out, *gradients]
 
 
 @declared()
@@ -342,32 +286,20 @@ def nystrom_module(
     """`nn.NystromAttention`, beside the package's module too, whose heads share their norms."""
     width = features // heads
 
-    def package(weights: nn.MultiheadAttention) -> Callable[[Tensor], Tensor]:
+    def package(weights: nn.MultiheadAttention) -> Attend:
         enter, leave = (partial(F.linear, weight=weight) for weight in (weights.in_proj_weight, weights.out_proj.weight))
         return packaged_attention(heads, width, landmarks, enter, leave)
 
     return self_attention(
         "nn.NystromAttention",
-        lambda: NystromAttention(features, heads, batch_first=True, num_landmarks=landmarks, device=device(), dtype=dtype),
+        partial(NystromAttention, num_landmarks=landmarks),
         partial(eager_attention, number=landmarks),
-        partial(_nystrom_exactly, landmarks=landmarks),
-        nystrom_work(batch * heads, length, landmarks, width, width, ITERATIONS, str(dtype).removeprefix("torch.")),
+        nystrom_work(batch * heads, length, landmarks, width, width, ITERATIONS, dtype_name(dtype)),
         *(length, heads, features, batch, backward, dtype),
-        peers={PACKAGE: (package, partial(_nystrom_exactly, landmarks=landmarks, together=True))},
+        peers={PACKAGE: package},
         more={"m": landmarks},
         smallest=4 * landmarks,
     )
-
-
-def _nystrom_exactly(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None, landmarks: int, together: bool = False) -> Results:
-    """The definition with its gradients by autograd; the pseudo-inverse multiplied out."""
-    operands = [part.requires_grad_(dout is not None) for part in (query, key, value)]
-    query, key, value = operands
-    scale = key.shape[-1] ** -0.5
-    near, far = (segment_means(part, landmarks) for part in (query, key))
-    inverse = iterated((scale * near @ far.mT).softmax(-1).flatten(0, 1), together).unflatten(0, key.shape[:2])
-    out = (scale * query @ far.mT).softmax(-1) @ (inverse @ ((scale * near @ key.mT).softmax(-1) @ value))
-    return (out,) if dout is None else (out.detach(), *torch.autograd.grad(out, operands, dout))
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------------------------
