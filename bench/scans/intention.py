@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -21,15 +21,13 @@ from .case import (
     Case,
     Implementation,
     Operands,
-    Results,
     declared,
     direction,
-    doubled,
     drawn,
     dtype_name,
     identity,
     kernels,
-    passes,
+    operator,
     refusing,
     way,
     wide,
@@ -37,15 +35,9 @@ from .case import (
 from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_of, regression, regularised, sigma
 
 CHUNKED = "torch, in chunks"
+SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
 """Rows up to which Intention stands beside attention, which computes something else; beyond, beside torch's best form."""
-
-
-def exactly(layer: Callable[..., Tensor], inputs: Operands) -> Results:
-    """A layer in float64; where the inputs require it, with its gradients."""
-    *operands, dout = doubled(inputs)
-    out = layer(*operands)
-    return (out.detach(), *torch.autograd.grad(out, operands, dout)) if inputs.query.requires_grad else (out,)
 
 
 def _inverse(key: Tensor) -> Tensor:
@@ -64,39 +56,29 @@ def regression_work(heads: int, length: int, width: int, dtype: str, backward: b
 
 @declared()
 def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """`intention` of as many queries as keys."""
+    """`intention` of as many queries as keys. The oracle is by an inverse in float64; for long ones, where the gradient of that takes
+    gigabytes, torch's form in float64."""
     short, named = length <= BESIDE_ATTENTION, dtype_name(dtype)
-    run = partial(passes, operands=3, backward=backward)
     ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
-
-    def inputs(seed: int) -> Operands:
-        return Operands(*drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype))
-
-    def oracle(i: Operands) -> Results | Mapping[str, Results]:
-        """Results by an inverse in float64, and autograd; for long ones, where that takes gigabytes, torch's form in float64."""
-        if not short:
-            return regression(*(part.detach().double() for part in i))
-        solved = exactly(lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v)), i)
-        return dict.fromkeys((*ours, CHUNKED), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
-
+    functions = {name: partial(intention, alpha=ALPHA, impl=name) for name in ours} | ({SDPA: SCALED} if short else {})
     held = 4 * batch * heads * length * width * (24 if backward else 12)  # in float64 too
-    return Case(
+    case = operator(
+        functions,
+        dict.fromkeys((*ours, CHUNKED), lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v))) | ({SDPA: SCALED} if short else {}),
+        operands=3,
+        backward=backward,
+        implementations={CHUNKED: lambda i: regression(*i)},
         scan="intention",
         name=f"intention-{way(backward)}-{named}-{heads}x{width}-N{length}{f'-B{batch}' if batch > 1 else ''}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "D": width},
-        inputs=inputs,
-        implementations={
-            **{name: run(partial(intention, alpha=ALPHA, impl=name)) for name in ours},
-            CHUNKED: lambda i: regression(*i),
-            **({SDPA: run(F.scaled_dot_product_attention)} if short else {}),
-        },
-        oracle=oracle,
+        inputs=lambda seed: Operands(*drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype)),
         baselines=(SDPA,) if short else (CHUNKED,),
         others=(SDPA,),
         work=regression_work(batch * heads, length, width, named, backward),
         refusal=refusing("intention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=held + 2**30),
         smaller={"length": 256},
     )
+    return case if short else replace(case, oracle=lambda i: regression(*(part.detach().double() for part in i)))
 
 
 @declared()
@@ -112,33 +94,22 @@ def sigma_layer(
     """Some queries, through the inverse of a ridge regression, over many keys: attention then, on logits of the usual size."""
     scan, named = "sigma_intention", dtype_name(dtype)
     scale = length * width**-0.5  # K'K is about N I, which queries are divided by
-    run = partial(passes, operands=3, backward=backward)
     ours = kernels(scan, definition=length < 100_000)  # the definition stores the scores
-
-    def inputs(seed: int) -> Operands:
-        shapes = ((batch, heads, count, width) for count in (queries, length, length))
-        return Operands(*drawn(seed, *shapes, backward=backward, dtype=dtype))
-
-    def oracle(i: Operands) -> Mapping[str, Results]:
-        """Results by an inverse in float64, and autograd."""
-        solved = exactly(lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v, i)
-        return dict.fromkeys((*ours, EAGER), solved) | {SDPA: exactly(F.scaled_dot_product_attention, i)}
-
+    shapes = [(batch, heads, count, width) for count in (queries, length, length)]
     keys, scores = batch * heads * length, batch * heads * queries * length
     attend = partial(attention_work, scores, keys, width, width, named, device=device())
     inverse = ridge_work(keys, width, 0, named) + solve_work(batch * heads, width, queries, named)
     forward = attend() + replace(inverse, bytes=0.0)  # the keys are counted with attention
-    return Case(
+    return operator(
+        {name: partial(sigma_intention, alpha=ALPHA, scale=scale, impl=name) for name in ours}
+        | {EAGER: partial(sigma, scale=scale), SDPA: SCALED},
+        dict.fromkeys((*ours, EAGER), lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v) | {SDPA: SCALED},
+        operands=3,
+        backward=backward,
         scan=scan,
         name=f"sigma-intention-{way(backward)}-{named}-B{batch}-{heads}x{width}-L{queries}-N{length}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "L": queries, "N": length, "D": width},
-        inputs=inputs,
-        implementations={
-            **{name: run(partial(sigma_intention, alpha=ALPHA, scale=scale, impl=name)) for name in ours},
-            EAGER: run(partial(sigma, scale=scale)),
-            SDPA: run(F.scaled_dot_product_attention),
-        },
-        oracle=oracle,
+        inputs=lambda seed: Operands(*drawn(seed, *shapes, backward=backward, dtype=dtype)),
         baselines=(EAGER,),
         others=(SDPA,),
         work=forward + attend(backward=True) if backward else forward,
@@ -199,13 +170,16 @@ def _solve(
         work = work + Work(0.0, batch * 2 * width**2 * columns, work.bytes, named)
         work = work + replace(rows_work(batch * width, columns, width, named), bytes=0.0)
     right_hand_sides = "D" if columns == width else str(columns)  # so that D varies alone
-    return Case(
+    return operator(
+        {impl: partial(solved, impl=impl) for impl in kernels(scan)},
+        exact,
+        operands=2,
+        backward=backward,
+        implementations=peers,
         scan=scan,
         name=f"{name}{'+backward' if backward else ''}-{dtype_name(dtype)}-D{width}-E{columns}-B{batch}",
         sizes={"pass": direction(backward), "B": batch, "D": width, "right-hand sides": right_hand_sides},
         inputs=inputs,
-        implementations={name: passes(partial(solved, impl=name), 2, backward) for name in kernels(scan)} | peers,
-        oracle=lambda i: passes(exact, 2, backward)(doubled(i)),
         baselines=(CHOLESKY,),
         work=work,
         refusal=refusing(scan, (1, width, width), (1, width, columns), dtype=wide(dtype)),
@@ -235,25 +209,22 @@ def solve_state(width: int, columns: int, batch: int) -> Case:
 
 @declared()
 def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
-    """Inverses of the same matrices, where their elements are wanted."""
+    """Inverses of the same matrices, where their elements are wanted. The oracle is by eigenvalues."""
     scan = "regularised_inverse"
 
-    def oracle(i: tuple[Tensor]) -> Results:
-        """The inverse by the eigenvalues."""
-        values, vectors = torch.linalg.eigh(i[0].double())
-        return ((vectors / values.unsqueeze(-2)) @ vectors.mT,)
+    def exact(gram: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(gram)
+        return (vectors / values.unsqueeze(-2)) @ vectors.mT
 
-    return Case(
+    return operator(
+        {name: partial(regularised_inverse, alpha=0.0, impl=name) for name in kernels(scan)}
+        | {CHOLESKY: lambda gram: cholesky_solve(gram, identity(gram).expand_as(gram)), INVERSE: inverse_of},
+        exact,
+        operands=1,
         scan=scan,
         name=f"inverse-{dtype_name(dtype)}-D{width}-B{batch}",
         sizes={"B": batch, "D": width},
         inputs=lambda seed: (matrices(generator(seed), batch, width).to(dtype),),
-        implementations={
-            **{name: passes(partial(regularised_inverse, alpha=0.0, impl=name), 1, backward=False) for name in kernels(scan)},
-            CHOLESKY: lambda i: (cholesky_solve(i[0], identity(i[0]).expand_as(i[0])),),
-            INVERSE: lambda i: (inverse_of(i[0]),),
-        },
-        oracle=oracle,
         baselines=(CHOLESKY, INVERSE),
         work=inverse_work(batch, width, dtype_name(dtype)),
         refusal=refusing(scan, *2 * [(1, width, width)], dtype=dtype),

@@ -15,7 +15,7 @@ from cmab_kernels.intention.schema import gram_op
 
 from ..devices import device, generator, normal
 from ..floors import ridge_work
-from .case import DTYPES, EAGER, Case, Implementation, Results, declared, direction, dtype_name, kernels, moved, passes, refusing
+from .case import DTYPES, EAGER, Case, Implementation, Results, declared, direction, dtype_name, kernels, moved, operator, refusing
 from .intention_peers import ALPHA, cholesky_solve, inverse_of, regularised, summed_heads, sums_gradients
 
 TORCH, TORCH_SINGLE = "torch, float64", "torch, float32"
@@ -58,12 +58,11 @@ def sums(
     call, are shown for what they save."""
     scan, named = "ridge_state", dtype_name(dtype)
     ours = kernels(scan, definition=keys < 1_000_000)  # the definition copies what it reads
-    implementations = {name: passes(partial(_sums_by, impl=name), 2, backward) for name in ours}
-    if "native" in ours and not backward and dtype == torch.float32:
-        implementations[RUNS] = lambda i: gram_op(*i, None, None, (True, True), False, "native")
-    implementations[TORCH] = partial(_by_torch, dtype=torch.float64)
+    peers: dict[str, Implementation] = {TORCH: partial(_by_torch, dtype=torch.float64)}
     if dtype != torch.float64:
-        implementations[TORCH_SINGLE] = partial(_by_torch, dtype=torch.float32)
+        peers[TORCH_SINGLE] = partial(_by_torch, dtype=torch.float32)
+    if "native" in ours and not backward and dtype == torch.float32:
+        peers[RUNS] = lambda i: gram_op(*i, None, None, (True, True), False, "native")
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
         """Keys and values; with a backward the gradients of both sums."""
@@ -71,23 +70,18 @@ def sums(
         douts = [normal(random, *square, dtype=torch.float64) for _ in range(2)] if backward else []
         return *_keys(seed, batch, heads, keys, width, dtype, backward), *douts
 
-    def oracle(i: Sequence[Tensor]) -> Results:
-        key, value = (part.detach().double() for part in i[:2])
-        results = _exact_sum(key, key), _exact_sum(key, value)
-        if not backward:
-            return results
-        dgram, dmoment = i[2:]
-        return *results, key @ (dgram + dgram.mT) + value @ dmoment.mT, key @ dmoment
-
     count = batch * heads * keys
     forward = ridge_work(count, width, width, named, exact=True)
-    return Case(
+    return operator(
+        {name: partial(_sums_by, impl=name) for name in ours},
+        lambda key, value: (_exact_sum(key, key), _exact_sum(key, value)),
+        operands=2,
+        backward=backward,
+        implementations=peers,
         scan=scan,
         name=f"ridge-state{'+backward' if backward else ''}-{named}-{heads}x{width}-N{keys}{f'-B{batch}' if batch > 1 else ''}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": keys, "D": width},
         inputs=inputs,
-        implementations=implementations,
-        oracle=oracle,
         baselines=(TORCH,),
         others=(TORCH_SINGLE, RUNS),
         work=forward + ridge_work(count, width, width, named, backward=True, exact=True) if backward else forward,
