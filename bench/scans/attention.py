@@ -84,23 +84,36 @@ ATTENTION: dict[str, Attend] = {
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
     """Attention and, for a `dout`, its gradients, in float64 by autograd: head by head, as the scores are stored."""
-    heads = [
-        _exact_head(*(None if t is None else t[:, head].detach().double() for t in (query, key, value, dout)))
-        for head in range(query.shape[1])
-    ]
+    if dout is None:
+        return (attended(query, key, value).out,)
+    heads = [_exact_gradients(*(part[:, head].detach().double() for part in (query, key, value, dout))) for head in range(query.shape[1])]
     return tuple(torch.stack(results, dim=1) for results in zip(*heads, strict=True))
 
 
-def _exact_head(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) -> tuple[Tensor, ...]:
-    few = max(1, 2**26 // max(1, key.shape[0] * key.shape[1]))  # queries at a time: 512 MiB of scores
-    if dout is None:
-        return (torch.cat([naive_attention(part, key, value) for part in query.split(few, dim=1)], dim=1),)
-    outs, inputs = [], [t.requires_grad_() for t in (query, key, value)]
+def _exact_gradients(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    outs, inputs = [], [part.requires_grad_() for part in (query, key, value)]
+    few = _queries_at_a_time(key)
     for part, gradient in zip(query.split(few, dim=1), dout.split(few, dim=1), strict=True):
         out = naive_attention(part, key, value)
         out.backward(gradient)
         outs.append(out.detach())
-    return torch.cat(outs, dim=1), *(t.grad for t in inputs)
+    return torch.cat(outs, dim=1), *(part.grad for part in inputs)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
+    """The state by the formula, in float64, some queries of a head at a time, as the scores are stored."""
+    heads = []
+    for q, k, v in zip(*(part.detach().unbind(1) for part in (query, key, value)), strict=True):
+        k, v = k.double(), v.double()
+        scores = (part.double() @ k.mT * q.shape[-1] ** -0.5 for part in q.split(_queries_at_a_time(k), dim=1))
+        parts = zip(*((part.softmax(-1) @ v, part.logsumexp(-1)) for part in scores), strict=True)
+        heads.append([torch.cat(part, dim=1) for part in parts])
+    return AttentionState(*(torch.stack(parts, dim=1) for parts in zip(*heads, strict=True)))
+
+
+def _queries_at_a_time(key: Tensor) -> int:
+    """So many that their scores take 512 MiB."""
+    return max(1, 2**26 // max(1, key.shape[0] * key.shape[1]))
 
 
 @declared(threads=None)
@@ -184,15 +197,6 @@ class StateInputs(NamedTuple):
     value: Tensor
     out: Tensor
     lse: Tensor
-
-
-def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
-    """The state by the formula, in float64, head by head, as the scores are stored."""
-    heads = []
-    for q, k, v in zip(*(part.double().unbind(1) for part in (query, key, value)), strict=True):
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        heads.append((scores.softmax(-1) @ v, scores.logsumexp(-1)))
-    return AttentionState(*(torch.stack(parts, dim=1) for parts in zip(*heads, strict=True)))
 
 
 def eager_update(i: StateInputs, new: int, removes: bool = False) -> Results:

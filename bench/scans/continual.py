@@ -15,7 +15,7 @@ from cmab_kernels import continual_attention_init, continual_attention_step, con
 from ..devices import generator, lacking_memory, normal
 from ..floors import Work, step_work
 from .attention import SDPA, exact, naive_attention
-from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, dtype_name, kernels, refusing, wide
+from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, drawn, dtype_name, kernels, refusing, wide
 from .eager import ITERATIONS, EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive
 
 BAND = "eager torch, by a band"
@@ -25,16 +25,9 @@ EXACT = "cmab_kernels.continual_attention_step"
 Call = Callable[[], Results]
 
 
-class Tokens(NamedTuple):
-    """(1, H, n + t, D) each: the first window, and what comes after it."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-class Streams(Tokens):
-    """Tokens with the streams that go on over them, each at its own pace, again and again over the tokens after the window."""
+class Streams(tuple[Tensor, ...]):
+    """Tokens, the first window and what comes after it, with the streams that go on over them, each at its own pace, again and again over
+    the tokens after the window. In this module they are queries, keys and values, (1, H, n + t, D) each."""
 
     calls: dict[str, Call]
 
@@ -58,13 +51,24 @@ def all_steps(step: Callable[..., Tensor], tokens: Sequence[Sequence[Tensor]]) -
     return call
 
 
-def streaming(made: Any, calls: Mapping[str, Callable[[], Call]], refusal: Callable[[str], str | None]) -> Any:
-    """Inputs with a stream for each implementation that can be measured here."""
-    made.calls = {name: start() for name, start in calls.items() if refusal(name) is None}
-    return made
+def stream_case(
+    tokens: Callable[[int], Sequence[Tensor]],
+    starts: Mapping[str, Callable[[Streams, int], Call]],
+    refusal: Callable[[str], str | None],
+    **declared: Any,
+) -> Case:
+    """A case whose implementations go on with streams; `starts`: name -> from tokens and a seed to the call that goes on with them all."""
+
+    def inputs(seed: int) -> Streams:
+        made = Streams(tokens(seed))
+        made.calls = {name: start(made, seed) for name, start in starts.items() if refusal(name) is None}
+        return made
+
+    implementations = {name: partial(continued, name) for name in starts}
+    return Case(inputs=inputs, implementations=implementations, refusal=refusal, smaller={"calls": 1}, **declared)
 
 
-def continued(name: str, inputs: Any) -> Results:
+def continued(name: str, inputs: Streams) -> Results:
     return inputs.calls[name]()
 
 
@@ -95,14 +99,14 @@ class Shape(NamedTuple):
     def suffix(self) -> str:
         return f"-blocks-of-{self.block}" if self.block > 1 else ""
 
-    def made(self, seed: int) -> Streams:
-        random, shape = generator(seed), (1, self.heads, self.window + self.tokens, self.width)
-        return Streams(*(normal(random, *shape, dtype=self.dtype) for _ in range(3)))
+    def made(self, seed: int) -> list[Tensor]:
+        """Queries, keys and values."""
+        return drawn(seed, *3 * [(1, self.heads, self.window + self.tokens, self.width)], backward=False, dtype=self.dtype)[:3]
 
-    def first(self, tokens: Tokens) -> list[Tensor]:
+    def first(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         return [part[:, :, : self.window] for part in tokens]
 
-    def after(self, tokens: Tokens, block: int) -> list[tuple[Tensor, ...]]:
+    def after(self, tokens: Sequence[Tensor], block: int) -> list[tuple[Tensor, ...]]:
         """What comes after the first window, in blocks, each in memory of its own, as a projection makes it."""
         blocks = (part[:, :, self.window :].split(block, dim=2) for part in tokens)
         return [tuple(part.contiguous() for part in block) for block in zip(*blocks, strict=True)]
@@ -117,6 +121,14 @@ class Shape(NamedTuple):
         if self.dtype == wide(self.dtype):
             return step
         return lambda *token: step(*(part.to(wide(self.dtype)) for part in token)).to(self.dtype)
+
+    def windows(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Exact attention in float64, a block of tokens after the other: of all queries of the window, or of the newest."""
+        if self.retroactive:
+            ends = range(self.window + 1, self.window + self.tokens + 1)
+            return [exact(*(part[:, :, end - self.window : end] for part in tokens))[0] for end in ends]
+        query, key, value = tokens
+        return list(banded(query[:, :, self.window :], key, value, self.window).split(self.block, dim=2))
 
     def refusal(self, scan: str) -> Callable[[str], str | None]:
         return refusing(scan, *3 * [(1, self.heads, 1, self.width)], dtype=self.dtype)
@@ -169,35 +181,35 @@ class NystromStreams:
         made = (normal(random, *shape).to(self.shape.dtype).to(like.dtype) for _ in range(2))
         return (next(made), next(made)) if self.fixed else None
 
-    def ours(self, name: str, tokens: Tokens, seed: int) -> Call:
-        given = self.given(seed, tokens.key)
+    def ours(self, name: str, tokens: Sequence[Tensor], seed: int) -> Call:
+        given = self.given(seed, tokens[1])
         state = continual_nystrom_init(*self.shape.first(tokens), None if given else self.landmarks, landmarks=given)
         step = Ours(continual_nystrom_step, state, **self.shape.options(name)).step
         return all_steps(step, self.shape.after(tokens, self.shape.block))
 
-    def eager(self, tokens: Tokens, seed: int) -> Call:
+    def eager(self, tokens: Sequence[Tensor], seed: int) -> Call:
         """The call of the eager stream, a token at a time; outputs of a block are joined."""
         call = all_steps(self.shape.widened(self._eager(tokens, seed).step), self._tokens(tokens, 1))
         block = self.shape.block
         return call if block == 1 else lambda: [torch.cat(list(outs), dim=-2) for outs in _batched(call(), block)]
 
-    def by_band(self, tokens: Tokens, seed: int) -> Call:
-        first, given = [part[0] for part in self.shape.first(tokens)], self.given(seed, tokens.key)
+    def by_band(self, tokens: Sequence[Tensor], seed: int) -> Call:
+        first, given = [part[0] for part in self.shape.first(tokens)], self.given(seed, tokens[1])
         assert given is not None
         stream = EagerBlocks(*first, self.shape.width**-0.5, given, ITERATIONS, self.shape.block)
         return all_steps(self.shape.widened(stream.step), self._tokens(tokens, self.shape.block))
 
-    def _tokens(self, tokens: Tokens, block: int) -> list[tuple[Tensor, ...]]:
+    def _tokens(self, tokens: Sequence[Tensor], block: int) -> list[tuple[Tensor, ...]]:
         return [tuple(map(_fewest, token)) for token in self.shape.after(tokens, block)]
 
-    def _eager(self, tokens: Tokens, seed: int) -> EagerNystrom:
+    def _eager(self, tokens: Sequence[Tensor], seed: int) -> EagerNystrom:
         first = [part[0].to(wide(part.dtype)) for part in self.shape.first(tokens)]
         stream = EagerRetroactive if self.shape.retroactive else EagerNystrom
         return stream(*first, self.shape.width**-0.5, self.landmarks, self.given(seed, first[0]), ITERATIONS)
 
-    def exactly(self, tokens: Tokens) -> Results:
+    def exactly(self, tokens: Sequence[Tensor]) -> Results:
         """The eager stream in float64, which is the definition to 1e-12, in blocks."""
-        s, stream = self.shape, self._eager(Tokens(*(part.double() for part in tokens)), seed=0)
+        s, stream = self.shape, self._eager([part.double() for part in tokens], seed=0)
         outs = [stream.step(*(_fewest(part.double()) for part in token)) for token in s.after(tokens, 1)]
         if s.retroactive:
             return [out.reshape(1, s.heads, s.window, s.width) for out in outs]
@@ -222,33 +234,26 @@ def step(
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     shape = Shape(window, width, heads, block, calls, retroactive, dtype)
-    streams, ours = NystromStreams(shape, landmarks, fixed), kernels("continual_nystrom_step")
-    names = (*ours, EAGER, *((BAND,) if block > 1 and fixed else ()))
-    refusal = shape.refusal(streams.scan)
-
-    def inputs(seed: int) -> Streams:
-        made = shape.made(seed)
-        start = {name: partial(streams.ours, name, made, seed) for name in ours}
-        start |= {EAGER: partial(streams.eager, made, seed), BAND: partial(streams.by_band, made, seed)}
-        return streaming(made, {name: start[name] for name in names}, refusal)
+    streams = NystromStreams(shape, landmarks, fixed)
+    ours = {name: partial(streams.ours, name) for name in kernels(streams.scan)}
+    starts = ours | {EAGER: streams.eager} | ({BAND: streams.by_band} if block > 1 and fixed else {})
 
     def oracle(i: Streams) -> Mapping[str, Results]:
         exactly = streams.exactly(i)
         fewest = [_fewest(out) for out in exactly]
         return dict.fromkeys(ours, exactly) | {EAGER: fewest, BAND: fewest}
 
-    return Case(
+    return stream_case(
+        shape.made,
+        starts,
+        shape.refusal(streams.scan),
         scan=streams.scan,
         name=streams.name,
         sizes=streams.sizes,
-        inputs=inputs,
-        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(EAGER, BAND),
         work=streams.work,
-        steps=dict.fromkeys(names, shape.tokens),
-        refusal=refusal,
-        smaller={"calls": 1},
+        steps=dict.fromkeys(starts, shape.tokens),
     )
 
 
@@ -259,43 +264,33 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
     Without the definition, which reads the window for every token and is no faster than what a step is beside.
     """
     shape = Shape(window, 12, 16, 1, calls, False, torch.float32)
-    streams = NystromStreams(shape, 4, fixed)
-    ours = kernels(streams.scan, definition=False)
-    names = (*ours, EXACT, SDPA, EXPLICIT)
-    usable = shape.refusal(streams.scan)
+    streams, usable = NystromStreams(shape, 4, fixed), shape.refusal("continual_nystrom_step")
 
-    def refusal(name: str) -> str | None:
-        return usable(name) or lacking_memory(16 * shape.heads * window**2 if name == EXPLICIT else 2**30)
+    def exact_stream(tokens: Streams, seed: int) -> Call:
+        return all_steps(Ours(continual_attention_step, continual_attention_init(*shape.first(tokens))).step, shape.after(tokens, 1))
 
-    def inputs(seed: int) -> Streams:
-        made = shape.made(seed)
-        last = [part[:, :, -window:].contiguous() for part in made]
-        start: dict[str, Callable[[], Call]] = {name: partial(streams.ours, name, made, seed) for name in ours}
-        start[EXACT] = lambda: all_steps(
-            Ours(continual_attention_step, continual_attention_init(*shape.first(made))).step, shape.after(made, 1)
-        )
-        start[SDPA] = lambda: lambda: (F.scaled_dot_product_attention(*last),)
-        start[EXPLICIT] = lambda: lambda: (naive_attention(*last),)
-        return streaming(made, start, refusal)
+    def whole(attend: Callable[..., Tensor], tokens: Streams, seed: int) -> Call:
+        last = [part[:, :, -window:].contiguous() for part in tokens]
+        return lambda: (attend(*last),)
 
     def oracle(i: Streams) -> Mapping[str, Results]:
-        rows = banded(i.query[:, :, window:], i.key, i.value, window).split(1, dim=2)
         (full,) = exact(*(part[:, :, -window:] for part in i))
-        return dict.fromkeys(ours, streams.exactly(i)) | {EXACT: rows, SDPA: (full,), EXPLICIT: (full,)}
+        return dict.fromkeys(ours, streams.exactly(i)) | {EXACT: shape.windows(i), SDPA: (full,), EXPLICIT: (full,)}
 
-    return Case(
+    ours = {name: partial(streams.ours, name) for name in kernels(streams.scan, definition=False)}
+    peers = {SDPA: partial(whole, F.scaled_dot_product_attention), EXPLICIT: partial(whole, naive_attention)}
+    return stream_case(
+        shape.made,
+        ours | {EXACT: exact_stream} | peers,
+        lambda name: usable(name) or lacking_memory(16 * shape.heads * window**2 if name == EXPLICIT else 2**30),
         scan=streams.scan,
         name=f"{streams.name}-beside-full",
         sizes=streams.sizes,
-        inputs=inputs,
-        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(SDPA, EXPLICIT),
         others=(EXACT, SDPA, EXPLICIT),
         work=streams.work,
-        steps=dict.fromkeys((*ours, EXACT), shape.tokens) | {SDPA: 1, EXPLICIT: 1},  # full attention is computed once a call
-        refusal=refusal,
-        smaller={"calls": 1},
+        steps=dict.fromkeys((*ours, EXACT), shape.tokens) | dict.fromkeys(peers, 1),  # full attention is computed once a call
     )
 
 
@@ -333,47 +328,37 @@ def exact_step(
 ) -> Case:
     """Exact attention continued: the newest output, or retroactive ones, those of the whole window anew."""
     scan, shape = "continual_attention_step", Shape(window, width, heads, block, calls, retroactive, dtype)
-    ours, refusal = kernels(scan), shape.refusal(scan)
-    names = (*ours, *(() if retroactive else (EAGER,)), *((CONTINUAL_INFERENCE,) if block == 1 else ()))
 
-    def inputs(seed: int) -> Streams:
-        made = shape.made(seed)
-        first, after = shape.first(made), shape.after(made, block)
+    def by_ours(name: str, tokens: Streams, seed: int) -> Call:
+        step = Ours(continual_attention_step, continual_attention_init(*shape.first(tokens)), **shape.options(name)).step
+        return all_steps(step, shape.after(tokens, block))
 
-        def by_ours(name: str) -> Call:
-            return all_steps(Ours(continual_attention_step, continual_attention_init(*first), **shape.options(name)).step, after)
+    def eager(tokens: Streams, seed: int) -> Call:
+        first = shape.first(tokens)[1:]
+        return all_steps((EagerExact(*first) if block == 1 else EagerExactBlocks(*first, block)).step, shape.after(tokens, block))
 
-        def eager() -> Call:
-            return all_steps((EagerExact(*first[1:]) if block == 1 else EagerExactBlocks(*first[1:], block)).step, after)
-
-        def package() -> Call:
-            stream = ContinualInference([part.to(wide(part.dtype)) for part in first], retroactive)
-            return all_steps(shape.widened(stream.step), [[part[0, :, 0] for part in token] for token in after])
-
-        start = {name: partial(by_ours, name) for name in ours} | {EAGER: eager, CONTINUAL_INFERENCE: package}
-        return streaming(made, {name: start[name] for name in names}, refusal)
+    def package(tokens: Streams, seed: int) -> Call:
+        stream = ContinualInference([part.to(wide(part.dtype)) for part in shape.first(tokens)], retroactive)
+        return all_steps(shape.widened(stream.step), [[part[0, :, 0] for part in token] for token in shape.after(tokens, block)])
 
     def oracle(i: Streams) -> Mapping[str, Results]:
         """Attention over each token's window: of all its queries, or of the newest."""
-        if retroactive:
-            ends = range(window + 1, window + shape.tokens + 1)
-            found = [exact(*(part[:, :, end - window : end] for part in i))[0] for end in ends]
-        else:
-            found = list(banded(i.query[:, :, window:], i.key, i.value, window).split(block, dim=2))
+        found = shape.windows(i)
         return dict.fromkeys((*ours, EAGER), found) | {CONTINUAL_INFERENCE: [out[0] for out in found]}
 
-    return Case(
+    ours = {name: partial(by_ours, name) for name in kernels(scan)}
+    starts = ours | ({} if retroactive else {EAGER: eager}) | ({CONTINUAL_INFERENCE: package} if block == 1 else {})
+    return stream_case(
+        shape.made,
+        starts,
+        shape.refusal(scan),
         scan=scan,
         name=f"exact-step-{shape.output}-{dtype_name(dtype)}-{heads}x{width}-n{window}{shape.suffix}",
         sizes=shape.sizes,
-        inputs=inputs,
-        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(EAGER, CONTINUAL_INFERENCE),
         work=step_work(shape.output, heads, window, 1, width, dtype_name(dtype)),
-        steps=dict.fromkeys(names, shape.tokens),
-        refusal=refusal,
-        smaller={"calls": 1},
+        steps=dict.fromkeys(starts, shape.tokens),
     )
 
 

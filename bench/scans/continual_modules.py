@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +15,11 @@ from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention
 from ..devices import device, generator, normal
 from ..floors import Work, step_work
 from .case import CONTINUAL_INFERENCE, EAGER, Case, Results, declared, missing
-from .continual import WINDOWS, Call, all_steps, banded, continued, streaming
+from .continual import WINDOWS, Call, Streams, all_steps, banded, stream_case
 from .eager import ITERATIONS, EagerNystrom
 from .modules import torch_attention
 
 OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn.ContinualAttention"
-
-
-class Rows(NamedTuple):
-    """(B, n + t, C): the first window, and what comes after it."""
-
-    tokens: Tensor
-
-
-class RowStreams(Rows):
-    calls: dict[str, Call]
 
 
 def _module_step(names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int) -> Case:
@@ -68,7 +58,8 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         return step
 
     @torch.no_grad()
-    def started(name: str, tokens: Tensor) -> Call:
+    def started(name: str, given: Streams, seed: int) -> Call:
+        (tokens,) = given
         after = [(token.contiguous(),) for token in tokens[:, window:].unbind(1)]
         if name == EAGER:
             return all_steps(eager(tokens, weights().in_proj_weight, weights().out_proj.weight), after)
@@ -77,14 +68,10 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         made.forward_steps(tokens[:, :window])
         return all_steps(made.forward_step, after)
 
-    def inputs(seed: int) -> RowStreams:
-        tokens = normal(generator(seed), batch, window + calls, features)
-        return streaming(RowStreams(tokens), {name: partial(started, name, tokens) for name in names}, missing)
-
     @torch.no_grad()
-    def oracle(i: RowStreams) -> Mapping[str, Results]:
+    def oracle(i: Streams) -> Mapping[str, Results]:
         """The eager stream, which is the definition, and attention over each token's window, between projections in float64."""
-        tokens, enter, leave = (part.double() for part in (i.tokens, weights().in_proj_weight, weights().out_proj.weight))
+        tokens, enter, leave = (part.double() for part in (*i, weights().in_proj_weight, weights().out_proj.weight))
         query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
         rows = banded(query[:, :, window:], key, value, window)
         rows = rows[0].unflatten(0, (batch, heads)).transpose(1, 2).flatten(-2)
@@ -96,19 +83,18 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
 
     scan = names[0].removeprefix("cmab_kernels.")
     projections = Work(0.0, 2 * batch * 4 * features**2, 0.0)  # whose weights stay in a cache
-    return Case(
+    return stream_case(
+        lambda seed: [normal(generator(seed), batch, window + calls, features)],
+        {name: partial(started, name) for name in names},
+        missing,
         scan=scan,
         name=f"{scan.removeprefix('nn.')}-step-float32-B{batch}-{heads}-heads-C{features}-n{window}{f'-m{landmarks}' if nystrom else ''}",
         sizes={"B": batch, "H": heads, "n": window, "D": width, **({"m": landmarks} if nystrom else {})},
-        inputs=inputs,
-        implementations={name: partial(continued, name) for name in names},
         oracle=oracle,
         baselines=(CONTINUAL_INFERENCE,),
         others=(OURS_EXACT, CONTINUAL_INFERENCE) if nystrom else (),
         work=step_work("continual single" if nystrom else "single", batch * heads, window, landmarks, width, "float32") + projections,
         steps=dict.fromkeys(names, calls),
-        refusal=missing,
-        smaller={"calls": 1},
     )
 
 

@@ -16,7 +16,7 @@ from cmab_kernels.nystrom.reference import segment_means
 
 from ..devices import device, generator, normal
 from ..floors import attention_work, nystrom_work, pinv_work
-from .attention import SDPA, exact
+from .attention import SDPA
 from .case import (
     DTYPES,
     EAGER,
@@ -27,11 +27,13 @@ from .case import (
     declared,
     direction,
     doubled,
+    drawn,
     dtype_name,
     identity,
     kernels,
     missing,
     moved,
+    operator,
     passes,
     refusing,
     way,
@@ -73,24 +75,16 @@ def layer(
         dout = i.dout.transpose(1, 2).flatten(-2) if backward else i.dout
         return passes(module(), 1, backward)((i.together, dout))
 
-    def prepared(parts: Sequence[Tensor], dout: Tensor) -> LayerInputs:
-        together = torch.cat([part.transpose(1, 2).flatten(-2) for part in parts], dim=-1)
-        return LayerInputs(*(part.requires_grad_(backward) for part in (*parts, together)), dout)
-
     def inputs(seed: int) -> LayerInputs:
-        random, shape = generator(seed), (batch, heads, length, width)
-        parts = [normal(random, *shape, dtype=dtype) for _ in range(3)]
-        return prepared(parts, normal(random, *(shape if backward else (0,)), dtype=dtype))
+        *parts, dout = drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype)
+        together = torch.cat([part.detach().transpose(1, 2).flatten(-2) for part in parts], dim=-1)
+        return LayerInputs(*parts, together.requires_grad_(backward), dout)
 
     def oracle(i: LayerInputs) -> Mapping[str, Results]:
         """The definition in float64; for attention and for the package their own."""
-        doubles = prepared([part.detach().double() for part in i[:3]], i.dout.double())
-        results = dict.fromkeys(implementations, implementations["reference"](doubles))
-        if SDPA in results:
-            results[SDPA] = exact(*i[:3], i.dout if backward else None)
-        if PACKAGE in results:
-            results[PACKAGE] = () if missing(PACKAGE) else packaged(doubles)
-        return results
+        doubles = LayerInputs(*doubled(i))
+        own = {name: implementations[name](doubles) for name in (SDPA, PACKAGE) if name in implementations and missing(name) is None}
+        return dict.fromkeys(implementations, implementations["reference"](doubles)) | own
 
     implementations = {name: by(partial(nystrom_attention, num_landmarks=landmarks, impl=name)) for name in kernels(scan)}
     implementations[EAGER] = by(partial(eager_attention, number=landmarks))
@@ -145,7 +139,6 @@ def packaged_attention(
 def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
     """The iterated pseudo-inverse of softmaxes over random landmarks. Backward it has no floor: what must be recomputed is a choice."""
     scan = "iterative_pinv"
-    run = partial(passes, operands=1, backward=backward)
 
     def eager(matrix: Tensor) -> Tensor:
         return eager_pinv(matrix[0], ITERATIONS)[None] if batch == 1 else eager_pinv(matrix, ITERATIONS)
@@ -160,22 +153,16 @@ def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: tor
         sums = torch.linspace(0.5, 1, batch * landmarks, device=matrix.device).view(batch, landmarks, 1)
         return (matrix * sums).requires_grad_(), dinverse
 
-    def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """The iteration in float64: each matrix with its own norms, for the package all matrices with the largest."""
-        own, shared = (run(partial(iterated, together=together))(doubled(i)) for together in (False, True))
-        return dict.fromkeys((*kernels(scan), EAGER), own) | {PACKAGE: shared}
-
-    return Case(
+    ours = {name: partial(iterative_pinv, iterations=ITERATIONS, impl=name) for name in kernels(scan)}
+    return operator(
+        ours | {EAGER: eager, PACKAGE: _packaged_pinv},
+        dict.fromkeys((*ours, EAGER), iterated) | {PACKAGE: partial(iterated, together=True)},
+        operands=1,
+        backward=backward,
         scan=scan,
         name=f"iterative-pinv{'+backward' if backward else ''}-{dtype_name(dtype)}-m{landmarks}-B{batch}",
         sizes={"pass": direction(backward), "B": batch, "m": landmarks},
         inputs=inputs,
-        implementations={
-            **{name: run(partial(iterative_pinv, iterations=ITERATIONS, impl=name)) for name in kernels(scan)},
-            EAGER: run(eager),
-            PACKAGE: run(_packaged_pinv),
-        },
-        oracle=oracle,
         baselines=(EAGER, PACKAGE),
         work=None if backward else pinv_work(batch, landmarks, ITERATIONS, dtype_name(dtype)),
         refusal=refusing(scan, (1, landmarks, landmarks), dtype=dtype),
@@ -208,8 +195,7 @@ def _with_a_row(tokens: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _window(seed: int, heads: int, window: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    random = generator(seed)
-    return tuple(normal(random, 1, heads, window, width, dtype=dtype) for _ in range(3))
+    return tuple(drawn(seed, *3 * [(1, heads, window, width)], backward=False, dtype=dtype)[:3])
 
 
 def _window_bytes(heads: int, window: int, width: int, dtype: torch.dtype) -> int:
