@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
@@ -17,7 +18,6 @@ from .compare import Change, Comparison
 from .drawing import Panel, sheet, svg, times
 from .series import labels, words
 
-STYLE = Path(__file__).with_suffix(".css")
 MIB = 2**20
 
 
@@ -51,30 +51,19 @@ def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[
     }
     shown = {name: section for name, section in sections.items() if section[1]}
     body = "\n".join(f'<section id="{name}"><h2>{title}</h2>\n{content}\n</section>' for name, (title, content) in shown.items())
-    kind = "A quick run" if run.quick else "A full run"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>cmab_kernels, measured on {escape(run.processor)}, {escape(run.when)}</title>
-<style>
-{STYLE.read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<header>
-<h1>cmab_kernels, measured</h1>
-<p class="lead">{kind} on {escape(run.processor)}, {escape(run.when)}.</p>
-</header>
-<nav aria-label="Contents"><ul>{"".join(_link(run, name, title) for name, (title, _) in shown.items())}</ul></nav>
-<main>
-{body}
-</main>
-<footer>Written by <code>python -m cmab_kernels bench</code> from <code>{escape(run.path.name)}</code>.</footer>
-</body>
-</html>
-"""
+    return string.Template(_text("page.html")).substitute(
+        kind="A quick run" if run.quick else "A full run",
+        processor=escape(run.processor),
+        when=escape(run.when),
+        file=escape(run.path.name),
+        contents="".join(_link(run, name, title) for name, (title, _) in shown.items()),
+        body=body,
+    )
+
+
+def _text(name: str) -> str:
+    """A file beside this one."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _link(run: Run, name: str, title: str) -> str:
@@ -88,10 +77,9 @@ def _anchor(section: str, scan: str) -> str:
     return plots.slug(section, scan)
 
 
-def _pairs(pairs: Mapping[str, str], kind: str = "") -> str:
+def _pairs(pairs: Mapping[str, str]) -> str:
     """A list of names and what they stand for, which is HTML already."""
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value)
-    return f'<dl class="{kind}">{rows}</dl>' if kind else f"<dl>{rows}</dl>"
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value) + "</dl>"
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
@@ -328,29 +316,11 @@ def _noise(change: Change) -> str:
 
 # ---- definitions -----------------------------------------------------------------------------------------------------------------------
 
-DEFINED = {
-    "time": "Median of the samples, of one step where a row is of a stream. All implementations of a group take turns within a round, "
-    "and take turns in going first; a sample is the mean of as many calls as take 2 ms, or of one. Calls go round copies of the inputs, "
-    "so that a cache does not pass for memory.",
-    "spread": "Interquartile range of the samples over their median.",
-    "ratio": "Of medians, to the fastest baseline of the group; quartiles are of the ratios within each round.",
-    "times as fast": "Time of a peer over the time of the fastest of our kernels in the group.",
-    "extra memory": "Peak beyond the inputs, results included: on a GPU the allocator's, on a CPU the resident high-water mark of a "
-    "process of its own that has loaded libraries and built inputs before. Beyond results: less the results, which nobody can do without. "
-    "On a CPU, peaks that differ by less than 0.3 MiB cannot be told apart, and figures draw what is less as that.",
-    "GFLOP/s": "Operations of matrix products and factorisations, as torch's counter counts them, over the time. Where an implementation "
-    "computes more than it must, this is no merit.",
-    "share of the floor": "The floor is the time that the machine needs for the exponentials, products and memory traffic without which "
-    "there is no result, at the rates below; its share of the time taken is 100 % where nothing can be faster. In brackets: its bound.",
-    "error": "Relative root mean square of the difference to a float64 oracle, of the worst result. What errs beyond the bound of its "
-    "dtype is wrong, and has no speed.",
-}
-
 
 def _definitions(run: Run) -> str:
     figures = _pairs({name: f"{value:.1e}" for name, value in run.figures.items()})
     single = f"<h3>Single figures</h3>{figures}" if run.figures else ""
-    return f"{_pairs({name: escape(text) for name, text in DEFINED.items()}, 'definitions')}\n{_rates(run)}\n{single}"
+    return f"{_text('definitions.html')}\n{_rates(run)}\n{single}"
 
 
 def _rates(run: Run) -> str:
