@@ -275,3 +275,20 @@ def test_autocast(impl: str, length: int) -> None:
     torch.testing.assert_close(out.float(), ck.intention(*half, 1.0, impl="reference"), rtol=0.03, atol=0.02)
     torch.testing.assert_close(weight, ck.solve_ridge(ck.ridge_state(*half[1:], impl="reference"), 1.0).weight)
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum() + sigma.float().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length, width", [(133, 4), (9, 16)])
+@pytest.mark.parametrize("exponent", [20, 30, 40, 50, 60])
+def test_huge_logits_of_sigma_intention(impl: str, exponent: int, length: int, width: int, dtype: torch.dtype) -> None:
+    """With a scale of 2^20 to 2^60, each query's largest score has all the weight; scores that are almost equal are left out."""
+    q, k, v = torch.randn(2, 2, 30, width).to(dtype), torch.randn(2, 2, length, width).to(dtype), torch.randn(2, 2, length, 3).to(dtype)
+    key = k.double()
+    system = key.mT @ key + 0.5 * torch.eye(width, dtype=torch.float64)
+    scores = q.double() @ torch.linalg.solve(system, key.mT)
+    first, second = scores.topk(2).values.unbind(-1)
+    clear = first - second > 0.05 * first.abs()
+    assert clear.sum() > 20
+    wanted = v.gather(2, scores.argmax(-1, keepdim=True).expand(-1, -1, -1, 3))
+    out = ck.sigma_intention(q, k, v, 0.5, scale=2.0**exponent, impl=impl)
+    torch.testing.assert_close(out[clear], wanted[clear], rtol=8 * torch.finfo(dtype).eps, atol=0.0)

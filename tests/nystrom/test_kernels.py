@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from cmab_kernels.nystrom import kernels
+from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
 from cmab_kernels.testing import between_margins, guarded_results
 
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks
@@ -79,6 +80,25 @@ def test_extreme_logits(logit: float) -> None:
     given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(query=logit * own, key=own, scale=1.0)
     check_landmarks(kernels, given, torch.zeros_like(given.values) if abs(logit) > 1e30 else None)
     assert all(not g.isnan().any() for g in kernels.landmark_values_backward(torch.ones_like(given.values), *given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [5, 16])
+def test_huge_logits_in_any_order(dtype: torch.dtype, m: int) -> None:
+    """Logits from 2^20 to 2^60: each query's largest has all the weight, and no gradient is infinite."""
+    for order in (torch.arange(m), torch.arange(m).flip(0), torch.randperm(m)):
+        given = landmarks(1, m, 4, 3, dtype=dtype, iterations=2)
+        query, key = torch.zeros(2, 1, m, 4, dtype=dtype)
+        query[..., 0] = 2.0**20 * (1.0 - 2.0 * (torch.arange(m) % 2))
+        key[..., 0] = (2.0 ** torch.linspace(0, 40, m))[order] * (1.0 - 2.0 * (torch.arange(m) % 3 == 2))
+        given = given._replace(query=query, key=key)
+        wanted = landmark_values_reference(query.double(), key.double(), given.values.double(), None, given.scale, 2)
+        error = (kernels.landmark_values(*given) - wanted).norm() / wanted.norm()
+        assert error < 64 * torch.finfo(dtype).eps
+        *_, dvalues = grads = kernels.landmark_values_backward(torch.ones_like(given.values), *given)
+        inverse = iterative_pinv_reference(landmark_kernel(query.double(), key.double(), None, given.scale), 2)
+        assert all(grad.isfinite().all() for grad in grads)
+        torch.testing.assert_close(dvalues.double(), inverse.mT @ torch.ones_like(given.values).double(), rtol=1e-5, atol=1e-5)
 
 
 def test_logits_beyond_the_range_are_at_its_end() -> None:

@@ -188,13 +188,13 @@ class Declaration:
         """Return float64 arguments for numerical derivatives."""
         return self.inputs(extents=self.small)
 
-    def huge_inputs(self, dtype: torch.dtype, order: str) -> Inputs:
+    def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> Inputs:
         """Return arguments whose logits are 2^20 to 2^60, times D^-0.5, as far as `dtype` holds their factors, with both signs.
 
         The logits of successive keys are in this order: "rising", "falling" or "mixed". Each is so far from the others that a softmax
         over them has a single weight that is not 0.
         """
-        inputs = self.inputs(dtype)
+        inputs = self.inputs(dtype, extents=extents)
         lefts, rights = self.logits
         most = 14 if dtype == torch.float16 else 40
         for name in lefts:

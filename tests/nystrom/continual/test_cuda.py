@@ -26,6 +26,8 @@ from cmab_kernels.nystrom.reference import iterative_pinv_reference
 from cmab_kernels.testing import STREAMS, bound, row_error
 from tests import emulated_cuda
 
+from .test_suite import StepSuite
+
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
 pytest.importorskip("pybind11", reason="pybind11 is not here, which the emulated kernels are built with")
@@ -184,6 +186,24 @@ def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) 
     query = 2.0 * torch.nn.functional.normalize(query.double(), dim=-1).to(dtype)
     key = key * STREAMS[law](window + length)[:, None].to(dtype)
     _compare((query, key, value), window, landmarks, [length], False, fixed)
+
+
+@pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
+@pytest.mark.parametrize("retroactive", [False, True])
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, order: str, dtype: torch.dtype) -> None:
+    """Logits from 2^20 to 2^60 in any order enter the window, are its largest for a while, and leave it."""
+    window, suite = 23, StepSuite()
+    tokens = tuple(suite.huge_inputs(dtype, order, {"N": 3 * window}).values())
+    query, key, value = tokens
+    stream: Tokens = (query, key, value)
+    ours, right = (_start(part, landmarks, fixed) for part in (_part(stream, 0, window), _wide(_part(stream, 0, window))))
+    for at in range(window, 3 * window):
+        out, ours = _step(ours, _part(stream, at, at + 1), retroactive)
+        wanted, right = _defined(right, _wide(_part(stream, at, at + 1)), retroactive)
+        (error,) = _errors(wanted, out)
+        assert (error <= 64 * torch.finfo(dtype).eps).all(), (at, float(error.max()))
 
 
 # ---- bits
