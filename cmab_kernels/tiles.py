@@ -38,7 +38,7 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Kernel -> field of its tiles -> values allowed. Block sizes are powers of two; those of keys or rows divide every full run."""
 
-KINDS = ("half", "tf32", "bf16x6", "ieee", "double")
+KINDS = ("half", "tf32", "tf32x3", "bf16x6", "ieee", "double")
 WIDTHS = (16, 32, 64, 128, 256)
 
 

@@ -135,8 +135,8 @@ class Products(NamedTuple):
 
     @property
     def input_precision(self) -> str:
-        """The `input_precision` for `tl.dot`; "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly."""
-        return "ieee" if INTERPRETED else self.precision
+        """The `input_precision` for `product`; "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly."""
+        return "ieee" if INTERPRETED and self.precision == "bf16x6" else self.precision
 
     @property
     def kind(self) -> str:
@@ -253,4 +253,44 @@ def _operand(tile, OPERAND: tl.constexpr):
 
 @triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(_operand(a, OPERAND), _operand(b, OPERAND), input_precision=PRECISION)
+    """The matrix product of two tiles, which are converted to OPERAND; "tf32x3" multiplies float32 in two parts each."""
+    if PRECISION == "tf32x3":
+        result = _product_of_parts(a, b)
+    else:
+        result = tl.dot(_operand(a, OPERAND), _operand(b, OPERAND), input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def _product_of_parts(a, b):
+    """A float32 product as three in tf32. What is left out, low times low, is below 2**-20 of each term.
+
+    An infinity has a NaN for its low part, and the low products are NaN, or infinities of the right sign: as the lowest number they leave
+    the result to the product of the high parts.
+    """
+    a_high, a_low = _parts(a)
+    b_high, b_low = _parts(b)
+    low = tl.dot(a_low, b_high, input_precision="tf32")
+    low = tl.dot(a_high, b_low, low, input_precision="tf32")
+    return tl.dot(a_high, b_high, tl.where(low > -3.4e38, low, -3.4e38), input_precision="tf32")
+
+
+@triton.jit
+def _parts(x):
+    """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def in_place(sums, tile):
+    """What `product` returned, and the tile that it is to be multiplied by, with columns and rows of each eight in another order.
+
+    In it, the matrix units take as tf32 operands the registers in which they left their sums: a thread that holds the columns 2t and 2t + 1
+    of eight needs t and t + 4. The product does not depend on the order.
+    """
+    ROWS: tl.constexpr = sums.shape[0]
+    COLUMNS: tl.constexpr = sums.shape[1]
+    WIDTH: tl.constexpr = tile.shape[1]
+    sums = tl.reshape(tl.permute(tl.reshape(sums, [ROWS, COLUMNS // 8, 4, 2]), [0, 1, 3, 2]), [ROWS, COLUMNS])
+    return sums, tl.reshape(tl.permute(tl.reshape(tile, [COLUMNS // 8, 4, 2, WIDTH]), [0, 2, 1, 3]), [COLUMNS, WIDTH])

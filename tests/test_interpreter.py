@@ -14,7 +14,13 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.parametrize(
     "family, file",
-    [("attention", "test_kernels"), ("attention", "test_kernels_large"), ("intention", "test_kernels"), ("nystrom", "test_kernels")],
+    [
+        ("attention", "test_kernels"),
+        ("attention", "test_kernels_large"),
+        ("attention", "test_kernels_tf32"),
+        ("intention", "test_kernels"),
+        ("nystrom", "test_kernels"),
+    ],
 )
 def test_kernels(family: str, file: str) -> None:
     run_in_interpreter(TESTS / family / f"{file}.py")

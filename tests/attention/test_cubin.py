@@ -132,7 +132,7 @@ def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
 
 def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
     """Triton compiles a kernel that needs too much tensor memory, and fails only at its launch; the check sees it before."""
-    with mock.patch.object(launches, "_FORWARD", {"bf16x6": {64: Tiles(128, 32, 8, 2)}}):
+    with mock.patch.object(launches, "_AMPERE_IN_PARTS", {64: Tiles(128, 128, 8, 2)}), as_if_on(80):
         launch = _launches(torch.float32, 64)[0]
     assert any("columns of tensor memory" in fault for fault in faults(compiled(launch, 100, tmp_path), True))
 

@@ -8,7 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import (
+    alignment,
+    in_place,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    on_device,
+    product,
+    rows_at,
+    tile_at,
+    triton_dtype,
+)
 from .launch import forward_products, forward_tiles
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
@@ -61,8 +73,11 @@ def _absorb(
     offset = _offset(higher, factor)
     weights = tl.exp2(scores * factor[:, None] - offset[:, None])
     fade = tl.exp2(_offset(peak, factor) - offset)
+    total = total * fade + tl.sum(weights, 1)
+    if PRECISION == "tf32x3":
+        weights, values = in_place(weights, values)
     acc = acc * fade[:, None] + product(weights * LIFT, values, OPERAND, PRECISION)
-    return higher, total * fade + tl.sum(weights, 1), acc
+    return higher, total, acc
 
 
 @kernel("query", "key", "value", "mask")

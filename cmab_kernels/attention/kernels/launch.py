@@ -5,20 +5,28 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...tiles import BLACKWELL, capability_of, tuned
+from ...tiles import BLACKWELL, HOPPER, capability_of, tuned
 from ...triton_common import Products, allows_tf32
 
 
-def forward_products(dtype: torch.dtype, width: int, widest_in_parts: int = 64) -> Products:
-    """float32 is multiplied in tf32 if torch allows it, else as six bfloat16 products, as accurate, where these fit in registers."""
+def _products(dtype: torch.dtype, in_parts: str, fits: bool) -> Products:
+    """float32 is multiplied in tf32 if torch allows it, else in parts, as accurate as float32, where these fit in registers."""
     if dtype != torch.float32:
         return Products(dtype, "ieee")
-    return Products(dtype, "tf32" if allows_tf32() else "bf16x6" if width <= widest_in_parts else "ieee")
+    return Products(dtype, "tf32" if allows_tf32() else in_parts if fits else "ieee")
+
+
+def forward_products(dtype: torch.dtype, width: int) -> Products:
+    """float32 as three tf32 products."""
+    return _products(dtype, "tf32x3", width <= 64)
 
 
 def backward_products(dtype: torch.dtype, width: int) -> Products:
-    """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's."""
-    return Products(torch.float32, "tf32") if dtype == torch.float16 else forward_products(dtype, width, widest_in_parts=32)
+    """float32 as six bfloat16 products.
+
+    float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's.
+    """
+    return Products(torch.float32, "tf32") if dtype == torch.float16 else _products(dtype, "bf16x6", width <= 32)
 
 
 class Tiles(NamedTuple):
@@ -38,7 +46,6 @@ class Tiles(NamedTuple):
 _FORWARD = {
     "half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
-    "bf16x6": {64: Tiles(128, 32, 8, 2)},
     "ieee": {128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
     "double": {16: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
@@ -58,8 +65,13 @@ _BACKWARD_KEYS = {
 }
 
 
-# Blackwell keeps the tiles of bf16x6 products in tensor memory, of which a multiprocessor has 512 columns.
-_BLACKWELL_FORWARD = _FORWARD | {"bf16x6": {32: Tiles(128, 32, 8, 2), 64: Tiles(64, 16, 8, 2)}}
+# Operands come from registers where Hopper's come from shared memory. Blackwell keeps products in tensor memory, of which a multiprocessor
+# has 512 columns.
+_FORWARD_IN_PARTS = {
+    HOPPER[0]: {64: Tiles(128, 64, 8, 2)},
+    BLACKWELL: {16: Tiles(128, 32, 4, 2), 32: Tiles(128, 64, 8, 2), 64: Tiles(64, 64, 8, 2)},
+}
+_AMPERE_IN_PARTS = {32: Tiles(128, 32, 4, 2), 64: Tiles(128, 32, 8, 2)}
 
 
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
@@ -68,8 +80,8 @@ def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, 
 
 
 def forward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
-    table = _BLACKWELL_FORWARD if capability_of(device)[0] == BLACKWELL else _FORWARD
-    return _tiles("attention.forward", table, products, device, width).at_most(queries)
+    in_parts = _FORWARD_IN_PARTS.get(capability_of(device)[0], _AMPERE_IN_PARTS)
+    return _tiles("attention.forward", _FORWARD | {"tf32x3": in_parts}, products, device, width).at_most(queries)
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:

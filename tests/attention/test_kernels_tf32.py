@@ -1,0 +1,115 @@
+"""Float32 as three products of tf32 parts, in Triton's interpreter, with matrix units that truncate as a GPU's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from cmab_kernels.attention import kernels
+from cmab_kernels.attention.kernels import launch
+from cmab_kernels.testing import LAWS
+from cmab_kernels.triton_common import Products, in_place, product
+
+from .test_kernels import check_accuracy
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+DEPTH = 8
+"""Terms that are added at once: the depth of a tf32 instruction."""
+
+
+def _truncated(x: np.ndarray, bits: int) -> np.ndarray:
+    """The leading bits of each number, rounded towards zero."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.trunc(np.ldexp(fraction, bits)), exponent - bits)
+
+
+def _multiply(a: np.ndarray, b: np.ndarray, sums: np.ndarray, bits: int = 24) -> np.ndarray:
+    """a b + sums by the units of a GPU.
+
+    Operands have 11 bits, and the rest is ignored. Products are exact. Eight of them and the sum so far are shifted to the largest exponent
+    among them, where `bits` bits are kept and the others cut off; the result is cut off too. (Fasi, Higham, Mikaitis, Pranesh: Numerical
+    behavior of NVIDIA tensor cores, 2021. Units since then keep a bit or more beyond these.)
+    """
+    a, b, sums = _truncated(a.astype(np.float64), 11), _truncated(b.astype(np.float64), 11), sums.astype(np.float64)
+    for start in range(0, a.shape[1], DEPTH):
+        terms = a[:, start : start + DEPTH, None] * b[None, start : start + DEPTH, :]
+        terms = np.concatenate([sums[:, None], terms], axis=1)
+        _, exponent = np.frexp(np.abs(terms).max(1, keepdims=True))
+        sums = _truncated(np.ldexp(np.trunc(np.ldexp(terms, bits - exponent)), exponent - bits).sum(1), bits)
+    return sums
+
+
+@contextmanager
+def truncating_units(bits: int = 24) -> Iterator[list[int]]:
+    """Within this context products in tf32 are those of `_multiply`; the value counts them."""
+    plain, count = InterpreterBuilder.create_dot, [0]
+
+    def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, *rest: Any) -> TensorHandle:
+        if precision != ir.INPUT_PRECISION.TF32:
+            return plain(self, a, b, d, precision, *rest)
+        count[0] += 1
+        return TensorHandle(_multiply(a.data, b.data, d.data, bits).astype(np.float32), d.dtype.scalar)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", create_dot):
+        yield count
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("latents, keys, width, value_width", [(2, 1100, 16, 16), (17, 197, 8, 24), (5, 300, 64, 64)])
+def test_accuracy_with_truncating_units(law: str, latents: int, keys: int, width: int, value_width: int) -> None:
+    with truncating_units() as count:
+        check_accuracy(law, latents, keys, width, value_width)
+    assert count[0] > 0
+
+
+def test_one_product_of_tf32_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the units is no better than they are: a plain tf32 product fails in it, and so does one with 16 bits for sums."""
+    with truncating_units(bits=16), pytest.raises(AssertionError):
+        check_accuracy("normal", 2, 1100, 16, 16)
+    monkeypatch.setattr(kernels.forward, "forward_products", lambda *_: Products(torch.float32, "tf32"))
+    with truncating_units(), pytest.raises(AssertionError):
+        check_accuracy("normal", 2, 1100, 16, 16)
+
+
+@triton.jit
+def _multiply_in_parts(a, b, out, IN_PLACE: tl.constexpr):
+    i, j = tl.arange(0, 16)[:, None] * 16, tl.arange(0, 16)[None, :]
+    left, right = tl.load(a + i + j), tl.load(b + i + j)
+    if IN_PLACE:
+        left, right = in_place(left, right)
+    tl.store(out + i + j, product(left, right, tl.float32, "tf32x3"))
+
+
+@pytest.mark.parametrize("in_other_order", [False, True])
+def test_infinities_and_the_order_of_columns(in_other_order: bool) -> None:
+    """A row with an infinity has infinities of the right sign, and a NaN stays in its row."""
+    a, b = torch.randn(16, 16), torch.rand(16, 16) + 0.5
+    a[3, 5], a[4, 6], a[7, 1], b[2, 9] = torch.inf, -torch.inf, torch.nan, torch.inf
+    a[:, 2] = 1 + 2**-20 * torch.arange(16)
+    out = torch.empty(16, 16)
+    _multiply_in_parts[(1,)](a, b, out, in_other_order)
+    right = a @ b
+    assert torch.equal(out.isnan(), right.isnan()) and torch.equal(out.isinf(), right.isinf())
+    finite = right.isfinite()
+    assert torch.equal(out[~finite & ~right.isnan()], right[~finite & ~right.isnan()])
+    assert (out - (a.double() @ b.double()))[finite].abs().max() < 2e-5
+
+
+def test_forward_multiplies_in_three_parts() -> None:
+    """Float32 of ordinary widths goes through three products of parts each for scores and values."""
+    assert launch.forward_products(torch.float32, 64).precision == "tf32x3"
+    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 64, 8)
+    with truncating_units() as count:
+        kernels.attention_forward(q, k, k, None, None, None, None, 1.0)
+    assert count[0] == 6
