@@ -34,9 +34,10 @@ def check_operands(**operands: Tensor) -> None:
 
 def check_key_value(key: Tensor, value: Tensor) -> None:
     """Raise unless key is (B, H, N, D) and value (B, H, N, E), with D, E >= 1."""
-    if key.dim() != 4 or key.shape[-1] == 0:
+    keys, values = key.shape, value.shape
+    if len(keys) != 4 or keys[-1] == 0:
         raise ValueError(wrong("key", f"has shape {tuple(key.shape)}", "(B, H, N, D) with D >= 1 is needed"))
-    if value.dim() != 4 or value.shape[:3] != key.shape[:3] or value.shape[-1] == 0:
+    if len(values) != 4 or values[:3] != keys[:3] or values[-1] == 0:
         allowed = f"(B, H, N, E) = ({', '.join(map(str, key.shape[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(key.shape)}"
         raise ValueError(wrong("value", f"has shape {tuple(value.shape)}", allowed))
 
@@ -121,7 +122,8 @@ def _all_finite(tensor: Tensor) -> bool:
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is enabled for a device; always False for meta tensors."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,10 +7,13 @@ import torch
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+"""What `torch.backends.cuda.matmul.fp32_precision` reads, which takes ten times as long; None before torch 2.9."""
+
+
 def allows_tf32() -> bool:
     """Whether torch may multiply float32 in tf32 on a GPU."""
-    matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -77,6 +77,22 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+_Choice = TypeVar("_Choice", bound=Callable[..., Any])
+_choices: list[Any] = []
+
+
+def chosen_once(function: _Choice) -> _Choice:
+    """`functools.cache` for what follows from the tables and the compute capability; `forget` empties it."""
+    _choices.append(cache(function))
+    return cast(_Choice, _choices[-1])
+
+
+def forget() -> None:
+    """Choose anew from now on: the tables, or what they are asked for, have been replaced."""
+    for choice in _choices:
+        choice.cache_clear()
+
+
 _planted: list[Table] = []
 
 
@@ -84,10 +100,12 @@ _planted: list[Table] = []
 def using(table: Table) -> Iterator[None]:
     """A context in which `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used."""
     _planted.append(table)
+    forget()
     try:
         yield
     finally:
         _planted.pop()
+        forget()
 
 
 @cache

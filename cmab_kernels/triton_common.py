@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,11 @@ GRAIN = tl.constexpr(1024)
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can."""
-    if max(key.shape[-1], value.shape[-1]) > WIDEST:
+    if key.shape[-1] > WIDEST or value.shape[-1] > WIDEST:
         return f"its heads are at most {WIDEST} wide"
-    if max(query.shape[-2], key.shape[-2]) > MOST_ROWS:
+    if query.shape[-2] > MOST_ROWS or key.shape[-2] > MOST_ROWS:
         return "it counts queries and keys in 32 bits"
-    return _gpu_problem(query.device.index) if query.device.type == "cuda" else _interpreter_problem(query)
+    return _gpu_problem(query.device.index) if query.is_cuda else _interpreter_problem(query)
 
 
 def _interpreter_problem(query: Tensor) -> str | None:
@@ -51,6 +52,11 @@ def _interpreter_problem(query: Tensor) -> str | None:
 
 @traced_as_constant
 def _gpu_problem(index: int | None) -> str | None:
+    return _problem_of_gpu(index)
+
+
+@cache
+def _problem_of_gpu(index: int | None) -> str | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(index)
@@ -153,7 +159,10 @@ def alignment(*tensors: Tensor) -> tuple[int, ...]:
     - 0: nothing.
     """
     natural = tuple([math.gcd(t.shape[-1], 16 // t.element_size()) for t in tensors])
-    if all(map(_starts_at_multiples, tensors, natural)):
+    for tensor, elements in zip(tensors, natural, strict=True):
+        if (tensor.data_ptr() % 16 or not tensor.is_contiguous()) and not _starts_at_multiples(tensor, elements):
+            break
+    else:
         return natural
     return (1 if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors) else 0,) * len(tensors)
 
@@ -162,8 +171,6 @@ def _starts_at_multiples(tensor: Tensor, elements: int) -> bool:
     """Whether every row starts at a multiple of this number of elements, and columns lie side by side."""
     if tensor.data_ptr() % (elements * tensor.element_size()):
         return False
-    if tensor.is_contiguous():
-        return True
     *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return column <= 1 and not any(stride % elements for stride in strides)
 

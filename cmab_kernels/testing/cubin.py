@@ -23,6 +23,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from ..backends import FAMILIES
+from ..tiles import forget
 from ..triton_common import Kernel
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -98,6 +99,8 @@ def as_if_on(capability: int) -> Iterator[None]:
     with contextlib.ExitStack() as patched:
         for module in ours:
             patched.enter_context(mock.patch.object(module, "capability_of", capability_of))
+        patched.callback(forget)
+        forget()
         yield
 
 
@@ -110,8 +113,10 @@ def record(call: Callable[[], Any]) -> list[Launch]:
         numbers = dict(zip(self.jit.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
         launches.append(Launch(self, (programs,), tensors, {**numbers, **options}))
 
+    forget()  # what a test has replaced decides
     with mock.patch.object(Kernel, "__call__", keep):
         call()
+    forget()
     return launches
 
 

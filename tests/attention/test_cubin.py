@@ -138,7 +138,7 @@ def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
 
 
 def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
-    with mock.patch("cmab_kernels.attention.kernels.forward.forward_products", lambda dtype, width: launches.Products(dtype, "ieee")):
+    with mock.patch.object(launches, "forward_products", lambda dtype, width: launches.Products(dtype, "ieee")):
         assert faults(compiled(_launches(torch.float32, 16)[0], 90, tmp_path), True) == ["no matrix instruction"]
 
 

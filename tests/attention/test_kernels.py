@@ -178,7 +178,7 @@ BAD_OFFSETS = (
 def test_wrong_offsets(offsets: list[int], keys: int) -> None:
     """Where nobody reads the values, bad offsets make every result NaN, and the kernels read offsets that lead nowhere else.
 
-    With 5,000 keys there are fewer slots than runs, and sets are found by bisection.
+    With 5,000 keys there are fewer slots than runs, and offsets tell the slots.
     """
     given = torch.tensor(offsets) * (keys // 70)
     q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, keys, 8, 8, torch.float32)[1:]

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch
 from cmab_kernels.testing import LAWS
+from cmab_kernels.tiles import using
 from cmab_kernels.triton_common import Products, in_place, product
 
 from .test_kernels import check_accuracy
@@ -77,8 +78,8 @@ def test_one_product_of_tf32_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> N
     """The model of the units is no better than they are: a plain tf32 product fails in it, and so does one with 16 bits for sums."""
     with truncating_units(bits=16), pytest.raises(AssertionError):
         check_accuracy("normal", 2, 1100, 16, 16)
-    monkeypatch.setattr(kernels.forward, "forward_products", lambda *_: Products(torch.float32, "tf32"))
-    with truncating_units(), pytest.raises(AssertionError):
+    monkeypatch.setattr(launch, "forward_products", lambda *_: Products(torch.float32, "tf32"))
+    with using({}), truncating_units(), pytest.raises(AssertionError):
         check_accuracy("normal", 2, 1100, 16, 16)
 
 

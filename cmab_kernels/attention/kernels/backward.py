@@ -199,7 +199,6 @@ def _backward(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
-    BISECT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -216,7 +215,7 @@ def _backward(
     block = tl.program_id(0) % blocks
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
-    batch, first, last = locate(slot_head // H, offsets, B, N, cut, BISECT)
+    batch, first, last = locate(slot_head // H, offsets, B, N, cut)
     rows = _load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
     if offsets is not None:
         batch = 0
@@ -308,7 +307,6 @@ def _backward_keys(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
-    BISECT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -319,7 +317,7 @@ def _backward_keys(
     B, H, L, N = sizes
     query_strides, key_strides, value_strides, mask_strides = strides
     head = tl.program_id(0) % H
-    batch, first, last = locate(tl.program_id(0) // H, offsets, B, N, cut, BISECT)
+    batch, first, last = locate(tl.program_id(0) // H, offsets, B, N, cut)
     store = batch if offsets is None else 0
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
@@ -354,7 +352,6 @@ def _sum_runs(
     scale: tl.float64,
     D: tl.constexpr,
     CHUNK: tl.constexpr,
-    BISECT: tl.constexpr,
 ):
     """dQ of one row: the shares of all runs, added in the order of the runs."""
     DTYPE: tl.constexpr = run_dquery.dtype.element_ty
@@ -367,7 +364,7 @@ def _sum_runs(
     first, last = set_bounds(offsets, batch, N)
     count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
-    start = first_slot(offsets, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+    start = first_slot(offsets, batch, N, runs) * stride + tl.cast(head, tl.int64) * L + row
     columns = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], DTYPE)
     for chunk in range(0, count, CHUNK):
@@ -433,7 +430,6 @@ def attention_backward(
             "D": D,
             "E": E,
             "ALIGN": alignment(query, key, value),
-            "BISECT": cut.bisect,
             "OPERAND": triton_dtype(products.operand),
             "PRECISION": products.input_precision,
         }
@@ -446,6 +442,6 @@ def attention_backward(
         if not (shares is None and dkey is None and dvalue is None):
             _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options, **tiles._asdict())
         if shares is not None:
-            _sum_runs(B * H * L, shares, offsets, dquery, *numbers[1:], D=D, CHUNK=32, BISECT=cut.bisect)
+            _sum_runs(B * H * L, shares, offsets, dquery, *numbers[1:], D=D, CHUNK=32)
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

@@ -2,26 +2,16 @@
 """The state (out, lse) of each run of keys, and their merge."""
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import (
-    alignment,
-    in_place,
-    kept_keys,
-    kernel,
-    load_tile,
-    mask_bytes,
-    on_device,
-    product,
-    rows_at,
-    tile_at,
-    triton_dtype,
-)
-from .launch import forward_products, forward_tiles
+from ...dtypes import state_dtype
+from ...triton_common import alignment, in_place, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at
+from .launch import forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -80,13 +70,33 @@ def _absorb(
     return higher, total, acc
 
 
-@kernel("query", "key", "value", "mask")
+@triton.jit
+def _add_state(run_out, run_lse, state_out, state_lse):
+    """The state of one run of keys merged with another state, with the bits that `_merge` gives them."""
+    DTYPE: tl.constexpr = run_out.dtype
+    peak = tl.maximum(run_lse, state_lse)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    merged = peak + tl.log(tl.exp(run_lse - peak) + tl.exp(state_lse - peak))
+    anchor = tl.where(merged == float("-inf"), 0.0, merged)
+    acc = run_out * tl.exp(run_lse - anchor).to(DTYPE)[:, None]
+    return _plus(acc, tl.exp(state_lse - anchor).to(DTYPE)[:, None], state_out), merged
+
+
+@triton.jit
+def _plus(acc, weight, outs):
+    """acc + weight * outs, rounded once whatever `acc` is: a sum of products is otherwise fused in one of two ways."""
+    return tl.fma(tl.broadcast_to(weight, outs.shape), outs, acc)
+
+
+@kernel("query", "key", "value", "mask", "state_out", "state_lse")
 def _forward(
     query,
     key,
     value,
     mask,
     offsets,
+    state_out,
+    state_lse,
     out,
     lse,
     strides: tl.int64,
@@ -100,12 +110,11 @@ def _forward(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
-    BISECT: tl.constexpr,
     LIFT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the state of one run of keys for one block of queries.
+    """Compute the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
     The maximum needs a positive scale: the queries take its `sign`. Weights reach LIFT: float16 has few digits below 2**-14.
     """
@@ -113,12 +122,12 @@ def _forward(
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     B, H, L, N = sizes
-    query_strides, key_strides, value_strides, mask_strides = strides
+    query_strides, key_strides, value_strides, mask_strides, out_strides, lse_strides = strides
     blocks = tl.cdiv(L, BLOCK_L)
     block = tl.program_id(0) % blocks
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
-    batch, first, last = locate(slot_head // H, offsets, B, N, cut, BISECT)
+    batch, first, last = locate(slot_head // H, offsets, B, N, cut)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D)
     queries = (queries * sign).to(query.dtype.element_ty)
@@ -149,8 +158,14 @@ def _forward(
     acc *= (1 / (tl.where(total == 0, 1, total) * LIFT))[:, None]
     factor = _factor(peak, log2_scale, coarse_, LARGE)
     peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale_
-    tl.store(rows_at(out, row, E, E_PAD), acc, mask=(rows < L)[:, None] & (columns < E)[None, :])
-    tl.store(lse + row, peak_score + tl.log(total.to(tl.float64)), mask=rows < L)
+    logarithm = peak_score + tl.log(total.to(tl.float64))
+    inside = (rows < L)[:, None] & (columns < E)[None, :]
+    if state_lse is not None:
+        state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
+        acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
+    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
+    tl.store(lse + row, logarithm, mask=rows < L)
 
 
 @kernel("state_out", "state_lse")
@@ -168,7 +183,6 @@ def _merge(
     E: tl.constexpr,
     MOST: tl.constexpr,
     CHUNK: tl.constexpr,
-    BISECT: tl.constexpr,
 ):
     """Merge the runs of one row and the incoming state into one state.
 
@@ -185,7 +199,7 @@ def _merge(
     first, last = set_bounds(offsets, batch, N)
     count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
-    start = first_slot(offsets, batch, N, runs, BISECT) * stride + tl.cast(head, tl.int64) * L + row
+    start = first_slot(offsets, batch, N, runs) * stride + tl.cast(head, tl.int64) * L + row
 
     every = tl.arange(0, MOST)
     parts = tl.load(run_lse + start + every * stride, mask=every < count, other=float("-inf"))
@@ -206,7 +220,7 @@ def _merge(
         acc += tl.sum(weights[:, None] * outs, 0)[None, :]
     if state_lse is not None:
         outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 0), mask=(columns < E)[None, :], other=0.0)
-        acc += tl.exp(state - anchor).to(DTYPE)[:, None] * outs
+        acc = _plus(acc, tl.exp(state - anchor).to(DTYPE)[:, None], outs)
     acc = unless_bad(acc, offsets, B)
     tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
     tl.store(lse + tl.program_id(0), unless_bad(merged, offsets, B))
@@ -223,43 +237,37 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention over all keys, merged with the incoming state if there is one."""
-    (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
+    (B, H, L, _), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
-    cut = cut_keys(B, L, N, cu_seqlens is not None)
-    products = forward_products(query.dtype, max(D, E))
-    tiles = forward_tiles(products, query.device, max(D, E), L)
+    runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
+    at_once = runs == 1 and cu_seqlens is None
+    chosen = forward_constants(query, E)
+    out_strides, lse_strides = _NO_STRIDES if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0))
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
-        out = query.new_empty((cut.slots, H, L, E), dtype=torch.promote_types(query.dtype, torch.float32))
-        lse = query.new_empty((cut.slots, H, L), dtype=torch.float64)
+        out = query.new_empty(slots, H, L, E, dtype=state_dtype(query.dtype))
+        lse = query.new_empty(slots, H, L, dtype=torch.float64)
         _forward(
-            cut.slots * H * triton.cdiv(L, tiles.BLOCK_L),
+            slots * H * -(-L // chosen["BLOCK_L"]),
             query,
             key,
             value,
             mask,
             offsets,
+            state_out if at_once else None,
+            state_lse if at_once else None,
             out,
             lse,
-            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride(), out_strides, lse_strides),
             (B, H, L, N),
-            (cut.runs, cut.most_runs),
-            abs(scale) or 1.0,
-            2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))),
-            float((scale > 0) - (scale < 0)),
-            D=D,
-            E=E,
+            (runs, most_runs),
+            *_units(scale),
             ALIGN=alignment(query, key, value),
-            BISECT=cut.bisect,
-            LIFT=2.0**14 if query.dtype == torch.float16 else 1.0,
-            OPERAND=triton_dtype(products.operand),
-            PRECISION=products.input_precision,
-            **tiles._asdict(),
+            **chosen,
         )
-        if state_lse is None and cu_seqlens is None and cut.runs == 1:
+        if at_once:
             return out, lse
-        merged_out, merged_lse = out.new_empty((B, H, L, E)), lse.new_empty((B, H, L))
-        most = triton.next_power_of_2(cut.most_runs)
+        merged_out, merged_lse = out.new_empty(B, H, L, E), lse.new_empty(B, H, L)
         _merge(
             B * H * L,
             out,
@@ -269,13 +277,18 @@ def attention_forward(
             offsets,
             merged_out,
             merged_lse,
-            ((0,) * 4, (0,) * 4) if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0)),
+            (out_strides, lse_strides),
             (B, H, L, N),
-            (cut.runs, cut.most_runs),
-            E=E,
-            MOST=most,
-            CHUNK=min(most, max(2048 // triton.next_power_of_2(E), 8)),
-            BISECT=cut.bisect,
-            num_warps=4,
+            (runs, most_runs),
+            **merge_constants(most_runs, E),
         )
     return merged_out, merged_lse
+
+
+_NO_STRIDES = ((0,) * 4, (0,) * 4)
+
+
+@cache
+def _units(scale: float) -> tuple[float, float, float]:
+    """The size of the scale, the power of two next below it in units of base 2, and its sign."""
+    return abs(scale) or 1.0, 2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))), float((scale > 0) - (scale < 0))

@@ -1,12 +1,13 @@
 """The precision of the matrix products, and the block sizes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
-from ...tiles import BLACKWELL, HOPPER, capability_of, tuned
-from ...triton_common import Products, allows_tf32
+from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, tuned
+from ...triton_common import Products, allows_tf32, triton_dtype
 
 
 def _products(dtype: torch.dtype, in_parts: str, fits: bool) -> Products:
@@ -92,3 +93,34 @@ def backward_tiles(products: Products, device: torch.device, width: int, queries
 def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
     """The tiles of `_backward_keys`, which holds a tile of keys and reads the queries."""
     return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)
+
+
+WIDEST_BLOCK = 256
+"""The most queries in a block."""
+
+
+def forward_constants(query: Tensor, value_width: int) -> dict[str, Any]:
+    """The constants of `_forward`, but for what is known of the addresses."""
+    L, D = query.shape[-2:]
+    return _forward_constants(query.dtype, query.device, D, value_width, min(L, WIDEST_BLOCK), allows_tf32())
+
+
+@chosen_once
+def _forward_constants(dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int, tf32: bool) -> dict[str, Any]:
+    widest = max(width, value_width)
+    products = forward_products(dtype, widest)
+    return {
+        "D": width,
+        "E": value_width,
+        "LIFT": 2.0**14 if dtype == torch.float16 else 1.0,
+        "OPERAND": triton_dtype(products.operand),
+        "PRECISION": products.input_precision,
+        **forward_tiles(products, device, widest, queries)._asdict(),
+    }
+
+
+@chosen_once
+def merge_constants(most_runs: int, value_width: int) -> dict[str, Any]:
+    """The constants of `_merge`. Few numbers of runs are told apart, so that few programs are compiled."""
+    most = next(number for number in (16, 64, 256) if most_runs <= number)
+    return {"E": value_width, "MOST": most, "CHUNK": min(most, max(2048 // triton.next_power_of_2(value_width), 8)), "num_warps": 4}

@@ -28,6 +28,9 @@ MOST_RUNS = 256
 MOST_QUERIES = 128
 """The queries that count as one block when the number of runs is chosen."""
 
+BY_OFFSET = tl.constexpr(0)
+"""In place of the number of slots per set: the offset of a set tells its first slot."""
+
 
 @kernel("cu_seqlens")
 def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLOCK: tl.constexpr):
@@ -80,13 +83,12 @@ def set_bounds(offsets, batch, N):
 
 
 @triton.jit
-def first_slot(offsets, batch, N, runs, BISECT: tl.constexpr):
+def first_slot(offsets, batch, N, runs):
     """The slot of the first run of a set."""
-    if BISECT:
+    slot = batch * runs
+    if offsets is not None:
         first, _ = set_bounds(offsets, batch, N)
-        slot = batch + first // GRAIN
-    else:
-        slot = batch * runs
+        slot = tl.where(runs == BY_OFFSET, batch + first // GRAIN, slot)
     return slot
 
 
@@ -109,39 +111,38 @@ def run_bounds(first, last, run, most_runs):
 
 
 @triton.jit
-def locate(slot, offsets, B, N, cut, BISECT: tl.constexpr):
+def locate(slot, offsets, B, N, cut):
     """The set of a slot, and the first key and the end of its run, which are equal for a slot that no run uses."""
     runs, most_runs = cut
-    if BISECT:
+    if offsets is not None:
         batch = 0
         above = B
         while above - batch > 1:
             middle = (batch + above) // 2
-            below = first_slot(offsets, middle, N, runs, BISECT) <= slot
+            below = first_slot(offsets, middle, N, runs) <= slot
             batch = tl.where(below, middle, batch)
             above = tl.where(below, above, middle)
     else:
         batch = slot // runs
     first, last = set_bounds(offsets, batch, N)
-    first, last = run_bounds(first, last, slot - first_slot(offsets, batch, N, runs, BISECT), most_runs)
+    first, last = run_bounds(first, last, slot - first_slot(offsets, batch, N, runs), most_runs)
     return batch, first, last
 
 
 class Cut(NamedTuple):
-    """How keys are cut: slots per set, the most runs of a set, whether slots are found by bisection, and the number of slots."""
+    """How keys are cut: slots per set, or BY_OFFSET; the most runs of a set; and the number of slots."""
 
     runs: int
     most_runs: int
-    bisect: bool
     slots: int
 
 
 def cut_keys(batch: int, queries: int, keys: int, packed: bool) -> Cut:
     """How to cut the keys. With more blocks of queries fewer runs fill a GPU, which bounds the workspace."""
-    most_runs = max(MOST_RUNS // max(triton.cdiv(queries, MOST_QUERIES), 1), 1)
+    most_runs = max(MOST_RUNS // max(-(-queries // MOST_QUERIES), 1), 1)
     if not packed:
-        runs = max(triton.cdiv(keys, run_length.fn(keys, most_runs)), 1)
-        return Cut(runs, most_runs, False, batch * runs)
-    runs = max(min(triton.cdiv(keys, GRAIN.value), most_runs), 1)
+        runs = max(-(-keys // run_length.fn(keys, most_runs)), 1)
+        return Cut(runs, most_runs, batch * runs)
+    runs = max(min(-(-keys // GRAIN.value), most_runs), 1)
     by_offset = batch + keys // GRAIN.value
-    return Cut(runs, most_runs, by_offset < batch * runs, min(by_offset, batch * runs))
+    return Cut(runs, most_runs, batch * runs) if batch * runs <= by_offset else Cut(BY_OFFSET.value, most_runs, by_offset)
