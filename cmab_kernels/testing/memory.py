@@ -55,7 +55,8 @@ def guarded_results() -> Iterator[None]:
     storages: list[Tensor] = []
     plain = Tensor.new_empty
 
-    def guarded(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    def guarded(like: Tensor, *sizes: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        shape = sizes if isinstance(sizes[0], int) else tuple(sizes[0])
         if options:
             return plain(like, shape, dtype=dtype, **options)
         chosen = dtype or like.dtype
@@ -65,7 +66,7 @@ def guarded_results() -> Iterator[None]:
         return storage[MARGIN : storage.numel() - MARGIN].view(shape)
 
     def guarded_like(like: Tensor, dtype: torch.dtype | None = None, memory_format: Any = None) -> Tensor:
-        return guarded(like, like.shape, dtype)
+        return guarded(like, like.shape, dtype=dtype)
 
     with mock.patch.object(Tensor, "new_empty", guarded), mock.patch.object(torch, "empty_like", guarded_like):
         yield

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 def cut_keys(keys: int, width: int, programs: int) -> Cut:
     """How to cut the keys if a run takes `programs`. The sums of a full run take at most a quarter of its keys and values in float32."""
     length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))
-    return Cut(max(triton.cdiv(keys, length), 1), length)
+    return Cut(max(-(-keys // length), 1), length)
 
 
 def row_strides(rows: Tensor | None) -> tuple[int, ...]:

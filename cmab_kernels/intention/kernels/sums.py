@@ -4,14 +4,17 @@
 A program forms one tile of one sum. If all columns fit in one tile, it forms both sums and reads each key once.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...tiles import chosen_once
 from ...triton_common import (
-    Products,
     alignment,
+    allows_tf32,
     kept_keys,
     kernel,
     load_tile,
@@ -22,7 +25,7 @@ from ...triton_common import (
     tile_at,
     triton_dtype,
 )
-from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
+from .launch import cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
 """The keys that are summed in float32 before the sum is added to a float64 total: a million additions in float32 cost four digits."""
@@ -157,51 +160,48 @@ def _add_runs(parts, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.co
     tl.store(total + (matrix * ELEMENTS + element), sums, mask=inside)
 
 
-def _over_runs(parts: Tensor) -> Tensor:
-    """Partial sums (B, H, runs, D, width) added over the runs: (B, H, D, width)."""
-    B, H, runs, D, width = parts.shape
-    if runs == 1:
-        return parts.squeeze(2)
-    total = parts.new_empty((B, H, D, width))
-    _add_runs(B * H * triton.cdiv(D * width, 64), parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
-    return total
+@chosen_once
+def _constants(dtype: torch.dtype, device: torch.device, D: int, E: int, exact: bool, weighted: bool, tf32: bool) -> dict[str, Any]:
+    """The constants of `_gram`, but for what is known of the addresses; `tf32` is what `gram_products` sees."""
+    products = gram_products(dtype, exact, weighted)
+    precision = {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
+    return {"D": D, "E": E, **precision, **gram_tiles(products, device, D, E)._asdict()}
 
 
 def _sums(
-    parts: tuple[bool, bool],
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    mask: Tensor | None,
-    products: Products,
-    tiles: GramTiles,
+    parts: tuple[bool, bool], key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, chosen: dict[str, Any]
 ) -> list[Tensor | None]:
     """[K'WK, K'WV] in one pass over the keys; None for one that `parts` does not ask for."""
-    (B, H, N, D), E = key.shape, value.shape[-1]
-    programs = triton.cdiv(D, tiles.TILE_D) * triton.cdiv(*((D, tiles.TILE_D) if parts[0] else (E, tiles.TILE_E)))
-    cut = cut_keys(N, D, programs)
-    sums = [
-        key.new_empty((B, H, cut.runs, D, width), dtype=torch.float64) if part else None for part, width in zip(parts, (D, E), strict=True)
-    ]
+    B, H, N, D = key.shape
+    down, across = -(-D // chosen["TILE_D"]), -(-chosen["E"] // chosen["TILE_E"])
+    programs = down * (down if parts[0] else across)
+    runs, length = cut_keys(N, D, programs)
+    over = (B, H) if runs == 1 else (B, H, runs)
+    sums = [key.new_empty(*over, D, E, dtype=torch.float64) if part else None for part, E in zip(parts, (D, chosen["E"]), strict=True)]
     _gram(
-        B * H * cut.runs * programs,
+        B * H * runs * programs,
         key,
         value,
         weights,
         mask,
-        *(None if part is None or part.shape[-1] == 0 else part for part in sums),
+        sums[0],
+        sums[1] if chosen["E"] else None,
         (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
         H,
         N,
-        tuple(cut),
-        D=D,
-        E=E,
+        (runs, length),
         ALIGN=alignment(key, value),
-        OPERAND=triton_dtype(products.operand),
-        PRECISION=products.input_precision,
-        **tiles._asdict(),
+        **chosen,
     )
-    return [None if part is None else _over_runs(part) for part in sums]
+    return sums if runs == 1 else [None if part is None else _over_runs(part) for part in sums]
+
+
+def _over_runs(parts: Tensor) -> Tensor:
+    """Partial sums (B, H, runs, D, width) added over the runs: (B, H, D, width)."""
+    B, H, runs, D, width = parts.shape
+    total = parts.new_empty(B, H, D, width)
+    _add_runs(B * H * -(-D * width // 64), parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
+    return total
 
 
 def gram(
@@ -209,16 +209,15 @@ def gram(
 ) -> tuple[Tensor, Tensor]:
     """Return (K'WK, K'WV) in float64; an empty tensor for one that `parts` does not ask for."""
     mask = mask_bytes(key_padding_mask)
-    products = gram_products(key.dtype, exact, weights is not None)
-    tiles = gram_tiles(products, key.device, key.shape[-1], value.shape[-1])
-    passes = [parts]
-    if key.shape[-1] > tiles.TILE_D or value.shape[-1] > tiles.TILE_E:
-        passes = [(parts[0], False), (False, parts[1])]
-    sums: list[Tensor | None] = [None, None]
+    D, E = key.shape[-1], value.shape[-1]
+    chosen = _constants(key.dtype, key.device, D, E, exact, weights is not None, allows_tf32())
     with on_device(key):
-        for wanted in passes:
-            if any(wanted):
-                made = _sums(wanted, key, value, weights, mask, products, tiles)
-                sums = [new if part else old for part, new, old in zip(wanted, made, sums, strict=True)]
-    first, second = (key.new_empty((0,), dtype=torch.float64) if part is None else part for part in sums)
-    return first, second
+        at_once = chosen["TILE_D"] >= D and chosen["TILE_E"] >= E
+        passes = [parts] if at_once else [wanted for wanted in ((parts[0], False), (False, parts[1])) if any(wanted)]
+        made = [_sums(wanted, key, value, weights, mask, chosen) for wanted in passes]
+    first, second = (next((part for part in of_all if part is not None), None) for of_all in zip(*made, strict=True))
+    return _or_empty(first, key), _or_empty(second, key)
+
+
+def _or_empty(sums: Tensor | None, key: Tensor) -> Tensor:
+    return key.new_empty(0, dtype=torch.float64) if sums is None else sums
