@@ -151,20 +151,16 @@ class Products(NamedTuple):
 
 
 def alignment(*tensors: Tensor) -> tuple[int, ...]:
-    """What kernels may take for granted of the rows of each tensor, in three levels for all of them, so that few programs are compiled.
+    """What kernels may take for granted of each tensor: columns lie side by side, and rows start at multiples of this number of elements.
 
-    - Columns lie side by side, and every row starts at a multiple of this number of elements: those of the largest power of two, up to 16
-      bytes, that divides the width of a row. All contiguous tensors are such.
-    - 1: columns lie side by side.
-    - 0: nothing.
+    It is the largest power of two, up to 16 bytes, that divides the width of a row; so it is for all contiguous tensors. If one tensor has
+    other strides, kernels take nothing for granted of any, which 0 says: there are two programs, not as many as there are strides.
     """
     natural = tuple([math.gcd(t.shape[-1], 16 // t.element_size()) for t in tensors])
     for tensor, elements in zip(tensors, natural, strict=True):
         if (tensor.data_ptr() % 16 or not tensor.is_contiguous()) and not _starts_at_multiples(tensor, elements):
-            break
-    else:
-        return natural
-    return (1 if all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors) else 0,) * len(tensors)
+            return (0,) * len(tensors)
+    return natural
 
 
 def _starts_at_multiples(tensor: Tensor, elements: int) -> bool:

@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1: Triton's launcher links against it as against NVIDIA's driver library, and launches
 // kernels that do not run. A callback may run them instead. Device pointers are pointers of the host. The number of a
-// device is its compute capability, 80 or 120.
+// device ends in its compute capability, 080 or 120.
 #include <stdlib.h>
 #include <string.h>
 #include "cuda.h"
@@ -23,8 +23,8 @@ static CUcontext current = (CUcontext)1;
 void stub_call(Callback on_launch) { callback = on_launch; }
 long stub_launches(void) { return launches; }
 
-static int shared_memory(CUdevice capability) {  // bytes that a block may have
-  switch (capability) {
+static int shared_memory(CUdevice device) {  // bytes that a block may have
+  switch (device % 1000) {
     case 80:
     case 87:
       return 163 << 10;
@@ -52,7 +52,7 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      *value = device / 10;
+      *value = device % 1000 / 10;
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = device % 10;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) ->
     callback = _SIGNATURE(on_launch)
     before = driver.active if driver._active else None
     with as_if_on(capability), mock.patch.object(triton_common, "_interpreter_problem", lambda query: None):
-        driver.set_active(_Driver(capability))
+        driver.set_active(_Driver(capability + _DEVICE * next(_entered)))
         library.stub_call(callback if run else None)
         try:
             yield Stub(library)
@@ -82,13 +83,17 @@ def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) ->
         raise failures[0]
 
 
-class _Driver(nvidia.CudaDriver):
-    """Triton's driver for a device whose number is its compute capability, so that what is cached for a device is not taken for another."""
+_DEVICE = 1000
+_entered = itertools.count()
 
-    def __init__(self, capability: int) -> None:
+
+class _Driver(nvidia.CudaDriver):
+    """Triton's driver for a device that is new each time, so that nothing is cached for it; its number ends in its compute capability."""
+
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.get_device_capability = lambda device: divmod(device, 10)
-        self.get_current_device = lambda: capability
+        self.get_device_capability = lambda device: divmod(device % _DEVICE, 10)
+        self.get_current_device = lambda: number
         self.get_current_stream = lambda device: 0
 
     def get_active_torch_device(self) -> torch.device:
