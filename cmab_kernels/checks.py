@@ -44,14 +44,17 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
 
 def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     """`query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
-    if query.dim() not in (3, 4):
+    given, keys = query.shape, key.shape
+    if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
+        return query
+    if len(given) not in (3, 4):
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
-    shape = (batch, key.shape[1], query.shape[-2], key.shape[-1])
-    if query.shape != shape[4 - query.dim() :]:
+    shape = (batch, keys[1], given[-2], keys[-1])
+    if given != shape[4 - len(given) :]:
         fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
         allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
-    return query if query.dim() == 4 else query.expand(shape)
+    return query.expand(shape)
 
 
 def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import mangle_type
 
@@ -88,7 +88,7 @@ class Kernel:
         self.__name__ = function.__name__
         self._anywhere = anywhere
         self._tensors = sum(p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values())
-        self._compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
         """Run this number of programs on the current device. `constants` are the kernel's own and Triton's options."""
@@ -102,10 +102,11 @@ class Kernel:
         if found is None:
             source, options = self.source(*arguments, **constants)
             compiled = triton.compile(source, target=active.get_current_target(), options=options)
-            found = self._compiled[key] = compiled, tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
-        compiled, rest = found
-        stream = active.get_current_stream(device)
-        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *rest)
+            run = compiled.run  # loads the function
+            rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
+            found = self._compiled[key] = run, (compiled.function, compiled.packed_metadata, None, None, None), rest
+        run, function, rest = found
+        run(programs, 1, 1, active.get_current_stream(device), *function, *arguments, *rest)
 
     def source(self, *arguments: Any, **constants: Any) -> tuple[ASTSource, dict[str, Any]]:
         """The kernel with the types of these arguments, and the options that it is compiled with."""

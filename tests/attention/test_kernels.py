@@ -242,6 +242,18 @@ def test_states(keys: int, packed: bool) -> None:
     assert torch.equal(merged.out, plain.out) and torch.equal(merged.lse, plain.lse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> None:
+    """A set of one run is merged with a state by the kernel that reads it; packed, it is merged by another."""
+    q, k, v, old = (torch.randn(1, 2, n, 8, dtype=dtype) for n in (5, 70, 70, 30))
+    state = kernels.attention_forward(q, old, old, None, None, None, None, 0.5)
+    alone = kernels.attention_forward(q, k, v, None, None, *state, 0.5)
+    packed = kernels.attention_forward(q, k, v, None, torch.tensor([0, 70]), *state, 0.5)
+    assert all(map(torch.equal, alone, packed))
+    both = kernels.attention_forward(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5)
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(alone, both, strict=True))
+
+
 @pytest.mark.parametrize("latents", [5, 129])
 def test_needs(latents: int) -> None:
     """Gradients that are not asked for are not computed, and the others keep their bits, for one block of queries and for several."""
