@@ -84,7 +84,7 @@ class ContinualStream(Stream[WindowState]):
         problem = self._problem("state.", entries)
         if problem:
             raise ValueError(problem)
-        return self._built(entries)
+        return self._built(entries, self.weight_like.device)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the cast entries. Each row's peak is set to the largest number, which makes the next step recompute the row."""
@@ -133,8 +133,8 @@ class ContinualStream(Stream[WindowState]):
             return wrong(prefix + "sums", "holds a total that is not positive", "a sum of exponentials is")
         return ""
 
-    def _built(self, entries: Mapping[str, Tensor]) -> WindowState:
-        fields: dict[str, Any] = copied({name: entry for name, entry in entries.items() if entry.dim()}, self.device)
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
+        fields: dict[str, Any] = copied({name: entry for name, entry in entries.items() if entry.dim()}, device)
         if "sums" not in fields:
             return FillingWindow(**fields)
         position = int(entries["position"])

@@ -133,7 +133,7 @@ class CircularPositionalEncoding(Keeper[int]):
             return ""
         return wrong(f"{prefix}position", f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed")
 
-    def _built(self, entries: Mapping[str, Tensor]) -> int:
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int:
         return int(entries["position"])
 
 

@@ -59,8 +59,13 @@ class Keeper(nn.Module, Generic[Value]):
         """Return the reason why loaded entries cannot be a value of this module, or "" if they can."""
 
     @abstractmethod
-    def _built(self, entries: Mapping[str, Tensor]) -> Value:
-        """Return the value made of entries that passed `_problem`, in memory of its own."""
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> Value:
+        """Return the value made of entries that passed `_problem`, in memory of its own on a device; None: on that of the entries."""
+
+    @property
+    def _loading_device(self) -> torch.device | None:
+        """The device on which to build a loaded value; None for that of its entries."""
+        return None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -87,7 +92,7 @@ class Keeper(nn.Module, Generic[Value]):
         else:
             if self._loaded is None or self._loaded[1] is not error_msgs:  # else the model contains this module twice
                 self.hold(self.held)
-            self._loaded = (self._built(entries) if entries else None, error_msgs)
+            self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
 
 
 class Part(NamedTuple):
@@ -141,8 +146,8 @@ class Stream(Keeper[State]):
         return state
 
     @property
-    def device(self) -> torch.device | None:
-        """The device of the module's weights; None if they are on the meta device, where a state would lose its values."""
+    def _loading_device(self) -> torch.device | None:
+        """The device of the weights; None for the meta device, which weights leave when they are loaded with `assign=True`."""
         return None if self.weight_like.is_meta else self.weight_like.device
 
     def follow(self, weight: Tensor) -> None:
@@ -188,7 +193,7 @@ class Stream(Keeper[State]):
         held = self.held
         if held is not None and (cast or before.device != self.weight_like.device):
             entries = self._entries(held)
-            self.hold(self._built(self._cast(entries) if cast else entries))
+            self.hold(self._built(self._cast(entries) if cast else entries, self.weight_like.device))
         return self
 
 
@@ -252,8 +257,8 @@ class AttentionStream(Stream[AttentionState]):
             return wrong(f"{prefix}out", f"is not 0 where {prefix}lse is -inf", "a row that saw no key is 0")
         return ""
 
-    def _built(self, entries: Mapping[str, Tensor]) -> AttentionState:
-        return AttentionState(**copied(entries, self.device))
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> AttentionState:
+        return AttentionState(**copied(entries, device))
 
 
 class RidgeStream(Stream[RidgeState]):
@@ -309,8 +314,8 @@ class RidgeStream(Stream[RidgeState]):
             return wrong(f"{prefix}gram", "is not symmetric", "a sum of products k'k is")
         return ""  # after removals rounding may leave a gram that is not positive definite: `solve_ridge` reports it in `info`
 
-    def _built(self, entries: Mapping[str, Tensor]) -> RidgeState:
-        return RidgeState(**copied(entries, self.device))
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RidgeState:
+        return RidgeState(**copied(entries, device))
 
 
 def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
