@@ -25,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's own products have the same bits on every run
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, read only the files with tests for it: others import packages that a machine with a GPU may not have."""
+    others = collection_path.suffix == ".py" and collection_path.name != "test_suite.py" and collection_path.parent.name != "gpu"
+    return True if others and config.option.markexpr == "gpu" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark suites on a GPU, so that `-m gpu` selects them."""

@@ -1,4 +1,4 @@
-"""What only a GPU shows beyond the suite that every operator inherits: `python -m pytest -m gpu` runs both."""
+"""What only a GPU shows beyond the suite that every operator inherits: `python -m pytest -m gpu tests` runs both."""
 
 from __future__ import annotations
 

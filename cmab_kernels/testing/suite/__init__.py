@@ -77,9 +77,9 @@ class OperatorSuite(OnGpu, Gradients, Errors):
         """Test the operator's implementations for a GPU instead of those declared, with the changes of `on_gpu`."""
         there = FAMILIES.get(OPERATORS.get(cls.operator, ""), {})
         cls.impls = tuple(impl for impl in there if impl == "triton" or (impl == "cuda" and not INTERPRETING))
-        cls.repeatable = cls.impls if cls.repeatable else ()
         for name, value in vars(cls).get("on_gpu", {}).items():
             setattr(cls, name, value)
+        cls.repeatable = cls.impls if cls.repeatable else ()
 
     def setup_method(self) -> None:
         """Seed torch, use one thread, and poison uninitialised memory."""
