@@ -65,9 +65,9 @@ def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
 def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = Outcome()
     start = time.monotonic()
-    run(_section("slow"), "cpu", outcome, {}, 3.0)
-    assert time.monotonic() - start < 10
-    assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 3 s"
+    run(_section("slow"), "cpu", outcome, {}, 8.0)
+    assert time.monotonic() - start < 20
+    assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 8 s"
     monkeypatch.setenv("FAKE_SECTIONS_FAST", "1")
     run(_section("slow"), "cpu", outcome, {}, 60.0)
     assert outcome.right and set(_rows(outcome)) == {"row 0", "row 1", "slow"}
