@@ -81,8 +81,8 @@ def test_every_implementation_that_explain_calls_usable_runs(name: str) -> None:
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in pairs if isinstance(a, torch.Tensor)), impl
 
 
-def test_an_estimator_that_triton_sums_is_solved_by_what_solves_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton has no solve: an estimator summed by "triton" chooses the implementation of its solve as "auto" does."""
+def test_an_estimator_that_triton_sums_is_solved_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator is asked to run is passed on to the solve of its system."""
     asked: list[tuple[str, str]] = []
     choose = backends.choose
 
@@ -93,4 +93,4 @@ def test_an_estimator_that_triton_sums_is_solved_by_what_solves_have(monkeypatch
     for module in ("cmab_kernels.intention.api", "cmab_kernels.intention.solve.api"):
         monkeypatch.setattr(importlib.import_module(module), "choose", noted)
     variants.ridge(K, V, 0.1, impl="triton")
-    assert ("intention", "triton") in asked and asked[-1] == ("intention.solve", "auto")
+    assert ("intention", "triton") in asked and asked[-1] == ("intention.solve", "triton")

@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent
         ("attention", "test_kernels_large"),
         ("attention", "test_kernels_tf32"),
         ("intention", "test_kernels"),
+        ("intention/solve", "test_kernels"),
         ("nystrom", "test_kernels"),
     ],
 )

@@ -54,7 +54,7 @@ def intention(
         key_padding_mask: (B, N) bool, True = ignore.
         impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel, which "auto" takes unless
             tensor cores make up for a solve of its own (docs/environment.md has the table); sums alone, and products with rows, use
-            Triton's kernels. "triton" has no solve: its systems are solved as by `regularised_solve` with "auto".
+            Triton's kernels. "triton" has sums and solve in kernels of their own, and needs no nvcc.
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
@@ -184,8 +184,8 @@ def remove_ridge(
 def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
     """The ridge regression of the keys in a state: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
 
-    `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native" or "cuda" (`ValueError` otherwise). Differentiable in the state
-    and alpha. `query @ weight.to(query.dtype)` is `intention`.
+    `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Differentiable in
+    the state and alpha. `query @ weight.to(query.dtype)` is `intention`.
 
     >>> state = cmab_kernels.ridge_state(torch.ones(1, 1, 4, 2), torch.randn(1, 1, 4, 1))
     >>> cmab_kernels.solve_ridge(state, alpha=0.0).info.item() > 0, cmab_kernels.solve_ridge(state, alpha=1.0).info.item()

@@ -32,7 +32,7 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
         rhs: (..., D, E), the same leading dimensions and dtype.
         alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or element of a tensor on a CPU,
             is a `ValueError`. Elements of a tensor on a GPU are not read, so that the host need not wait: `info` says which are negative.
-        impl: "auto", "reference", "native" or "cuda".
+        impl: "auto", "reference", "native", "cuda" (D up to 128) or "triton" (D up to 256).
 
     Returns:
         weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, or alpha is negative: its weight is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,10 +34,6 @@ class Measured(NamedTuple):
     """The inputs in float64."""
     cotangents: Results
     """The incoming gradients of the results."""
-
-
-LARGEST_KEY = 2.0**15
-"""The largest element of a key in `huge_inputs`."""
 
 
 def _along_the_first_column(sizes: Tensor, like: Tensor) -> Tensor:
@@ -193,24 +188,26 @@ class Declaration:
         """Return float64 arguments for numerical derivatives."""
         return self.inputs(extents=self.small)
 
-    def huge_inputs(self, dtype: torch.dtype, order: str, first: int = 0, extents: Mapping[str, int] | None = None) -> Inputs:
-        """Return arguments for which each row's largest logit is 1.06 times a power of two, which the next largest is below.
+    def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> Inputs:
+        """Return arguments whose logits are 2^20 to 2^60, times D^-0.5, as far as `dtype` holds their factors, with both signs.
 
-        The powers are 2^(20 + first) to 2^60 and again from 2^20 on, a row each; 2^27 is the last in float16. So a kernel that changes the
-        unit of logits at a power of two compares two units. Keys come in this order: "rising", "falling" or "mixed". Half of them are
-        negative, and so are queries where `first` is odd.
+        The logits of successive keys are in this order: "rising", "falling" or "mixed". Each is so far from the others that a softmax
+        over them has a single weight that is not 0.
         """
         inputs = self.inputs(dtype, extents=extents)
         lefts, rights = self.logits
-        powers = 2.0 ** torch.arange(20, 28 if dtype == torch.float16 else 61, dtype=torch.float64)
+        most = 14 if dtype == torch.float16 else 40
         for name in lefts:
-            rows, width = inputs[name].shape[:-1], inputs[name].shape[-1]
-            sizes = powers[(first + torch.arange(math.prod(rows))) % len(powers)].view(rows)
-            inputs[name] = _along_the_first_column(1.06 * (-1.0) ** first * width**0.5 / LARGEST_KEY * sizes, inputs[name])
+            sizes = 2.0 ** (most // 2) * torch.tensor([1.0, 1.5])[torch.randint(2, inputs[name].shape[:-1])]
+            sizes[..., 1::2, :] *= -1  # every other head
+            inputs[name] = _along_the_first_column(sizes, inputs[name])
         for i, name in enumerate(rights):
-            rows, number = inputs[name].shape[:-1], torch.arange(inputs[name].shape[-2])
-            sizes = LARGEST_KEY * 2.0 ** (-i - (number // 2) / 6) * (-1.0) ** number
-            places = {"rising": number.flip(0), "falling": number, "mixed": torch.rand(rows).argsort(-1)}[order]
+            rows = inputs[name].shape[-2]
+            sizes = (
+                (2.0 ** torch.linspace(0, most, rows)).bfloat16().float() * 2.0**-i * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
+            )
+            mixed = torch.rand(inputs[name].shape[:-1]).argsort(-1)
+            places = {"rising": torch.arange(rows), "falling": torch.arange(rows).flip(0), "mixed": mixed}[order]
             inputs[name] = _along_the_first_column(sizes[places], inputs[name])
         return inputs
 

@@ -100,13 +100,13 @@ class Numerics(Declaration):
                 self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
 
     def test_huge_logits(self, impl: str, dtype: torch.dtype, order_of_logits: str) -> None:
-        """Logits up to 2^60 in any order: results, and gradients of what is weighted, are the oracle's; all gradients are finite.
+        """Logits from 2^20 to 2^60 in any order: results, and gradients of what is weighted, are the oracle's; all gradients are finite.
 
         A kernel that compares a logit with a maximum kept in another unit, such as base 2, is seen here.
         """
         tolerance = 8 * torch.finfo(dtype).eps
-        for first in range(0, 41, 5):
-            inputs = self.huge_inputs(dtype, order_of_logits, first)
+        for _ in range(3):
+            inputs = self.huge_inputs(dtype, order_of_logits)
             ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs)
             right, wanted = self.results_and_gradients(self.oracle, {name: t.double() for name, t in inputs.items()})
             for name, mine, theirs in zip(self.outputs, ours, right, strict=True):

@@ -195,7 +195,7 @@ def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) 
 def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, order: str, dtype: torch.dtype) -> None:
     """Logits from 2^20 to 2^60 in any order enter the window, are its largest for a while, and leave it."""
     window, suite = 23, StepSuite()
-    tokens = tuple(suite.huge_inputs(dtype, order, extents={"N": 3 * window}).values())
+    tokens = tuple(suite.huge_inputs(dtype, order, {"N": 3 * window}).values())
     query, key, value = tokens
     stream: Tokens = (query, key, value)
     ours, right = (_start(part, landmarks, fixed) for part in (_part(stream, 0, window), _wide(_part(stream, 0, window))))
