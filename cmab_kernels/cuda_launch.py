@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,18 +24,24 @@ def capability(index: int | None) -> tuple[int, int]:
 @traced_as_constant
 def gpu_problem(index: int | None, shared_bytes: int = 0) -> str | None:
     """The reason why the GPU of this index cannot run a kernel whose blocks take `shared_bytes` of shared memory; None if it can."""
+    problem, available = _properties(index)
+    if problem is None and available < shared_bytes:
+        return f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has {available // 1024}"
+    return problem
+
+
+@cache
+def _properties(index: int | None) -> tuple[str | None, int]:
+    """The reason why this GPU cannot run any CUDA kernel, or None, and the bytes of shared memory that a block may have."""
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return "it needs an NVIDIA GPU"
+        return "it needs an NVIDIA GPU", 0
     major, minor = capability(index)
     if major < 8:
-        return f"it was built for compute capability 8.0 and up, and the GPU has {major}.{minor}"
+        return f"it was built for compute capability 8.0 and up, and the GPU has {major}.{minor}", 0
     try:
-        available = CUDA.shared_memory(torch.cuda.current_device() if index is None else index)
+        return None, CUDA.shared_memory(torch.cuda.current_device() if index is None else index)
     except RuntimeError as error:
-        return f"the CUDA runtime that it was built with cannot use the GPU ({error}); a newer driver may be needed"
-    if available < shared_bytes:
-        return f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has {available // 1024}"
-    return None
+        return f"the CUDA runtime that it was built with cannot use the GPU ({error}); a newer driver may be needed", 0
 
 
 def launch(function: Callable[..., None], device: torch.device, **arguments: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,14 @@ import torch
 
 cuda_launch = pytest.importorskip("cmab_kernels.cuda_launch", exc_type=ImportError)
 KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def no_known_gpu() -> Iterator[None]:
+    """Forget what is known of GPUs before and after each test."""
+    cuda_launch._properties.cache_clear()
+    yield
+    cuda_launch._properties.cache_clear()
 
 
 class Gpus:
@@ -71,6 +80,8 @@ def test_shared_memory_is_judged_by_the_shape(monkeypatch: pytest.MonkeyPatch) -
     assert cuda_launch.gpu_problem(0, 99 * KIB) is None
     problem = cuda_launch.gpu_problem(0, 99 * KIB + 1)
     assert problem is not None and "100 KiB" in problem and "99" in problem
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: 1 // 0)
+    assert cuda_launch.gpu_problem(0) is None, "properties are asked for once"
     fits = cuda_launch.CUDA
     assert max(fits.solve_shared_bytes(order, 130, False) for order in range(1, 129)) <= 99 * KIB
     ridge = [fits.ridge_shared_bytes(width, columns, wide) for width in range(1, 97) for columns in (1, 64, 200) for wide in (False, True)]

@@ -28,7 +28,8 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     right result is (`oracle`); `Declaration` lists the options. The class then has checks of
 
     - P1: empty dimensions, masked keys with NaN under the mask, a NaN that stays in its batch element;
-    - P2: results and gradients against the oracle in float64, row by row, for every dtype and several laws of the inputs;
+    - P2: results and gradients against the oracle in float64, row by row, for every dtype and several laws of the inputs, and with logits
+      up to 2^60 in any order;
     - P3: the same bits on every run, for any number of threads, for a batch element by itself;
     - P5: strides, offsets, expanded and lazily negated arguments;
     - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
