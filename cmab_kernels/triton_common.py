@@ -41,7 +41,12 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"its heads are at most {WIDEST} wide"
     if query.shape[-2] > MOST_ROWS or key.shape[-2] > MOST_ROWS:
         return "it counts queries and keys in 32 bits"
-    return _gpu_problem(query.device.index) if query.is_cuda else _interpreter_problem(query)
+    return device_problem(query)
+
+
+def device_problem(tensor: Tensor) -> str | None:
+    """The reason why Triton runs nothing where this tensor is, as a phrase; None if it can."""
+    return _gpu_problem(tensor.device.index) if tensor.is_cuda else _interpreter_problem(tensor)
 
 
 def _interpreter_problem(query: Tensor) -> str | None:

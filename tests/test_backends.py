@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +98,36 @@ compiled = torch.compile(lambda q, k: cmab_kernels.latent_attention(q, k, k), fu
 print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl="reference")))
 """
     assert _run(code).strip() == "True"
+
+
+# ---- what a GPU gets
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Pretend that there is a GPU that can run Triton's kernels, and that the package was built without nvcc."""
+    triton_common = pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+    monkeypatch.setattr(triton_common, "_gpu_problem", lambda index: None)
+    for family in backends.FAMILIES.values():
+        if "cuda" in family:
+            monkeypatch.setitem(backends._PROBLEMS, family["cuda"], "the CUDA kernels were not built")
+    return "cuda"
+
+
+def _there(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A tensor on a GPU, as far as the choice of an implementation looks at it."""
+    return SimpleNamespace(shape=shape, device=torch.device("cuda", 0), dtype=dtype, is_cuda=True, is_meta=False, dim=lambda: len(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("landmarks", [None, 1, 64, 65, 256])
+def test_continual_steps_without_nvcc(gpu: str, landmarks: int | None, dtype: torch.dtype) -> None:
+    token, value = _there(2, 4, 1, 300, dtype=dtype), _there(2, 4, 1, 512, dtype=dtype)
+    more = [] if landmarks is None else [_there(2, 4, landmarks, 300)]
+    assert backends.choose("nystrom.continual", "auto", token, token, value, *more) == "triton"
+
+
+@pytest.mark.parametrize("landmarks", [1, 64, 65, 256])
+def test_matrices_of_landmarks_without_nvcc(gpu: str, landmarks: int) -> None:
+    assert backends.choose("nystrom", "auto", _there(8, landmarks, 64)) == "triton"
+    assert backends.choose("nystrom", "auto", _there(8, landmarks, landmarks, dtype=torch.float64)) == "triton"

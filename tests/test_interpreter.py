@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent
         ("intention", "test_kernels"),
         ("intention/solve", "test_kernels"),
         ("nystrom", "test_kernels"),
+        ("nystrom/continual", "test_kernels"),
     ],
 )
 def test_kernels(family: str, file: str) -> None:

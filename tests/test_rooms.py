@@ -23,7 +23,7 @@ MAY = {
     "state": {"checks", "dtypes"},
     "native": {"extension", "state", *SHARED},
     "cuda": {"extension", "cuda_launch", "state", *SHARED},
-    "kernels": {"kernels", "triton_common", "tiles", "constants", "dtypes"},
+    "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
     "costs": {"reference", "constants"},
 }
 """What each room may import from its own family; "public" stands for the names that another family exports to users."""

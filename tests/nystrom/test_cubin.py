@@ -69,6 +69,19 @@ def test_the_largest_matrices_stay_in_registers(tmp_path: Path) -> None:
     assert _check(launched, 90, tmp_path) == [] and compiled(launched, 90, tmp_path).count("HGMMA")
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", DTYPES)
+def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
+    """Every operator with more than 64 landmarks launches one kernel, as often as it has products, within 99 KiB of shared memory."""
+    with as_if_on(capability):
+        matrix, rows = (torch.empty(2, 65, width, dtype=DTYPES[name]) for width in (65, 8))
+        launched = record(lambda: kernels.iterative_pinv(matrix, 6))
+        launched += record(lambda: kernels.landmark_values_backward(rows, rows, rows, rows, None, 0.5, 6))
+    assert {one.kernel.__name__ for one in launched} == {"_multiply"} and len(launched) == 4 * 6 + (1 + 4 * 6 + 1 + 11 * 6 + 3)
+    assert _check(launched[1], capability, tmp_path) == []
+    assert compiled(launched[1], capability, tmp_path).shared <= 99 * 1024
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["_pinv", "_pinv_backward", "_landmark_values", "_landmark_values_backward"])
 @pytest.mark.parametrize("name, m, capability", EVERY)

@@ -51,6 +51,22 @@ def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
     check_nearly_singular(lambda matrices: kernels.iterative_pinv(between_margins(matrices), iterations), 4, 5, iterations, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "signs", "zero"])
+def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
+    """Matrices that one program does not keep to itself, whose last blocks are not full."""
+    check_pinv(kernels, between_margins(MATRICES[kind](2, 70).to(dtype)), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("some_absent", [False, True])
+def test_landmarks_in_blocks(some_absent: bool, dtype: torch.dtype) -> None:
+    absent = torch.rand(2, 67) < 0.4 if some_absent else None
+    given = _landmarks(2, 67, 9, 3, dtype=dtype, absent=absent, iterations=1)
+    dout = torch.randn(given.values.shape).to(dtype)
+    check_landmarks(kernels, given, dout if absent is None else dout.masked_fill(absent[..., None], math.nan))
+
+
 @pytest.mark.parametrize("kind", sorted(set(MATRICES) - {"normal"}))
 def test_matrices(kind: str) -> None:
     check_pinv(kernels, MATRICES[kind](2, 5), 2)
@@ -163,6 +179,6 @@ def test_no_matrices() -> None:
 
 
 def test_what_is_not_supported() -> None:
-    assert kernels.unsupported(torch.zeros(1, 64, 64)) is None
-    assert "64" in str(kernels.unsupported(torch.zeros(1, 65, 65)))
+    assert kernels.unsupported(torch.zeros(1, 256, 256)) is None
+    assert "256" in str(kernels.unsupported(torch.zeros(1, 257, 257)))
     assert "bfloat16" in str(kernels.unsupported(torch.zeros(1, 2, 2, dtype=torch.bfloat16)))

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...checks import wrong
 from ...cuda_launch import CUDA, gpu_problem, launch
 from ...dtypes import FLOATING
-from .state import ContinualAttentionState, ContinualNystromState, State
+from .state import ContinualAttentionState, ContinualNystromState, State, refuse_other_output
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
@@ -42,11 +41,8 @@ def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
     """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
-    known = state.sums.shape[-2] > 0
-    if known != retroactive and torch.cuda.is_current_stream_capturing():
-        kinds = ("single", "retroactive")
-        allowed = "a captured step keeps the state's memory; take a step of this kind before the capture"
-        raise RuntimeError(wrong("output", f"is {kinds[retroactive]!r}, and the state is that of {kinds[known]} steps", allowed))
+    if torch.cuda.is_current_stream_capturing():
+        refuse_other_output(state, retroactive)
     return _step(CUDA.attention_step, state, query, key, value, retroactive)
 
 

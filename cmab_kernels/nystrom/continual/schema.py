@@ -43,7 +43,7 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
 
 def _clock(state: Any, like: Tensor) -> Tensor:
     """The position if it is a tensor, as an operator must return; an empty tensor if it is an int, which the caller can compute."""
-    return state.position if isinstance(state.position, Tensor) else like.new_empty(0, dtype=torch.int64)
+    return state.position if isinstance(state.position, Tensor) else like.new_empty((0,), dtype=torch.int64)
 
 
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
@@ -88,7 +88,7 @@ def _out(value: Tensor, window: int, retroactive: bool) -> Tensor:
 
 
 def _empty_clock(clock: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0 if clock is None else clock.shape, dtype=torch.int64)
+    return like.new_empty((0,) if clock is None else clock.shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("cmab::continual_nystrom_step", lib=LIB)

@@ -6,6 +6,7 @@ the step then writes only to memory that the given state does not read, a free r
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -141,6 +142,52 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not tensor.requires_grad:
         return tensor
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+# ---- which memory the next state takes
+
+
+_HELD = (object(),)
+_ONCE = sys.getrefcount(_HELD[0])
+"""What `sys.getrefcount` gives for an object that a tuple alone holds."""
+
+
+def next_state(state: State, tokens: int, retroactive: bool) -> State:
+    """The state after a step of this number of tokens, on any device, whose memory the step is to fill.
+
+    The rule is that of csrc/continual/next_state.h. A state that alone holds its tensors is stepped in place: new tokens go to free rows of
+    its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
+    """
+    fields: tuple[Any, ...] = state
+    sole = all(sys.getrefcount(fields[i]) == _ONCE and not fields[i].requires_grad for i in range(5))
+    changes: dict[str, Any] = {}
+    batch, heads, capacity, _ = state.keys.shape
+    if not sole or capacity < state.window + tokens:
+        capacity = state.window + min(tokens, state.window)
+        for name in ("queries", "keys", "values"):
+            ring = getattr(state, name)
+            changes[name] = ring.new_empty((batch, heads, capacity, ring.shape[3]))
+    before = state.sums.shape[2]
+    rows = before if isinstance(state, ContinualNystromState) else state.window if retroactive else 0
+    if sole and rows == before > 0:
+        changes["sums"], changes["spare"] = state.spare, state.sums
+    elif rows or before:
+        changes["sums"], changes["spare"] = (state.sums.new_empty((batch, heads, rows, state.sums.shape[3])) for _ in range(2))
+    if isinstance(state, ContinualNystromState):  # always: whether a landmark is replaced may be known on a GPU only
+        for name in ("landmark_queries", "landmark_keys", "inverse"):
+            changes[name] = torch.empty_like(getattr(state, name))
+    if isinstance(state.position, Tensor):
+        changes["position"] = torch.empty_like(state.position)
+    return state._replace(**changes)
+
+
+def refuse_other_output(state: State, retroactive: bool) -> None:
+    """Raise `RuntimeError` if a step of this kind cannot be captured in a CUDA graph, since the state's sums would take other memory."""
+    known = state.sums.shape[-2] > 0
+    if isinstance(state, ContinualAttentionState) and known != retroactive:
+        kinds = ("single", "retroactive")
+        allowed = "a captured step keeps the state's memory; take a step of this kind before the capture"
+        raise RuntimeError(wrong("output", f"is {kinds[retroactive]!r}, and the state is that of {kinds[known]} steps", allowed))
 
 
 def check_state(state: State, kind: type[State], name: str = "state") -> None:

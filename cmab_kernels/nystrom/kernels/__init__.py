@@ -1,8 +1,11 @@
-"""The m x m part of Nyström attention in Triton: one program for each matrix, which keeps all iterates to itself.
+"""The m x m part of Nyström attention in Triton: up to 64 landmarks, one program for each matrix, which keeps all iterates to itself; up to
+256, a launch for each product.
 
 - `squares`   the iteration on one matrix, and its gradient
 - `pinv`      the iterative pseudo-inverse of a batch, and its gradient
 - `landmarks` softmax, pseudo-inverse and product with the values in one launch, and their gradients
+- `blocks`    products of matrices that one program cannot keep to itself
+- `large`     the four operators for more than 64 landmarks
 - `launch`    launch options: tile size, precision of products, number of warps
 """
 

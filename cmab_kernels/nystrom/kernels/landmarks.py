@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
-from .launch import options, scratch_squares, strides
+from . import large
+from .launch import MOST_IN_REGISTERS, options, scratch_squares, strides
 from .pinv import store_rows
 from .squares import A, Z, differentiate, get, iterate, iterate_in_scratch
 
@@ -156,6 +157,8 @@ def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
     """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
+    if landmark_query.shape[1] > MOST_IN_REGISTERS:
+        return large.landmark_values(landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values
     out = values.new_empty(values.shape)
     with on_device(values):
@@ -176,6 +179,8 @@ def landmark_values_backward(
     dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
+    if landmark_query.shape[1] > MOST_IN_REGISTERS:
+        return large.landmark_values_backward(dout, landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values
     dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)
     chosen = _common(landmark_query, values, iterations, "nystrom.backward")

@@ -11,14 +11,16 @@ from ...triton_common import Products, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
 
-MOST_LANDMARKS = 64
+MOST_LANDMARKS = 256
+MOST_IN_REGISTERS = 64
+"""The widest matrix that one program keeps to itself; wider ones are multiplied in blocks (`large`)."""
 WIDEST_IN_FULL = 32
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
-        return f"its matrices are at most {MOST_LANDMARKS} wide, one a program"
+        return f"its matrices are at most {MOST_LANDMARKS} wide"
     return unsupported_rows(matrix, matrix, matrix)
 
 

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import alignment, kernel, load_tile, on_device, rows_at, tile_at
-from .launch import options, scratch_squares, strides
+from . import large
+from .launch import MOST_IN_REGISTERS, options, scratch_squares, strides
 from .squares import differentiate, iterate, iterate_in_scratch
 
 
@@ -66,6 +67,8 @@ def _pinv_backward(
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
+    if matrix.shape[1] > MOST_IN_REGISTERS:
+        return large.iterative_pinv(matrix, iterations)
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
         chosen = options(matrix, "nystrom.forward")
@@ -75,6 +78,8 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
     """Return the gradient of the matrices (M, m, m), contiguous."""
+    if matrix.shape[1] > MOST_IN_REGISTERS:
+        return large.iterative_pinv_backward(dinverse, matrix, iterations)
     dmatrix = matrix.new_empty(matrix.shape)
     chosen = options(matrix, "nystrom.backward")
     scratch = scratch_squares(matrix, iterations, chosen["SIZE"])

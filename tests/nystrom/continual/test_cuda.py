@@ -18,14 +18,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import cmab_kernels as ck
-from cmab_kernels.dtypes import state_dtype
-from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
-from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
+from cmab_kernels.nystrom.continual.state import ContinualNystromState, next_state
 from cmab_kernels.nystrom.reference import iterative_pinv_reference
-from cmab_kernels.testing import STREAMS, bound, row_error
+from cmab_kernels.testing import STREAMS, row_error
 from tests import emulated_cuda
 
+from .step_cases import Tokens, compare
+from .step_cases import defined as _defined
+from .step_cases import errors as _errors
+from .step_cases import part as _part
+from .step_cases import same as _same
+from .step_cases import start as _start
+from .step_cases import tokens as _tokens
+from .step_cases import wide as _wide
 from .test_suite import StepSuite
 
 if emulated_cuda.COMPILER is None:
@@ -34,7 +39,6 @@ pytest.importorskip("pybind11", reason="pybind11 is not here, which the emulated
 cuda_step = pytest.importorskip("cmab_kernels.nystrom.continual.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
-Tokens = tuple[Tensor, Tensor, Tensor]
 BUILT = cuda_step.CUDA
 
 
@@ -61,82 +65,13 @@ def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     yield player
 
 
-# ---- streams and what is right
-
-
-def _tokens(
-    batch: int, heads: int, length: int, width: int, value_width: int, dtype: torch.dtype = torch.float32, size: float = 1.0
-) -> Tokens:
-    query, key, value = (torch.randn(batch, heads, length, n) for n in (width, width, value_width))
-    return (size * query).to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _part(tokens: Tokens, first: int, end: int) -> Tokens:
-    query, key, value = (t[:, :, first:end] for t in tokens)
-    return query, key, value
-
-
-def _wide(tokens: Tokens) -> Tokens:
-    query, key, value = (t.double() for t in tokens)
-    return query, key, value
-
-
-def _start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
-    """Return the state of a window with m landmarks, or of exact attention for None. The position is a tensor, as on a GPU."""
-    if landmarks is None:
-        state: Any = ck.continual_attention_init(*tokens, **options)
-    elif fixed:
-        given = tuple(t[:, :, :landmarks].to(state_dtype(t.dtype)) for t in tokens[:2])
-        state = ck.continual_nystrom_init(*tokens, landmarks=given, **options)
-    else:
-        state = ck.continual_nystrom_init(*tokens, landmarks, **options)
-    return state._replace(position=torch.full(tokens[1].shape[:2], tokens[1].shape[2]))
-
-
 def _step(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
     name = "continual_nystrom_step" if isinstance(state, ContinualNystromState) else "continual_attention_step"
     return getattr(cuda_step, name)(state, *tokens, retroactive)
 
 
-def _defined(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
-    step = nystrom_step_reference if isinstance(state, ContinualNystromState) else attention_step_reference
-    return step(state, *tokens, retroactive)
-
-
-def _logits(tokens: Tokens) -> float:
-    if tokens[0].numel() == 0:
-        return 0.0
-    return float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * tokens[0].shape[-1] ** -0.5
-
-
-def _errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
-    """Yield the error of each row, relative to its size, or to a 20th of the largest row where that is larger, since rows may cancel."""
-    size = wanted.norm(dim=-1)
-    size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
-    return ((result.double() - wanted).norm(dim=-1) / size for result in results)
-
-
-def _compare(stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False) -> None:
-    """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
-
-    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a head's rows.
-    """
-    dtype = stream[1].dtype
-    ours, own = (_start(_part(stream, 0, window), landmarks, fixed) for _ in range(2))
-    right = _start(_wide(_part(stream, 0, window)), landmarks, fixed)
-    at, score = window, _logits(stream)
-    for chunk in chunks:
-        tokens = _part(stream, at, at + chunk)
-        out, ours = _step(ours, tokens, retroactive)
-        wanted, right = _defined(right, _wide(tokens), retroactive)
-        same_precision, own = _defined(own, tokens, retroactive)
-        error, torchs = _errors(wanted, out, same_precision)
-        assert out.dtype == dtype and out.is_contiguous()
-        assert (error <= bound(dtype, score, torchs.amax(-1, keepdim=True))).all(), (at, error)
-        at += chunk
-    assert (ours.position == at).all()
-    for ring, given in zip(ours[:3], stream, strict=True):
-        assert torch.equal(window_of(ring, at, window), given[:, :, at - window : at])
+def _compare(*given: Any, **options: Any) -> None:
+    compare(_step, *given, **options)
 
 
 SHAPES = {  # batch, heads, window, landmarks, D, E
@@ -207,16 +142,6 @@ def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, orde
 
 
 # ---- bits
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Compare the bits of outputs or states, except spare memory and rows of the rings that hold no token."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    assert (a.position == b.position).all()
-    rings = all(torch.equal(*(window_of(s[i], tokens_seen(s), s.window) for s in (a, b))) for i in range(3))
-    names = [name for name in a._fields if name not in ("queries", "keys", "values", "spare")]
-    return rings and all(torch.equal(torch.as_tensor(getattr(a, n)), torch.as_tensor(getattr(b, n))) for n in names)
 
 
 KINDS = [(5, False), (5, True), (None, False), (None, True)]
@@ -310,6 +235,29 @@ def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
     assert torch.equal(_step(other, _part(stream, 14, 20))[0], second)
     assert one.keys.shape[2] == 13 and _step(one, _part(stream, 14, 20))[1].keys.shape[2] == 18
     assert _step(one, _part(stream, 14, 40))[1].keys.shape[2] == 24, "two windows at most"
+
+
+@pytest.mark.parametrize("landmarks", [4, None])
+@pytest.mark.parametrize("retroactive", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("held", ["nothing", "the state before", "its keys", "its spare memory"])
+def test_the_rule_of_memory_is_the_same_in_python(held: str, count: int, retroactive: bool, landmarks: int | None, played: Player) -> None:
+    """`next_state` of state.py, which Triton's steps take, shares the tensors that csrc's shares, and gives the others the same shapes."""
+    stream = _tokens(1, 2, 14, 4, 4)
+    for known in (False, True):
+        _, before = _step(_start(_part(stream, 0, 12), landmarks), _part(stream, 12, 13), known)
+        state = before._replace(window=12)
+        keep = {"nothing": None, "the state before": before, "its keys": before.keys, "its spare memory": before.spare}[held]
+        del before
+        found = []
+        for rule in (played.kernels.next_state, next_state):
+            after = rule(state=state, tokens=count, retroactive=retroactive)
+            fields = [name for name in state._fields if isinstance(getattr(state, name), Tensor)]
+            shared = {a: [b for b in fields if getattr(after, a) is getattr(state, b)] for a in fields}
+            found.append((shared, {a: (getattr(after, a).shape, getattr(after, a).dtype) for a in fields}))
+            del after
+        assert found[0] == found[1]
+        del keep
 
 
 class Recorder:

@@ -1,0 +1,12 @@
+"""The steps of continual attention in Triton: one launch for a step of any number of tokens, one program for a head.
+
+- `window`    the rings of tokens, logits, and a query's sums over the window
+- `rows`      rows of sums that slide with the window, guarded
+- `landmarks` landmarks that follow the stream, their pseudo-inverse, and the outputs through them
+- `nystrom`, `attention`  the two kernels
+- `launch`    block sizes and memory
+"""
+
+from .launch import continual_attention_step, continual_nystrom_step, unsupported
+
+__all__ = ["continual_attention_step", "continual_nystrom_step", "unsupported"]

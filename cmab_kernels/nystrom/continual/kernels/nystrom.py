@@ -1,0 +1,148 @@
+# mypy: disable-error-code="no-untyped-def"
+"""A step of continual Nyström attention in Triton, a program a head."""
+
+import triton.language as tl
+
+from ....triton_common import kernel
+from ...kernels.blocks import SQUARES
+from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
+from .rows import slide
+from .window import admit, before_and_after, move_ring, oldest_row, row_of, span
+
+RENEWED = before_and_after("queries", "keys", "values", "sums", "position", "landmark_queries", "landmark_keys", "inverse")
+
+
+@kernel("query", "key", "value", *RENEWED)
+def _nystrom_step(
+    query,
+    key,
+    value,
+    out,
+    scratch,
+    squares,
+    queries_from,
+    queries_to,
+    keys_from,
+    keys_to,
+    values_from,
+    values_to,
+    sums_from,
+    sums_to,
+    landmark_queries_from,
+    landmark_queries_to,
+    landmark_keys_from,
+    landmark_keys_to,
+    inverse_from,
+    inverse_to,
+    position_from,
+    position_to,
+    scale: tl.float64,
+    tokens: tl.int32,
+    window: tl.int32,
+    capacity_from: tl.int32,
+    capacity_to: tl.int32,
+    D: tl.int32,
+    E: tl.int32,
+    m: tl.int32,
+    fixed: tl.int32,
+    moving: tl.int32,
+    RETROACTIVE: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    SIZE: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    query, key, value = query + head * tokens * D, key + head * tokens * D, value + head * tokens * E
+    queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
+    sums, sums_before = sums_to + head * m * (E + 3), sums_from + head * m * (E + 3)
+    landmark_queries, landmark_keys = landmark_queries_to + head * m * D, landmark_keys_to + head * m * D
+    inverse = inverse_to + head * m * m
+    scratch += head * m * E
+    squares += head * SQUARES * m * m
+    out += head * (window if RETROACTIVE else tokens) * E
+    position = tl.load(position_from + head)
+    if moving != 0:
+        move_ring(queries_from + head * capacity_from * D, queries, position, window, capacity_from, capacity_to, D)
+        move_ring(keys_from + head * capacity_from * D, keys, position, window, capacity_from, capacity_to, D)
+        move_ring(values_from + head * capacity_from * E, values, position, window, capacity_from, capacity_to, E)
+    copy(landmark_queries_from + head * m * D, landmark_queries, m * D)
+    copy(landmark_keys_from + head * m * D, landmark_keys, m * D)
+    copy(inverse_from + head * m * m, inverse, m * m)
+    tl.debug_barrier()
+    oldest = oldest_row(position, window, capacity_to)
+    for t in range(tokens):
+        position += 1
+        oldest = tl.where(oldest + 1 < capacity_to, oldest + 1, 0)
+        newest, gone = row_of(window - 1, oldest, capacity_to), row_of(-1, oldest, capacity_to)
+        admit(query, queries, newest, gone, D)
+        spoilt = admit(key, keys, newest, gone, D)
+        spoilt += admit(value, values, newest, gone, E)
+        query, key, value = query + D, key + D, value + E
+        tl.debug_barrier()
+        segment = tl.where(fixed != 0, 0, segment_ending(position, window, m))
+        if segment > 0:
+            replace_oldest(landmark_queries, m, queries, oldest, capacity_to, window, segment, D, OPERAND)
+            replace_oldest(landmark_keys, m, keys, oldest, capacity_to, window, segment, D, OPERAND)
+            tl.debug_barrier()
+        around = (keys, values, oldest, capacity_to, window, D, E)
+        for first in range(0, m, ROWS):
+            row = span(first, ROWS)
+            offset = tl.minimum(row, m - 1) * D
+            due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)
+            shift = tl.where(segment > 0, 1, 0)
+            slide(landmark_queries, offset, row, m, shift, due, sums_before, sums, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+        sums_before = sums
+        if segment > 0:
+            invert(
+                landmark_queries, landmark_keys, inverse, squares, m, D, scale, ITERATIONS, SIZE, IN_REGISTERS, LARGEST, OPERAND, PRECISION
+            )
+            tl.debug_barrier()
+        if RETROACTIVE:
+            if t == tokens - 1:
+                put_all(
+                    queries,
+                    out,
+                    landmark_keys,
+                    inverse,
+                    sums,
+                    scratch,
+                    m,
+                    D,
+                    E,
+                    oldest,
+                    capacity_to,
+                    window,
+                    scale,
+                    SIZE,
+                    16,
+                    16,
+                    LARGEST,
+                    OPERAND,
+                    PRECISION,
+                )
+        else:
+            put_newest(
+                queries + newest * D,
+                out,
+                landmark_keys,
+                inverse,
+                sums,
+                m,
+                D,
+                E,
+                scale,
+                SIZE,
+                16,
+                WIDTH,
+                LARGEST,
+                OPERAND,
+            )
+            out += E
+    tl.store(position_to + head, position)

@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Rows of sums that slide with the window, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, and the peak of the
+scaled phi since the row was last recomputed.
+
+A new token is added, the one that leaves is subtracted. When phi falls below half of its peak, or the values that leave outweigh those that
+remain, rounding errors of the subtracted terms begin to show: the row is recomputed from the window, as it is on schedule.
+"""
+
+import triton
+import triton.language as tl
+
+from .window import logits, row_of, span, window_sums
+
+MOST_REMOVED = tl.constexpr(2.0)
+"""The largest ratio of values subtracted to values left."""
+
+
+@triton.jit
+def _slid(keep, add, drop, sums, comes, goes):
+    return tl.fma(-drop, goes, tl.fma(add, comes, keep * sums))
+
+
+@triton.jit
+def slide(
+    queries,
+    offset,
+    row,
+    rows,
+    shift,
+    due,
+    source,
+    target,
+    window,
+    scale,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Update a tile of rows after a token was admitted: row r of `target` is row r + shift of `source` updated, or, if there is none or it
+    is `due`, recomputed. `target` may be `source`: tiles go upwards, and each is read before it is written.
+
+    The queries of the rows `row` (ROWS,) are at `queries + offset`.
+    """
+    _, values, oldest, capacity, tokens, D, E = window
+    at_phi = E.to(tl.int64)
+    newest, gone = row_of(tokens - 1, oldest, capacity), row_of(-1, oldest, capacity)
+    known = row + shift < rows
+    left = (queries + offset)[:, None]
+    comes = logits(left, window[0] + newest * D + tl.zeros([1, 1], tl.int64), D, scale, LARGEST, OPERAND)
+    goes = logits(left, window[0] + gone * D + tl.zeros([1, 1], tl.int64), D, scale, LARGEST, OPERAND)
+    old = source + (row + shift) * (E + 3)
+    phi_before = tl.load(old + at_phi, mask=known, other=0.0)
+    top_before = tl.load(old + (at_phi + 1), mask=known, other=0.0)
+    top = tl.where(comes > top_before, comes, top_before)
+    keep, add, drop = tl.exp(top_before - top), tl.exp(comes - top), tl.exp(goes - top)
+    phi = _slid(keep, add, drop, phi_before, tl.full([1], 1.0, OPERAND), tl.full([1], 1.0, OPERAND))
+    peak = keep * tl.load(old + (at_phi + 2), mask=known, other=0.0)
+
+    columns = span(0, WIDTH)[None, :]
+    there = known[:, None] & (columns < E)
+    value_in = tl.load(values + newest * E + columns, mask=columns < E, other=0.0).to(OPERAND)
+    value_out = tl.load(values + gone * E + columns, mask=columns < E, other=0.0).to(OPERAND)
+    before = tl.load(old[:, None] + columns, mask=there, other=0.0)
+    sums = _slid(keep[:, None], add[:, None], drop[:, None], before, value_in, value_out)
+    remaining = tl.fma(add[:, None], tl.abs(value_in), tl.abs(sums))
+    excess = tl.sum(tl.fma(drop[:, None], tl.abs(value_out), -MOST_REMOVED * remaining), 1)
+    sound = (phi >= 0.5 * peak) & (excess <= 0.0) & (excess >= -LARGEST)  # False for NaN, too
+    stale = (row < rows) & (due | (row + shift >= rows) | (sound == 0))
+
+    tl.debug_barrier()  # all rows are read
+    new = target + row * (E + 3)
+    tl.store(new[:, None] + columns, sums, mask=there)
+    tl.store(new + at_phi, phi, mask=known)
+    tl.store(new + (at_phi + 1), top, mask=known)
+    tl.store(new + (at_phi + 2), tl.where(phi > peak, phi, peak), mask=known)
+    tl.debug_barrier()
+
+    next_row = tl.min(tl.where(stale, row, rows), 0)
+    while next_row < rows:
+        query = queries + tl.sum(tl.where(row == next_row, offset, 0), 0)
+        _recompute(query, target + next_row * (E + 3), window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+        next_row = tl.min(tl.where(stale & (row > next_row), row, rows), 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _recompute(query, target, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
+    E = window[6]
+    top, phi, sums = window_sums(query, window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+    columns = span(0, WIDTH)
+    tl.store(target + columns, sums, mask=columns < E)
+    tl.store(target + E, phi)
+    tl.store(target + (E + 1), top)
+    tl.store(target + (E + 2), phi)

@@ -1,0 +1,101 @@
+"""Streams, the definition of their steps, and comparisons with it, for the kernels of GPUs that run here on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
+from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
+from cmab_kernels.testing import bound
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+Step = Callable[[Any, Tokens, bool], tuple[Tensor, Any]]
+"""(state, tokens, retroactive) -> (out, state)."""
+
+
+def tokens(
+    batch: int, heads: int, length: int, width: int, value_width: int, dtype: torch.dtype = torch.float32, size: float = 1.0
+) -> Tokens:
+    query, key, value = (torch.randn(batch, heads, length, n) for n in (width, width, value_width))
+    return (size * query).to(dtype), key.to(dtype), value.to(dtype)
+
+
+def part(tokens: Tokens, first: int, end: int) -> Tokens:
+    query, key, value = (t[:, :, first:end] for t in tokens)
+    return query, key, value
+
+
+def wide(tokens: Tokens) -> Tokens:
+    query, key, value = (t.double() for t in tokens)
+    return query, key, value
+
+
+def start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
+    """Return the state of a window with m landmarks, or of exact attention for None. The position is a tensor, as on a GPU."""
+    if landmarks is None:
+        state: Any = ck.continual_attention_init(*tokens, **options)
+    elif fixed:
+        given = tuple(t[:, :, :landmarks].to(state_dtype(t.dtype)) for t in tokens[:2])
+        state = ck.continual_nystrom_init(*tokens, landmarks=given, **options)
+    else:
+        state = ck.continual_nystrom_init(*tokens, landmarks, **options)
+    return state._replace(position=torch.full(tokens[1].shape[:2], tokens[1].shape[2]))
+
+
+def defined(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
+    step = nystrom_step_reference if isinstance(state, ContinualNystromState) else attention_step_reference
+    return step(state, *tokens, retroactive)
+
+
+def logits(tokens: Tokens) -> float:
+    if tokens[0].numel() == 0:
+        return 0.0
+    return float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * tokens[0].shape[-1] ** -0.5
+
+
+def errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
+    """Yield the error of each row, relative to its size, or to a 20th of the largest row where that is larger, since rows may cancel."""
+    size = wanted.norm(dim=-1)
+    size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
+    return ((result.double() - wanted).norm(dim=-1) / size for result in results)
+
+
+def compare(
+    step: Step, stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False
+) -> None:
+    """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
+
+    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a head's rows.
+    """
+    dtype = stream[1].dtype
+    ours, own = (start(part(stream, 0, window), landmarks, fixed) for _ in range(2))
+    right = start(wide(part(stream, 0, window)), landmarks, fixed)
+    at, score = window, logits(stream)
+    for chunk in chunks:
+        new = part(stream, at, at + chunk)
+        out, ours = step(ours, new, retroactive)
+        wanted, right = defined(right, wide(new), retroactive)
+        same_precision, own = defined(own, new, retroactive)
+        error, torchs = errors(wanted, out, same_precision)
+        assert out.dtype == dtype and out.is_contiguous()
+        assert (error <= bound(dtype, score, torchs.amax(-1, keepdim=True))).all(), (at, error)
+        at += chunk
+    assert (ours.position == at).all()
+    for ring, given in zip(ours[:3], stream, strict=True):
+        assert torch.equal(window_of(ring, at, window), given[:, :, at - window : at])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare the bits of outputs or states, except spare memory and rows of the rings that hold no token."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    assert (a.position == b.position).all()
+    rings = all(torch.equal(*(window_of(s[i], tokens_seen(s), s.window) for s in (a, b))) for i in range(3))
+    names = [name for name in a._fields if name not in ("queries", "keys", "values", "spare")]
+    return rings and all(torch.equal(torch.as_tensor(getattr(a, n)), torch.as_tensor(getattr(b, n))) for n in names)

@@ -1,0 +1,78 @@
+"""The Triton kernels of the continual steps compiled for GPUs that are not here: what the machine code shows without running it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from cmab_kernels.nystrom.continual import kernels
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+
+from .step_cases import part, start, tokens
+
+SHARED = 99 * 1024
+"""What every GPU from compute capability 8.0 on has."""
+
+ORDINARY = [(torch.float32, 16, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True)]
+"""dtype, landmarks (None: exact attention), retroactive: on sm_90."""
+
+EVERY = list(itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, None], [False, True], [80, 90, 100]))
+
+
+def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape: tuple[int, ...] = (2, 3, 72, 64, 64, 1)) -> Launch:
+    batch, heads, window, width, value_width, count = shape
+    stream = tokens(batch, heads, window + count, width, value_width, dtype)
+    step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
+    state = start(part(stream, 0, window), landmarks)
+    (launched,) = record(lambda: step(state, *part(stream, window, window + count), retroactive))
+    return launched
+
+
+def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
+    figures = compiled(launched, capability, folder)
+    print(figures)
+    found = faults(figures, False)
+    if figures.shared > SHARED:
+        found.append(f"{figures.shared} bytes of shared memory, and some GPUs have {SHARED}")
+    return [f"{figures}: {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("dtype, landmarks, retroactive", ORDINARY)
+def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, tmp_path: Path) -> None:
+    assert _check(_launch(dtype, landmarks, retroactive), 90, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype, landmarks, retroactive, capability", EVERY)
+def test_compiled_everywhere(dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path) -> None:
+    """The inverse of 64 landmarks takes all registers: what is kept from token to token is spilled around it, once a segment."""
+    with as_if_on(capability):
+        launched = _launch(dtype, landmarks, retroactive)
+    found = _check(launched, capability, tmp_path)
+    assert [fault for fault in found if landmarks != 64 or "spilled" not in fault] == []
+
+
+def test_one_kernel_for_all_shapes() -> None:
+    """Batches, heads, windows, numbers of tokens and of landmarks change no constant; widths and landmarks count by powers of two."""
+    shapes = [(2, 3, 20, 40, 40, 1), (1, 1, 31, 33, 64, 17), (3, 16, 24, 64, 33, 2)]
+    for landmarks in ((12, 9, 16), (None, None, None)):
+        found = [_launch(torch.float32, number, False, shape) for number, shape in zip(landmarks, shapes, strict=True)]
+        keys = {str(one.kernel.source(*one.args, **one.options)[0].hash()) for one in found}
+        assert len(keys) == 1
+
+
+# ---- each check refuses a planted fault
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    launched = _launch(torch.float32, None, True)
+    launched.options.update(num_warps=1)
+    assert any("spilled" in fault for fault in _check(launched, 90, tmp_path))
