@@ -1,4 +1,4 @@
-"""GPU readiness without a GPU: what every kernel compiles to for sm_80, sm_90 and sm_100, and the time that this implies.
+"""GPU readiness without a GPU: what every kernel compiles to for six compute capabilities and gfx942, and the time that this implies.
 
 `python -m bench.gpu.readiness` compiles all and says what has become worse than bench/results/gpu_readiness.json, exit code 1 if anything
 has; `--kernels _forward _merge` only these. `--write` records what it finds there, and docs/gpu_readiness.md from it.
@@ -26,8 +26,9 @@ from bench.provenance import ROOT
 from bench.runs import write_json
 from cmab_kernels.testing.cubin import Launch, machine_code
 
+from . import readiness_amd as amd
 from . import readiness_cuda as cuda
-from .readiness_cases import PASSES, Case, Pass, cases
+from .readiness_cases import PASSES, WHOLE, Case, Pass, cases
 from .readiness_model import CHIPS, WARP, occupancy, seconds
 from .readiness_page import page
 from .readiness_sass import Code, Counts, Loop
@@ -51,7 +52,7 @@ def key_of(row: Row) -> Key:
 # ---- one kernel
 
 
-def of_launch(launch: Launch, capability: int, folder: Path) -> Row:
+def of_launch(launch: Launch, folder: Path, capability: int) -> Row:
     """The row of a launch, compiled now by Triton."""
     made = machine_code(launch, capability, folder)
     passing = PASSES[launch.kernel.__name__](launch)
@@ -77,7 +78,7 @@ def of_nvcc(case: Case, one: cuda.Compiled, text: str) -> Row:
     shared = kernel.shared(8 if one.dtype == "float64" else 4)
     held = occupancy(one.capability, one.registers, shared, cuda.WARPS)
     return {
-        **_heading(case, one.kernel, one.capability),
+        **_heading(case, one.kernel, f"sm_{one.capability}"),
         "compiler": cuda.compiler(),
         **{"registers": one.registers, "spilled": one.spilled, "shared": shared, "warps": cuda.WARPS},
         **_figures(code, counts, passing, one.capability),
@@ -85,9 +86,9 @@ def of_nvcc(case: Case, one: cuda.Compiled, text: str) -> Row:
     }
 
 
-def _heading(case: Case, kernel: str, capability: int) -> Row:
+def _heading(case: Case, kernel: str, arch: str) -> Row:
     names = {"case": case.name, "operator": case.operator, "pass": case.passes, "shape": case.shape}
-    return names | {"dtype": case.precision, "width": case.width, "kernel": kernel, "arch": f"sm_{capability}"}
+    return names | {"dtype": case.precision, "width": case.width, "kernel": kernel, "arch": arch}
 
 
 def _figures(code: Code, counts: Counts, passing: Pass, capability: int) -> Row:
@@ -116,21 +117,27 @@ def _rounded(x: float) -> float:
 
 
 def rows(wanted: Sequence[str], say: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of the kernels that are wanted, or of all: those of Triton on each GPU, then those of nvcc."""
     for case in cases():
-        for capability in CHIPS:
+        for arch, (capability, row) in targets(case).items():
             for label, launch in case.launches(capability).items():
                 if wanted and launch.kernel.__name__ not in wanted:
                     continue
                 start = time.perf_counter()
-                row = in_child(partial(of_launch, launch, capability), LIMIT)
-                say(f"{label} sm_{capability}, {case.name}: {row.get('problem', 'done')}, {time.perf_counter() - start:.1f} s")
-                yield _heading(case, label, capability) | {"compiler": COMPILER} | row
+                made = in_child(partial(row, launch), LIMIT)
+                say(f"{label} {arch}, {case.name}: {made.get('problem', 'done')}, {time.perf_counter() - start:.1f} s")
+                yield _heading(case, label, arch) | {"compiler": COMPILER} | made
     compiled = [one for one in cuda.compiled() if not wanted or one.kernel in wanted]
     if compiled:
         say("CUDA kernels of csrc")
         texts = cuda.disassembled()
-        for one in compiled:
-            yield of_nvcc(cuda.case(one.kernel, one.dtype), one, texts[one.mangled, one.target])
+        yield from (of_nvcc(cuda.case(one.kernel, one.dtype), one, texts[one.mangled, one.target]) for one in compiled)
+
+
+def targets(case: Case) -> dict[str, tuple[int, Callable[..., Row]]]:
+    """What a case is compiled for: the capability whose tiles it takes there, and what makes a row of a launch."""
+    chips = {f"sm_{number}": (number, partial(of_launch, capability=number)) for number in CHIPS if case.everywhere or number in WHOLE}
+    return chips | ({amd.ARCH: (amd.TILES, amd.of_launch)} if case.everywhere else {})
 
 
 def in_child(work: Callable[[Path], Row], limit: float) -> Row:
@@ -204,16 +211,16 @@ def regressions(before: Row, after: Row) -> list[str]:
         return []
     allowed = {
         "registers": before["registers"] + MORE_REGISTERS,
-        "local": before["local"],
+        "local": before.get("local", 0),
         "spilled": before.get("spilled", 0),
-        "total": before["total"] * (1 + SLOWER),
+        "total": before.get("total", 0) * (1 + SLOWER),
     }
-    named = {"registers": "registers", "local": "instructions to local memory", "spilled": "spilled bytes"}
-    named["total"] = f"instructions per {before['per']}"
+    named = {"registers": "registers", "local": "instructions to local memory", "spilled": "spilled values or bytes"}
+    named["total"] = f"instructions per {before.get('per')}"
     worse = [f"{named[name]} {before.get(name, 0)} -> {after[name]}" for name, most in allowed.items() if after.get(name, 0) > most]
-    if after["occupancy"] < before["occupancy"]:
+    if after.get("occupancy", 0) < before.get("occupancy", 0):
         worse.append(f"occupancy {before['occupancy']:.3f} -> {after['occupancy']:.3f}")
-    if before["seconds"] and _implied(after) > (1 + SLOWER) * _implied(before):
+    if before.get("seconds") and _implied(after) > (1 + SLOWER) * _implied(before):
         worse.append(f"implied time {_implied(before) * 1e6:.4g} us -> {_implied(after) * 1e6:.4g} us")
     return worse
 

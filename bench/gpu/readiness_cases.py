@@ -24,6 +24,17 @@ from cmab_kernels.testing.cubin import Launch, as_if_on, record
 ITERATIONS = 6
 
 
+WHOLE = (80, 90, 100)
+"""Compute capabilities that all cases are compiled for: the GPUs of data centres."""
+
+EVERYWHERE = (
+    *(f"{heads}, bfloat16" for heads in ("4 heads of 16, L 128, N 1e6", "8 heads of 64, L 512, N 1e6")),
+    *("4 heads of 16, L 128, N 1e6, float32", "1 head of 64, L 128, N 1e6, float32"),
+    *("256 x (N 1,024, d 64), float32", "1,024 x (m 16), float32"),
+)
+"""The shapes that every GPU has figures of: each kernel is among them."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A pass of an operator at one shape; its kernels are recorded on tensors without memory."""
@@ -46,6 +57,10 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.operator} {self.passes}, {self.shape}, {self.precision}"
+
+    @property
+    def everywhere(self) -> bool:
+        return self.call is None or f"{self.shape}, {self.precision}" in EVERYWHERE
 
     def launches(self, capability: int) -> dict[str, Launch]:
         """The launches by the name of the kernel; a second launch of the same kernel has a number."""
@@ -163,11 +178,6 @@ def cases() -> list[Case]:
         *_nystrom(1024, 64, 64, "float32", "1,024 x (m 64)"),
         *_nystrom(1024, 16, 64, "float64", "1,024 x (m 16)"),
     ]
-
-
-LEFT_OUT = """Left out: masks, weights, packed sets and incoming states, which are further variants of the same loops; heads of 128 and
-256, and float64 heads other than 16, whose spills and matrix instructions `pytest -m nightly` checks (tests/*/test_cubin.py); stacked
-blocks, for which there is no kernel of their own."""
 
 
 # ---- what one pass through the main loop of a kernel does

@@ -17,7 +17,8 @@ from .readiness_model import WARP
 from .readiness_sass import Code, Counts, Loop
 
 DTYPES = {"f": "float32", "d": "float64", "NS_7Float16E": "float16", "NS_8BFloat16E": "bfloat16"}
-CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100": 100}
+CAPABILITIES = {"sm_80": (80, 86, 89), "sm_90a": (90,), "sm_100": (100,)}
+"""The machine code that GPUs run, and their compute capabilities."""
 WARPS = 8
 """Warps of every block at these shapes."""
 
@@ -72,7 +73,7 @@ KERNELS = {
 
 
 class Compiled(NamedTuple):
-    """One kernel for one capability, as the build reported it."""
+    """One kernel on GPUs of one capability, as the build reported it."""
 
     kernel: str
     dtype: str
@@ -105,8 +106,8 @@ def compiled() -> list[Compiled]:
             continue
         name, dtype = re.search(r"(?<=\d)([a-z]+(?:_[a-z]+)*_kernel)I(\w+?)E?EvNS", one["kernel"]).groups()
         dtype = next(readable for mangled, readable in DTYPES.items() if dtype in (mangled, mangled.removesuffix("E")))
-        capability = CAPABILITIES[one["target"]]
-        found.append(Compiled(name, dtype, capability, one["registers"], one["stores"] + one["loads"], one["kernel"], one["target"]))
+        figures = one["registers"], one["stores"] + one["loads"], one["kernel"], one["target"]
+        found += [Compiled(name, dtype, capability, *figures) for capability in CAPABILITIES[one["target"]]]
     return found
 
 

@@ -1,8 +1,8 @@
 """What a multiprocessor holds of a kernel, and the time that its instructions take at the least.
 
 Sources: the CUDA C++ Programming Guide (technical specifications and throughput of arithmetic instructions, by compute capability), the
-rules of NVIDIA's occupancy calculator (cuda_occupancy.h of the toolkit), the data sheets and white papers of A100, H200 and B200. Where a
-table says nothing of 10.0, it is taken to be as 9.0.
+rules of NVIDIA's occupancy calculator (cuda_occupancy.h of the toolkit), the data sheets of A100, H200 and B200, and the white papers of
+GA102 (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where a table says nothing of 10.0, it is taken to be as 9.0.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ SCHEDULERS = 4
 # ---- occupancy
 
 REGISTERS = 65536
-WARPS = 64
-BLOCKS = 32
 REGISTER_UNIT = 256
 """A warp's registers are given out in multiples of it, and on each scheduler by themselves."""
 SHARED_UNIT = 128
 SHARED_RESERVED = 1024
 """Bytes of shared memory that the system takes for each block."""
-SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Bytes of a multiprocessor by compute capability. Registers, warps and blocks are the same for all three."""
 
 
 class Occupancy(NamedTuple):
@@ -44,16 +40,16 @@ class Occupancy(NamedTuple):
 
 def occupancy(capability: int, registers: int, shared: int, warps: int, tensor_columns: int = 0) -> Occupancy:
     """`registers` of a thread; bytes of shared memory, warps, and columns of tensor memory of a block."""
-    of_warp = _up(max(registers, 1) * WARP, REGISTER_UNIT)
+    chip, of_warp = CHIPS[capability], _up(max(registers, 1) * WARP, REGISTER_UNIT)
     limits = {
         "registers": REGISTERS // SCHEDULERS // of_warp * SCHEDULERS // warps,
-        "shared memory": SHARED_MEMORY[capability] // (_up(shared + SHARED_RESERVED, SHARED_UNIT)),
-        "warps": WARPS // warps,
-        "blocks": BLOCKS,
+        "shared memory": chip.shared // _up(shared + SHARED_RESERVED, SHARED_UNIT),
+        "warps": chip.warps // warps,
+        "blocks": chip.blocks,
         "tensor memory": TENSOR_COLUMNS // max(tensor_columns, 1),
     }
     blocks = min(limits.values())
-    return Occupancy(blocks, blocks * warps / WARPS, next(name for name, limit in limits.items() if limit == blocks))
+    return Occupancy(blocks, blocks * warps / chip.warps, next(name for name, limit in limits.items() if limit == blocks))
 
 
 def _up(size: int, step: int) -> int:
@@ -65,15 +61,18 @@ def _up(size: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU by its public figures: lanes and flops are of one multiprocessor and clock."""
+    """A GPU by its public figures: lanes and flops are of one multiprocessor and clock; `warps`, `blocks` and bytes of `shared` memory are
+    what one holds."""
 
     name: str
-    capability: int
     multiprocessors: int
     clock: float
     memory: float
     lanes: Mapping[str, int]
     flops: Mapping[str, int]
+    warps: int = 64
+    blocks: int = 32
+    shared: int = 228 * 1024
 
     @property
     def clocks(self) -> float:
@@ -89,14 +88,21 @@ class Chip:
 
 
 _LANES = {"special": 16, "fp32": 128, "multiply": 64, "alu": 64, "fp64": 64, "shared": 32}
+_CARD = {"lanes": _LANES | {"fp64": 2}, "flops": {"half": 512, "tf32": 256, "double": 4}, "warps": 48, "shared": 100 * 1024}
+"""What GeForce cards have in common; their matrix units sum float16 in float32 at half the rate that data sheets lead with."""
 CHIPS = {
-    80: Chip(
-        "A100", 80, 108, 1.41e9, 2.039e12, _LANES | {"fp32": 64, "fp64": 32}, {"half": 2048, "tf32": 1024, "double": 128}
-    ),  # SXM, 80 GB
-    90: Chip("H200", 90, 132, 1.83e9, 4.8e12, _LANES, {"half": 4096, "tf32": 2048, "double": 256}),
-    100: Chip("B200", 100, 148, 1.85e9, 8.0e12, _LANES, {"half": 8192, "tf32": 4096, "double": 128}),
+    80: Chip(  # SXM, 80 GB
+        *("A100", 108, 1.41e9, 2.039e12, _LANES | {"fp32": 64, "fp64": 32}, {"half": 2048, "tf32": 1024, "double": 128}),
+        shared=164 * 1024,
+    ),
+    86: Chip("RTX 3090", 82, 1.695e9, 0.936e12, **_CARD, blocks=16),
+    89: Chip("RTX 4090", 128, 2.52e9, 1.008e12, **_CARD, blocks=24),
+    90: Chip("H200", 132, 1.83e9, 4.8e12, _LANES, {"half": 4096, "tf32": 2048, "double": 256}),
+    100: Chip("B200", 148, 1.85e9, 8.0e12, _LANES, {"half": 8192, "tf32": 4096, "double": 128}),
+    120: Chip("RTX 5090", 170, 2.407e9, 1.792e12, **_CARD, blocks=24),
 }
-"""The clock is the one that the data sheet's dense matrix rates imply, which is under the highest that the chip reaches."""
+"""By compute capability. The clock of A100, H200 and B200 is the one that the dense matrix rates of their data sheets imply, under the
+highest that they reach; that of the cards is the boost clock, which their rates are given at."""
 
 
 def seconds(chip: Chip, counts: Counts, warps: int, passes: float, moved: float) -> dict[str, float]:

@@ -1,14 +1,17 @@
-"""docs/gpu_readiness.md, from the record."""
+"""docs/gpu_readiness.md, from the record: the text is readiness.md, beside this file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from .readiness_cases import LEFT_OUT
+from .readiness_amd import ARCH
 from .readiness_model import CHIPS
 
 Row = dict[str, Any]
+
+TEXT = Path(__file__).with_name("readiness.md")
 
 UNITS = {
     "issue": "issue of instructions",
@@ -26,73 +29,40 @@ UNITS = {
 
 COUNTED = ("matrix", "special", "fp32", "fp64", "multiply", "alu", "shared", "shuffle", "global", "tensor", "barrier")
 
-INTRODUCTION = """# GPU readiness
-
-What every GPU kernel of this package compiles to, and the time that its instructions take at the least: **implied by the compiled code, not
-measured**. No GPU was used. Written by `python -m bench.gpu.readiness --write`; bench/tests/test_readiness.py refuses what makes it worse.
-
-For each operator: the implied time on three GPUs, the unit that it waits for by count, the floor (what any implementation needs, by
-[bench/floors.py](../bench/floors.py), at the same public rates), its share of the implied time (the most that this code can reach), and the
-instructions to local memory of its worst kernel: values that did not fit in registers. Why a kernel has no figures stands in its place.
-"""
-
-LIMITS = """## What the model says, and what it does not
-
-- A kernel's time is that of the unit that its main loop keeps busiest, as if that unit never waited: instructions of the loop x passes
-  through it / what all multiprocessors take in a second. Or that of its memory traffic, each byte once, if that is longer. Kernels of an
-  operator follow one another, and their times are added.
-- It knows no latencies, no waiting at barriers or for loads, no bank conflicts, no cache, no unit that is idle while another works, no last
-  wave that fills half a GPU, no launches, and nothing outside the main loop. Real times are longer: it is a bound for this code, as the
-  floor is one for all code. Where little runs at once (occupancy, small batches) it is far off.
-- A loop counts as it stands in the machine code: what is predicated off counts, and so does what one warp does for all. Branches that
-  are taken once in many passes count by how often (sums that go to float64 every 512 keys).
-- Occupancy follows the rules of NVIDIA's calculator: registers in units of 256 a warp, 1 KiB of shared memory reserved for each
-  block, 64 warps and 32 blocks; on sm_100 the 512 columns of tensor memory too.
-- Rates a clock and multiprocessor are those of the CUDA C++ Programming Guide: 4 instructions issued; 16 lanes of special functions and
-  of conversions between types; 128 of float32 (64 on sm_80); 64 of float64 (32); 64 each of integers and of integer multiplies; 128 bytes
-  of shared memory (256 of a wide load, whose lanes may share what they read) or one shuffle.
-  Where it says nothing of sm_100, that is taken to be as sm_90. Matrix products on sm_90 and sm_100 that run as HMMA, which these chips
-  take more slowly than their own instructions, count at the full rate.
-
-{chips}
-
-{left_out}
-
-## Figures of the kernels
-
-Of each block: registers of a thread, shared memory, warps, blocks that a multiprocessor holds, occupancy and what limits it; `local`,
-instructions to local memory anywhere (of nvcc's kernels the spilled bytes after it). Then the main loop: instructions of a thread by unit
-for each score (or whatever `per` says), and flops of the matrix units. `special`: exponentials, reciprocals, conversions of one number;
-`multiply`: integers; `alu`: integers, logic, comparisons, maxima; `tensor`: tensor memory; `barrier`: also jumps.
-"""
-
 
 def page(content: Row) -> str:
-    rows, operators = content["rows"], content["operators"]
-    parts = [INTRODUCTION, *_problems(rows)]
-    for operator in dict.fromkeys(row["operator"] for row in operators):
-        parts.append(f"## {operator}\n\n{_summary([row for row in operators if row['operator'] == operator])}\n")
-    parts.append(LIMITS.format(chips=_chips(), left_out=LEFT_OUT))
-    compilers = ", ".join(sorted({row["compiler"] for row in rows if "compiler" in row}))
-    parts.append(f"Compiled by {compilers}.\n")
-    for kernel in dict.fromkeys(row["kernel"].split()[0] for row in rows):
-        parts.append(_details(kernel, [row for row in rows if row["kernel"].split()[0] == kernel]))
-    return "\n".join(parts)
+    rows, amd = ([row for row in content["rows"] if (row["arch"] == ARCH) == theirs] for theirs in (False, True))
+    summaries, kernels = _by("operator", content["operators"]), _by("kernel", rows)
+    return TEXT.read_text().format(
+        problems=_problems([*rows, *amd]),
+        operators="".join(f"## {name}\n\n{_summary(found)}\n\n" for name, found in summaries.items()),
+        chips="\n".join(map(_chip, CHIPS)),
+        amd=_table(("kernel", "case", "registers", "spilled", "LDS KiB", "waves", "matrix"), map(_amd_line, amd)),
+        compilers=", ".join(sorted({row["compiler"] for row in rows if "compiler" in row})),
+        kernels="\n\n".join(_details(name, found) for name, found in kernels.items()),
+    )
 
 
-def _problems(rows: Sequence[Row]) -> list[str]:
-    lines = [f"- `{row['kernel']}` on {row['arch']}, {row['case']}: {row['problem']}" for row in rows if "problem" in row]
-    return ["## Without figures\n", *lines, ""] if lines else []
+def _by(field: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by the first word of a field: the second and later launches of a kernel in one call are numbered."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[field].split()[0] if field == "kernel" else row[field], []).append(row)
+    return found
 
 
-def _chips() -> str:
-    lines = [
+def _problems(rows: Sequence[Row]) -> str:
+    lines = [f"- `{row['kernel']}` on {row['arch']}, {row['case']}: {row['problem']}\n" for row in rows if "problem" in row]
+    return f"## Without figures\n\n{''.join(lines)}\n" if lines else ""
+
+
+def _chip(capability: int) -> str:
+    chip = CHIPS[capability]
+    return (
         f"- {chip.name} (sm_{capability}): {chip.multiprocessors} multiprocessors at {chip.clock / 1e9:.2f} GHz, "
         f"{chip.memory / 1e12:.1f} TB/s; flops of the matrix units a clock and multiprocessor: "
         f"{', '.join(f'{flops:,} {kind}' for kind, flops in chip.flops.items())}."
-        for capability, chip in CHIPS.items()
-    ]
-    return "\n".join(lines) + "\n\nPublic figures (SXM); the clock is what the dense matrix rates imply. `half`: float16 and bfloat16."
+    )
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -112,6 +82,13 @@ def _summary_line(row: Row) -> tuple[str, ...]:
     return (*names, _time(row["implied"]), kernel, _time(row["floor"]), UNITS[row["floor_bound"]], share, worst)
 
 
+def _amd_line(row: Row) -> tuple[str, ...]:
+    if "problem" in row:
+        return f"`{row['kernel']}`", row["case"], row["problem"], *["-"] * 4
+    figures = (str(row[name]) for name in ("registers", "spilled"))
+    return f"`{row['kernel']}`", row["case"], *figures, f"{row['shared'] / 1024:.1f}", str(row["warps"]), str(row["matrix"])
+
+
 def _details(kernel: str, rows: Sequence[Row]) -> str:
     sound = [row for row in rows if "problem" not in row]
     units = [unit for unit in COUNTED if any(unit in row["counts"] for row in sound)]
@@ -119,7 +96,7 @@ def _details(kernel: str, rows: Sequence[Row]) -> str:
     head = ["case", "sm", "registers", "shared KiB", "local", "warps", "blocks", "occupancy", "limit", "all", *units, "matrix flops"]
     lines = []
     for row in rows:
-        launch = row["kernel"].partition(" ")[2]  # the second and later launches of a kernel in one call are numbered
+        launch = row["kernel"].partition(" ")[2]
         case = f"{row['pass']}, {row['shape']}, {row['dtype']}{f', launch {launch}' if launch else ''}"
         names = (case, row["arch"].removeprefix("sm_"))
         if "problem" in row:
@@ -131,7 +108,7 @@ def _details(kernel: str, rows: Sequence[Row]) -> str:
         flops = ", ".join(f"{flops:.4g} {kind}" for kind, flops in row["flops"].items()) or "0"
         figures = f"{row['registers']}", f"{row['shared'] / 1024:.1f}", local, f"{row['warps']}", *held
         lines.append((*names, *figures, _count(row["total"]), *counts, flops))
-    return f"### `{kernel}`\n\nInstructions per {per}.\n\n{_table(head, lines)}\n"
+    return f"### `{kernel}`\n\nInstructions per {per}.\n\n{_table(head, lines)}"
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

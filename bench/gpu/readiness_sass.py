@@ -6,7 +6,9 @@ nothing. What is predicated off counts, and so does a branch that is seldom take
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -248,35 +250,22 @@ def _wavefronts(name: str) -> int:
 
 def _dominators(successors: Sequence[Sequence[int]]) -> list[int]:
     """For each block a number whose bit i says that block i is on every way to it; 0 for what nothing leads to."""
-    order, seen = [], {0}
-    stack = [(0, iter(successors[0]))]
-    while stack:
-        block, rest = stack[-1]
-        following = next((s for s in rest if s not in seen), None)
-        if following is None:
-            order.append(block)
-            stack.pop()
-        else:
-            seen.add(following)
-            stack.append((following, iter(successors[following])))
-    order.reverse()
-    before: dict[int, list[int]] = {block: [] for block in order}
-    for block in order:
+    before: dict[int, set[int]] = {0: set()}
+    waiting = [0]
+    while waiting:
+        block = waiting.pop()
         for successor in successors[block]:
-            before[successor].append(block)
+            if successor not in before:
+                waiting.append(successor)
+            before.setdefault(successor, set()).add(block)
     everything = (1 << len(successors)) - 1
-    found = [0] * len(successors)
-    for block in order[1:]:
-        found[block] = everything
-    found[0] = 1
-    changed = True
+    found = [everything if block in before else 0 for block in range(len(successors))]
+    found[0], changed = 1, True
     while changed:
         changed = False
-        for block in order[1:]:
-            common = everything
-            for predecessor in before[block]:
-                common &= found[predecessor]
-            if found[block] != (common := common | 1 << block):
+        for block in sorted(before.keys() - {0}):
+            common = functools.reduce(operator.and_, (found[one] for one in before[block])) | 1 << block
+            if found[block] != common:
                 found[block], changed = common, True
     return found
 

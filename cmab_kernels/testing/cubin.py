@@ -26,7 +26,7 @@ from ..backends import FAMILIES
 from ..tiles import forget
 from ..triton_common import Kernel
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLS = 0.005
@@ -87,7 +87,7 @@ class Figures(NamedTuple):
 
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
-    """Within this context, block sizes are chosen as they are on a GPU of this compute capability (80, 90 or 100)."""
+    """Within this context, block sizes are chosen as they are on a GPU of this compute capability (80, 86, 89, 90, 100 or 120)."""
 
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
