@@ -9,7 +9,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cmab_kernels.testing.cubin import Launch, source
+from cmab_kernels.testing.cubin import Launch
 
 ARCH = "gfx942"
 TARGET = GPUTarget("hip", ARCH, 64)
@@ -22,7 +22,7 @@ LDS = 64 * 1024
 
 def of_launch(launch: Launch, folder: Path) -> dict[str, Any]:
     """Vector registers of a thread and those that were spilled; bytes of LDS and waves of a block; matrix and all instructions."""
-    code, options = source(launch, TARGET)
+    code, options = launch.kernel.source(*launch.args, **launch.options)
     kernel = triton.compile(code, target=TARGET, options=options)
     if kernel.metadata.shared > LDS:
         raise ValueError(f"its tiles take {kernel.metadata.shared // 1024} KiB of LDS, and a block has {LDS // 1024}")

@@ -30,7 +30,7 @@ WHOLE = (80, 90, 100)
 EVERYWHERE = (
     *(f"{heads}, bfloat16" for heads in ("4 heads of 16, L 128, N 1e6", "8 heads of 64, L 512, N 1e6")),
     *("4 heads of 16, L 128, N 1e6, float32", "1 head of 64, L 128, N 1e6, float32"),
-    *("256 x (N 1,024, d 64), float32", "1,024 x (m 16), float32"),
+    *("256 x (N 1,024, d 64), float32", "1 x (N 1e6, d 64), float32", "1,024 x (m 16), float32"),
 )
 """The shapes that every GPU has figures of: each kernel is among them."""
 
@@ -279,3 +279,6 @@ PASSES: dict[str, Callable[[Launch], Pass]] = {
     "_landmark_values_backward": lambda launch: _squares(launch, 2),
 }
 """Name of a kernel -> what one pass through its main loop does."""
+
+LEFT_OUT = ("_vet",)
+"""Kernels that do no arithmetic: the check of a packed set's offsets."""
