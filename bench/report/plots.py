@@ -344,37 +344,16 @@ def _draw_counts(values: Mapping[str, Sequence[float]], axis: str, unit: str, ax
 
 # ---- the first plot ---------------------------------------------------------------------------------------------------------------------
 
-FIRST = (
-    ("nn.CMAB", "N", None),
-    ("latent_attention", "N", "forward + backward"),
-    ("latent_attention", "N", "forward"),
-    ("continual_nystrom_step", "n", None),
-)
-"""(scan, axis, pass) of what a first look should show: the first of them that a run has."""
-TITLES = {"nn.CMAB": "A CMAB that has read N points is given one more"}
-"""Where the name of the scan does not say what is seen."""
-
-
-def headline(run: Run) -> Series | None:
-    """The curves with most points of the first of FIRST that the run has."""
-    for scan, axis, direction in FIRST:
-        found = series(run, scan, axis) if scan in run.scans else []
-        found = [one for one in found if one.fixed.get("pass") == direction and _has_ours(one)]
-        if found:
-            return max(found, key=lambda one: (len(one.values), len(one.lines)))
-    return None
-
-
-def _has_ours(one: Series) -> bool:
-    return any(row.ours for rows in one.lines.values() for row in rows)
+FIRST, TITLE = "nn.CMAB", "A CMAB that has read N points is given one more"
+"""The scan of the plot on the first page, and what is seen on it."""
 
 
 def _shown(run: Run) -> Series:
-    """The series of the first plot: our kernels beside their peers, without the definition."""
-    if not (one := headline(run)):
-        raise BadRun(
-            f"{run.path}: no curve of {' or '.join(dict.fromkeys(scan for scan, _, _ in FIRST))} for the first plot; measure one of them"
-        )
+    """The curves of the first plot along N that have most points: our kernels beside their peers, without the definition."""
+    found = series(run, FIRST, "N") if FIRST in run.scans else []
+    if not found:
+        raise BadRun(f"{run.path}: no curve of {FIRST} for the first plot; measure it")
+    one = max(found, key=lambda one: (len(one.values), len(one.lines)))
     return replace(one, lines={name: rows for name, rows in one.lines.items() if name != DEFINITION})
 
 
@@ -394,7 +373,7 @@ def first_plot(run: Run, path: Path) -> None:
     chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}
     with matplotlib.rc_context(STYLE | {"font.size": 12}):
         figure = Figure((8, 4.5), facecolor=PAPER)
-        figure.text(0.015, 0.975, TITLES.get(one.scan, one.scan), fontsize=15, fontweight="bold", va="top")
+        figure.text(0.015, 0.975, TITLE, fontsize=15, fontweight="bold", va="top")
         about = textwrap.fill(f"{words(one.fixed)}; {run.processor}", 84)
         figure.text(0.015, 0.9, about, fontsize=10.5, va="top", linespacing=1.35)
         draw = {"memory beyond inputs, results": partial(_draw_memory, one, RESOLUTION[run.device]), "time": partial(_draw_time, one)}
