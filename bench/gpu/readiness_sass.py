@@ -39,7 +39,8 @@ integers, logic, comparisons, maxima, and the uniform ones."""
 
 _UNIT = {name: unit for unit, names in UNITS.items() for name in names}
 _TILES = {"884": (8, 8, 4), "1684": (16, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16)}
-_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);", re.M)
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;&?]*)[^;]*;", re.M)
+"""Address, guard, name and operands; on sm_120 waits follow them (`&req={2} ?trans5`)."""
 ALIKE = 0.9
 """Loops whose arithmetic differs by less do the same."""
 

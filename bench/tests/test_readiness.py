@@ -134,6 +134,12 @@ def test_loops_are_found() -> None:
     assert once.flops == {"half": 2 * 64 * 64 * 16}
 
 
+def test_waits_behind_operands_hide_no_jump() -> None:
+    """As cuobjdump writes code for sm_120."""
+    waits = PROGRAM.replace(" ;", "    &req={2,1}    ?trans5;")
+    assert waits != PROGRAM and Code(waits, 4).loops == Code(PROGRAM, 4).loops and Code(PROGRAM, 4).loops
+
+
 def test_loops_within_count_as_often_as_they_run() -> None:
     code = Code(PROGRAM, 4)
     counts = code.count(code.outermost()[0], trips=8, rare={"F2F.F64": 1 / 16})
