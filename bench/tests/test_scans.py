@@ -14,7 +14,7 @@ from bench import devices, harness
 from bench.report import measured
 from bench.runs import is_ours
 from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, scans
-from bench.scans.attention import SDPA
+from bench.scans.attention import NAIVE, SDPA
 from bench.scans.case import DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
 from bench.scans.intention import CHOLESKY, CHUNKED, INVERSE
 from bench.scans.intention_peers import CHUNK
@@ -212,6 +212,8 @@ def test_peers_are_peers():
 @pytest.mark.parametrize(
     ("case", "name", "more"),
     [
+        (attention.attention(3, 8, keys=50, latents=5, batch=2), NAIVE, 0),
+        (attention.attention(3, 8, keys=50, latents=5, batch=2, backward=True), NAIVE, -2 * (2 * 3 * 5 * 50) * 8),  # it keeps its scores
         (intention.layer(100, 2, 8, batch=3), CHUNKED, 6 * 100 * 64),
         (intention.layer(100, 2, 8, batch=3, backward=True), CHUNKED, 6 * 100 * 64),
         (intention.sigma_layer(100, 10, 2, 8), EAGER, 2 * 100 * 64),
