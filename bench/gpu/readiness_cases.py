@@ -281,5 +281,5 @@ PASSES: dict[str, Callable[[Launch], Pass]] = {
 """Name of a kernel -> what one pass through its main loop does."""
 
 LEFT_OUT = ("_vet", "_attention_step", "_nystrom_step", "_multiply", "_solve")
-"""Kernels without figures: the check of a packed set's offsets, and those whose time no loop's count implies yet (steps of streams, products
-beyond 64 landmarks, solves). Their own test_cubin.py checks registers, spills and shared memory."""
+"""Kernels without figures: the check of a packed set's offsets, and those whose time no loop's count implies (steps of streams, solves,
+products beyond 64 landmarks). Their own test_cubin.py checks registers, spills and shared memory."""

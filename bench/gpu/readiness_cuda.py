@@ -17,7 +17,7 @@ from .readiness_model import WARP
 from .readiness_sass import Code, Counts, Loop
 
 DTYPES = {"f": "float32", "d": "float64", "NS_7Float16E": "float16", "NS_8BFloat16E": "bfloat16"}
-CAPABILITIES = {"sm_80": (80, 86, 89), "sm_90a": (90,), "sm_100": (100,)}
+CAPABILITIES = {"sm_80": (80, 86, 89), "sm_90a": (90,), "sm_100": (100,), "sm_120": (120,)}
 """The machine code that GPUs run, and their compute capabilities."""
 WARPS = 8
 """Warps of every block at these shapes."""
