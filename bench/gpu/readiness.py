@@ -75,7 +75,7 @@ def of_launch(launch: Launch, folder: Path, capability: int) -> Row:
 def of_nvcc(case: Case, one: cuda.Compiled, text: str) -> Row:
     """The row of a kernel that nvcc has compiled into the package."""
     kernel = cuda.KERNELS[one.kernel]
-    counts, passing, code = cuda.counted(kernel, text)
+    counts, passing, code = cuda.counted(kernel, case.work, text)
     shared = kernel.shared(8 if one.dtype == "float64" else 4)
     held = occupancy(one.capability, one.registers, shared, cuda.WARPS)
     return {

@@ -123,7 +123,7 @@ def disassembled() -> dict[tuple[str, str], str]:
     return found
 
 
-def counted(kernel: Kernel, text: str) -> tuple[Counts, Pass, Code]:
+def counted(kernel: Kernel, work: Work | None, text: str) -> tuple[Counts, Pass, Code]:
     """Counts the innermost loop with the most multiply-adds, by which the rest is counted; of equal loops the shortest."""
     code = Code(text, WARPS)
 
@@ -132,4 +132,4 @@ def counted(kernel: Kernel, text: str) -> tuple[Counts, Pass, Code]:
 
     loop = max(code.innermost(), key=lambda loop: (multiply_adds(loop), -code.size(loop)))
     each = multiply_adds(loop) * WARPS * WARP
-    return code.count(loop), Pass("multiply-add", each, (kernel.multiply_adds or 0) / each, 0.0), code
+    return code.count(loop), Pass("multiply-add", each, (kernel.multiply_adds or 0) / each, work.bytes if work else 0.0), code
