@@ -1,4 +1,4 @@
-"""Sections that need no GPU, for the machinery to be tried on: tasks that are slow, raise, hang, or end their process."""
+"""Sections that need no GPU, for the machinery to be tried on: tasks that are slow, raise, hang, or start a program."""
 
 from __future__ import annotations
 
@@ -44,25 +44,8 @@ def _hangs() -> Row:
     return {"ok": True}
 
 
-def _dies() -> Row:
-    os._exit(9)
-
-
 def fine(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     return [_marked(f"row {i}", _fine) for i in range(4)]
-
-
-def mixed(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Faults of ours and of peers among rows that are right."""
-    return [
-        _marked("first", _fine),
-        _marked("raises", _raises),
-        _marked("peer raises", _raises, True),
-        _marked("dies", _dies),
-        _marked("between", lambda: {"ok": False, "share": 2.0}),
-        _marked("hangs", _hangs, True),
-        _marked("last", _fine),
-    ]
 
 
 def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
@@ -106,6 +89,8 @@ def tuned(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def times(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """A time of ours, and a peer that cannot run."""
+    """A time of ours, the rates of the machine, and peers that cannot run."""
     row = {"group": "a case", "seconds": [1e-4] * 3, "extra_memory": 0, "result_memory": 0, "error": 0.0}
-    return [_marked("a case; triton", lambda: row), _marked("a case; peer", _raises, True)]
+    rates = {"rates": {"exponentials": 3.87e12, "memory": 4.3e12, "matrix": {"bfloat16": 790e12}}}
+    peers = [_marked("a case; peer", _raises, True), _marked("a case; another", _hangs, True)]
+    return [_marked("rates", lambda: rates), _marked("a case; triton", lambda: row), *peers]

@@ -74,22 +74,6 @@ def test_the_table_has_times_beside_floors_and_peers() -> None:
     assert "flash-attn: not installed: pip install flash-attn" in lines[at + 4] and "WRONG" not in text
 
 
-def test_the_table_says_what_floors_were_computed_with_and_the_clocks() -> None:
-    text = _table(timings=Outcome([], True, "", {"clocks.sm": "1980 MHz", "throttling": "0x0"}))
-    assert "timings, clocks.sm 1980 MHz, throttling 0x0" in text.splitlines()
-    text = _table(
-        timings=Outcome([{"key": "rates", "rates": {"exponentials": 3.87e12, "memory": 4.3e12, "matrix": {"bfloat16": 790e12}}}], True)
-    )
-    assert "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in text
-
-
-def test_the_table_says_what_tuning_gained() -> None:
-    row = {"key": "attention.forward, bfloat16, 16 wide", "ok": True, "written": True, "gain": 0.2, "noise": 0.01}
-    row |= {"built-in": [128, 64, 4, 3], "tiles": [64, 64, 4, 3]}
-    text = _table(tune=Outcome([row, row | {"key": "other", "written": False}], True))
-    assert "tuning: 1 of 2 block sizes are better" in text and "[128, 64, 4, 3] -> [64, 64, 4, 3]: 20.0% faster, noise 1.0%" in text
-
-
 # ---- the machine, and refusals
 
 

@@ -46,28 +46,14 @@ def _rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
 # ---- one section
 
 
-def test_a_fault_costs_its_row_alone(runs: Callable[[str], int]) -> None:
-    outcome, kept = Outcome(), []
-    run(_section("mixed", hurried=True), "cpu", outcome, {}, 60.0, lambda: kept.append(len(outcome.rows)))
-    rows = _rows(outcome)
-    assert outcome.complete and not outcome.problem and not outcome.right
-    assert set(rows) == {"first", "raises", "peer raises", "dies", "between", "hangs", "last"}
-    assert rows["first"]["ok"] and rows["last"]["ok"]
-    assert rows["between"] | {"took": 0} == {"key": "between", "ok": False, "share": 2.0, "took": 0}
-    assert not rows["raises"]["ok"] and rows["raises"]["problem"] == "RuntimeError: out of memory"
-    assert "ok" not in rows["peer raises"] and "out of memory" in rows["peer raises"]["problem"], "a peer's fault is none of ours"
-    assert not rows["dies"]["ok"] and "exit code 9" in rows["dies"]["problem"]
-    assert "ok" not in rows["hangs"] and rows["hangs"]["problem"] == "stopped after 2 s"
-    assert all(runs(key) == 1 for key in rows)
-    assert kept == sorted(kept) and len(kept) > 2, "what is there is kept while more is made"
-
-
 def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = Outcome()
     start = time.monotonic()
-    run(_section("slow"), "cpu", outcome, {}, 8.0)
+    kept: list[int] = []
+    run(_section("slow"), "cpu", outcome, {}, 8.0, lambda: kept.append(len(outcome.rows)))
     assert time.monotonic() - start < 20
     assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 8 s"
+    assert kept[-1] == 2 and len(kept) > 1, "what is there is kept while more is made"
     monkeypatch.setenv("FAKE_SECTIONS_FAST", "1")
     run(_section("slow"), "cpu", outcome, {}, 60.0)
     assert outcome.right and set(_rows(outcome)) == {"row 0", "row 1", "slow"}
@@ -157,14 +143,14 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     monkeypatch.setattr(gpu_check, "os", SimpleNamespace(environ={}))
     monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
     gpu_check.tiles.FILE.write_text("{}")
-    sections = {"one": _section("fine"), "two": _section("mixed"), "three": _section("slow"), "tune": _section("tuned", after="three")}
+    sections = {"one": _section("fine"), "two": _section("times"), "three": _section("slow"), "tune": _section("tuned", after="three")}
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
 
     def made(section: Section, device: str, outcome: Outcome, before: Any, seconds: float, keep: Callable[[], None]) -> None:
         assert device == "cuda"
-        takes = {"fine": 100.0, "mixed": 300.0, "slow": 90.0, "tuned": 10.0}[section.tasks.split(":")[1]]
+        takes = {"fine": 100.0, "times": 300.0, "slow": 90.0, "tuned": 10.0}[section.tasks.split(":")[1]]
         clock[0] += min(takes, seconds)
         times = outcome.rows[0]["times"] + 1 if outcome.rows else 1
         outcome.add({"key": "row", "ok": takes != 300.0 or times > 1, "times": times})
@@ -203,12 +189,8 @@ def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_pat
     assert calls("--sections", "one") == 0
     assert calls("--sections", "one,three,one") == 0
     assert _times(tmp_path) == {"one": 1, "three": 1}, "anew, and once"
-
-
-def test_what_came_from_rows_that_are_made_anew_is_made_anew(calls: Callable[..., int], tmp_path: Path) -> None:
-    assert calls("--sections", "tune") == 1, "it waits for three"
-    assert calls("--sections", "three,tune") == 0 and _times(tmp_path) == {"three": 1, "tune": 1}
-    assert calls("--sections", "three") == 0 and _times(tmp_path) == {"three": 1}
+    assert calls("--sections", "three,tune") == 0 and _times(tmp_path) == {"one": 1, "three": 1, "tune": 1}
+    assert calls("--sections", "three") == 0 and _times(tmp_path) == {"one": 1, "three": 1}, "what came from rows that are made anew goes"
 
 
 def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
     assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
     assert "\nsuite: 4 of 8 right\n" in said and "\ntuned_suite: 4 of 8 right\n" in said and "not done yet" not in said
     assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said
+    assert "a case; peer" not in said and "peer: RuntimeError: out of memory" in said and "another: stopped after 2 s" in said, (
+        "no fault of ours"
+    )
+    assert "timings, clocks.sm 1980 MHz" in said and "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in said
     assert os.environ["TRITON_CACHE_DIR"] == str(output / "compiled" / "triton"), "what is compiled is kept"
     assert copy.read_text() == "{}"
     (tests.parent / "marks.mended").touch()

@@ -25,14 +25,14 @@ def poisoned_memory() -> Iterator[None]:
     ...     torch.empty(2)
     tensor([nan, nan])
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # some of torch's own operators have none on a GPU
     if not torch.empty(3).isnan().all():
         raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def between_margins(tensor: Tensor) -> Tensor:
