@@ -26,7 +26,7 @@ import torch  # noqa: E402  after the path, so that a checkout runs without inst
 from bench.gpu.extension import adopt_installed  # noqa: E402  after the path too
 from bench.gpu.printed import table  # noqa: E402  after the path too
 from bench.gpu.results import Report, opened  # noqa: E402  after the path too
-from bench.gpu.sanitizer import KERNELS  # noqa: E402  after the path too
+from bench.gpu.sanitizer import LIMIT  # noqa: E402  after the path too
 from bench.gpu.sections import Outcome, Section, run  # noqa: E402  after the path too
 from bench.provenance import gpu, gpu_state  # noqa: E402  after the path too
 from cmab_kernels import tiles  # noqa: E402  after the path too
@@ -39,17 +39,17 @@ WORTH_BEGINNING = 30.0
 """Seconds below which no section is begun: workers take some to start."""
 
 SECTIONS = {
-    "suite": Section("bench.gpu.suite:tasks", kernels=3, workers=8),
+    "suite": Section("bench.gpu.suite:tasks", counted=90, workers=8),
     "timings": Section("bench.gpu.timings:tasks", judged=False),
     "ridge_timings": Section("bench.gpu.timings:intention_tasks", judged=False),
     "nystrom_timings": Section("bench.gpu.timings:nystrom_tasks", judged=False),
     "continual_timings": Section("bench.gpu.timings:continual_tasks", judged=False),
-    "sanitizer": Section("bench.gpu.sanitizer:tasks", kernels=2 * KERNELS, workers=9),
-    "candidates": Section("bench.gpu.tune:candidate_tasks", workers=12),
+    "sanitizer": Section("bench.gpu.sanitizer:tasks", counted=LIMIT, workers=9),
+    "candidates": Section("bench.gpu.tune:candidate_tasks", counted=60, workers=12),
     "tune": Section("bench.gpu.tune:tasks", after="candidates"),
-    "tuned_suite": Section("bench.gpu.suite:tuned_tasks", kernels=3, workers=8, after="tune"),
+    "tuned_suite": Section("bench.gpu.suite:tuned_tasks", counted=90, workers=8, after="tune"),
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", judged=False, after="tune"),
-    "compiled_timings": Section("bench.gpu.timings:compiled_tasks", kernels=4, judged=False),
+    "compiled_timings": Section("bench.gpu.timings:compiled_tasks", counted=40, judged=False),
 }
 """The sections, in the order in which a rare hour is best spent: what is right, how fast it is, last what may crash or takes long."""
 
