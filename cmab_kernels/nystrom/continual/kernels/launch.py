@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ....constants import SCHEDULE
 from ....dtypes import FLOATING, state_dtype
+from ....tiles import padded
 from ....triton_common import device_problem, on_device, triton_dtype
 from ...kernels.blocks import SQUARES
-from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, options
+from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
 from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
 from .attention import _attention_step
 from .nystrom import _nystrom_step
@@ -38,8 +39,9 @@ def continual_nystrom_step(
 ) -> tuple[Tensor, ContinualNystromState]:
     """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
     after = _after(state, key.shape[2], retroactive)
-    chosen = options(state.inverse, "nystrom.forward")
     landmarks = state.landmark_keys.shape[-2]
+    size = padded(landmarks)
+    chosen = products(state.inverse.dtype, size, key.device)
     scratch = state.sums.new_empty((*value.shape[:2], landmarks if retroactive else 0, value.shape[-1]))
     out = value.new_empty((*value.shape[:2], state.window if retroactive else value.shape[2], value.shape[-1]))
     in_blocks = landmarks if landmarks > MOST_IN_REGISTERS and not state.fixed else 0
@@ -62,11 +64,12 @@ def continual_nystrom_step(
             int(after.keys is not state.keys),
             RETROACTIVE=retroactive,
             ITERATIONS=state.pinv_iterations,
-            SIZE=chosen["SIZE"],
+            SCHEDULE=SCHEDULE,
+            SIZE=size,
             IN_REGISTERS=landmarks <= MOST_IN_REGISTERS,
-            PRECISION=chosen["PRECISION"],
-            **_constants("nystrom", value, landmarks),
-            num_warps=chosen["num_warps"],
+            PRECISION=chosen.input_precision,
+            **_constants("nystrom", value.dtype, value.shape[3], landmarks),
+            num_warps=warps("nystrom.forward", chosen, key.device, size),
             num_stages=1,
         )
     return out, _advanced(after, key.shape[2])
@@ -90,7 +93,8 @@ def continual_attention_step(
             int(state.sums.shape[-2] > 0),
             int(after.keys is not state.keys),
             RETROACTIVE=retroactive,
-            **_constants("attention", value, state.window),
+            SCHEDULE=SCHEDULE,
+            **_constants("attention", value.dtype, value.shape[3], state.window),
             num_warps=4,
             num_stages=1,
         )
@@ -134,16 +138,15 @@ def _extents(state: State, after: State, key: Tensor, value: Tensor) -> tuple[in
     return key.shape[2], state.window, state.keys.shape[2], after.keys.shape[2], key.shape[3], value.shape[3]
 
 
-def _constants(kernel: str, value: Tensor, rows: int) -> dict[str, Any]:
+@functools.cache
+def _constants(kernel: str, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
     """Block sizes: powers of two by the width of the values, and by the number of rows of sums where there are few."""
-    width = max(triton.next_power_of_2(value.shape[3]), 16)
+    width = padded(value_width)
     block = min(max(ELEMENTS[kernel] // width, 4), 128)
-    dtype = state_dtype(value.dtype)
     return {
         "WIDTH": width,
         "BLOCK_N": max(block, 16),
-        "ROWS": max(min(block, triton.next_power_of_2(rows)), 4),
-        "SCHEDULE": SCHEDULE,
-        "LARGEST": torch.finfo(dtype).max,
-        "OPERAND": triton_dtype(dtype),
+        "ROWS": min(block, padded(rows)),
+        "LARGEST": torch.finfo(state_dtype(dtype)).max,
+        "OPERAND": triton_dtype(state_dtype(dtype)),
     }
