@@ -131,3 +131,9 @@ def test_continual_steps_without_nvcc(gpu: str, landmarks: int | None, dtype: to
 def test_matrices_of_landmarks_without_nvcc(gpu: str, landmarks: int) -> None:
     assert backends.choose("nystrom", "auto", _there(8, landmarks, 64)) == "triton"
     assert backends.choose("nystrom", "auto", _there(8, landmarks, landmarks, dtype=torch.float64)) == "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("order", [1, 64, 128, 129, 256])
+def test_solves_without_nvcc(gpu: str, order: int, dtype: torch.dtype) -> None:
+    assert backends.choose("intention.solve", "auto", _there(8, order, order, dtype=dtype), _there(8, order, 1000, dtype=dtype)) == "triton"
