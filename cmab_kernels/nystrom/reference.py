@@ -54,6 +54,8 @@ def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
 def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
     """The sum of each segment, (B, H, m, D): first the longer segments, then the shorter ones, each kind as one block."""
     size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
+    if tokens.numel() <= COPIED:
+        tokens = tokens.contiguous()
     first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
     parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
     return torch.cat([part.sum(-2) if tokens.is_contiguous() else _sum_of_copies(part) for part in parts], dim=-2)
