@@ -26,17 +26,12 @@ class Machine:
 
     def __init__(self, seed: int = 0) -> None:
         self.memory, self.seed = Global(), seed
-        self._kernels: dict[str, dict[str, Kernel]] = {}
         self.ran: list[str] = []
         """The names of the kernels that were launched."""
 
-    def launch(
-        self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
-    ) -> None:
+    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
         """Execute a kernel of a module; each parameter is given as its bytes."""
-        if ptx not in self._kernels:
-            self._kernels[ptx] = parse(ptx)
-        kernel = self._kernels[ptx][name]
+        kernel = parse(ptx)[name]
         program = _program(kernel)
         if kernel.threads not in (0, threads):
             raise Fault(f"{name} needs blocks of {kernel.threads} threads, and was launched with {threads}")

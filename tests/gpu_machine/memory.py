@@ -190,5 +190,3 @@ def _extent(tensor: Tensor) -> int:
         return 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-

@@ -242,4 +242,3 @@ def createpolicy(team: Team, one: Instruction) -> None:
 @opcode("fence", "membar")
 def fence(team: Team, one: Instruction) -> None:
     """Writes are visible to everybody at once here: a fence that is missing is not seen."""
-

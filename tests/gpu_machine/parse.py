@@ -99,13 +99,18 @@ class Instruction:
     target: int = -1
     """The number of the instruction that a branch leads to."""
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """The last modifier that is a type."""
         return next(part for part in reversed(self.modifiers) if part in TYPES)
 
+    @functools.cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(self.modifiers)
+
     def has(self, *modifiers: str) -> bool:
-        return any(modifier in self.modifiers for modifier in modifiers)
+        """Return whether the instruction has one of these modifiers."""
+        return not self._words.isdisjoint(modifiers)
 
 
 @dataclass
@@ -129,6 +134,7 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w?(\d+)\s+(?:\.ptr\s
 _KERNEL = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)^\{(.*?)^\}", re.S | re.M)
 
 
+@functools.cache
 def parse(text: str) -> dict[str, Kernel]:
     """Return the kernels of a PTX module by name."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(.*?)"', text, re.M))

@@ -53,7 +53,9 @@ class Team:
         self.block, self.threads = block, threads
         self.lanes, self.warps = threads & 31, threads >> 5
         self.registers = [
-            np.full(len(threads), POISON & (1 << 8 * np.dtype(register.width).itemsize) - 1 if register.width != np.bool_ else 0, register.width)
+            np.full(
+                len(threads), POISON & (1 << 8 * np.dtype(register.width).itemsize) - 1 if register.width != np.bool_ else 0, register.width
+            )
             for register in block.kernel.registers.values()
         ]
         self.place = np.zeros(len(threads), np.int64)
