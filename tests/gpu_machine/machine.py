@@ -26,8 +26,8 @@ class Machine:
 
     def __init__(self, seed: int = 0) -> None:
         self.memory, self.seed = Global(), seed
-        self.ran: list[str] = []
-        """The names of the kernels that were launched."""
+        self.ran: list[tuple[str, int]] = []
+        """The kernels that were launched, each with a number that stands for all results so far, bit by bit."""
 
     def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
         """Execute a kernel of a module; each parameter is given as its bytes."""
@@ -36,10 +36,10 @@ class Machine:
         if kernel.threads not in (0, threads):
             raise Fault(f"{name} needs blocks of {kernel.threads} threads, and was launched with {threads}")
         given = _parameters(kernel, parameters)
+        self.memory.notice_the_host()
         sizes = (*grid, 1, 1)[:3]
         random = np.random.default_rng(self.seed)
         numbers = np.arange(int(np.prod(sizes)))
-        self.ran.append(name)
         with np.errstate(all="ignore"):
             for number in numbers if self.seed == 0 else random.permutation(numbers):
                 special = _special(int(number), sizes, threads)
@@ -50,6 +50,7 @@ class Machine:
                 except Stop as stop:
                     stop.args = (f"{stop}\n    block {number} of {len(numbers)}",)
                     raise
+        self.ran.append((name, self.memory.digest()))
 
 
 def _program(kernel: Kernel) -> list[Operation]:

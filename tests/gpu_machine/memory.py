@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BYTES = {size: unit(0x0101010101010101 & (1 << 8 * size) - 1) for size, unit in UNITS.items()}
 """A number of each size all of whose bytes are 1."""
 WRITTEN, IN_FLIGHT = 0xFF, 0x7F
+FILLING = 0xFF
+"""What the bytes of a result are before they are written: NaN."""
 
 
 class Bytes:
@@ -28,6 +31,7 @@ class Bytes:
         self.name, self.start, self.end = name, start, start + size
         self.origin = start // 16 * 16
         room = (self.end - self.origin + 15) // 16 * 16
+        self.inside = slice(start - self.origin, self.end - self.origin)
         self.data = np.full(room, 0xA5, np.uint8) if data is None else data
         self.written = np.full(room, WRITTEN if written else 0, np.uint8)
         self.writers, self.readers = np.zeros(room, np.uint8), np.zeros(room, np.uint8)
@@ -135,6 +139,8 @@ class Global:
 
     def __init__(self) -> None:
         self.parts: list[Bytes] = []
+        self.results: list[Bytes] = []
+        """The parts that had no values when they were given, in that order."""
         self._starts = np.zeros(0, np.int64)
         self._tensors: list[Tensor] = []
 
@@ -148,10 +154,25 @@ class Global:
         room = (start + size - origin + 15) // 16 * 16
         data = np.frombuffer((ctypes.c_uint8 * room).from_address(origin), np.uint8)
         shape = "x".join(map(str, tensor.shape))
-        self.parts.append(Bytes(f"{name} ({shape}, {str(tensor.dtype).removeprefix('torch.')})", start, size, data, written))
+        part = Bytes(f"{name} ({shape}, {str(tensor.dtype).removeprefix('torch.')})", start, size, data, written)
+        self.parts.append(part)
+        if not written:
+            part.data[part.inside] = FILLING
+            self.results.append(part)
         self.parts.sort(key=lambda part: part.start)
         self._starts = np.array([part.start for part in self.parts])
         self._tensors.append(tensor)
+
+    def notice_the_host(self) -> None:
+        """Take those results for written in which the host has written since: those whose filling has changed. They are no results then."""
+        for part in list(self.results):
+            if (part.data[part.inside][part.written[part.inside] != WRITTEN] != FILLING).any():
+                part.written.fill(WRITTEN)
+                self.results.remove(part)
+
+    def digest(self) -> int:
+        """Return a number that changes when a bit of a result does."""
+        return zlib.crc32(b"".join(part.data[part.written == WRITTEN].tobytes() for part in self.results))
 
     def read(self, addresses: np.ndarray, size: int, warps: np.ndarray) -> np.ndarray:
         result = np.empty((len(addresses), max(size // 8, 1)), UNITS[min(size, 8)])
