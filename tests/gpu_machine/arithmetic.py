@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import floats
-from .floats import flush, fma32, fma64
+from .floats import flush, fma32, fma32_down, fma64
 from .opcodes import opcode
 from .parse import TYPES, Instruction, Vector
 from .report import Unknown
@@ -26,7 +26,7 @@ def _compute(team: Team, one: Instruction, function: Callable[..., Any], count: 
     if kind in PACKED:
         _compute_packed(team, one, function, count)
     elif kind in FLOATS:
-        if one.has("rz", "rm", "rp", "sat"):
+        if one.has("rz", "rp", "sat"):
             raise Unknown("this rounding")
         ftz = one.has("ftz")
         team.put_number(target, function(*(team.number(source, kind, ftz) for source in sources)), kind, ftz)
@@ -55,15 +55,15 @@ def _to_bits(values: np.ndarray, kind: str) -> np.ndarray:
 
 @opcode("add")
 def add(team: Team, one: Instruction) -> None:
-    if one.has("cc", "sat"):
-        raise Unknown("a carry or saturation")
+    if one.has("cc", "rm"):
+        raise Unknown("a carry, or this rounding")
     _compute(team, one, operator.add)
 
 
 @opcode("sub")
 def sub(team: Team, one: Instruction) -> None:
-    if one.has("cc", "sat"):
-        raise Unknown("a carry or saturation")
+    if one.has("cc", "rm"):
+        raise Unknown("a carry, or this rounding")
     _compute(team, one, operator.sub)
 
 
@@ -103,6 +103,11 @@ def _integer_product(team: Team, one: Instruction) -> np.ndarray:
 
 @opcode("fma")
 def fma(team: Team, one: Instruction) -> None:
+    if one.has("rm"):
+        if one.kind != "f32":
+            raise Unknown("this rounding")
+        _compute(team, one, fma32_down, 3)
+        return
     exact = {"f32": fma32, "f64": fma64, "f16": _fma_half, "bf16": _fma_half}
     _compute(team, one, exact[PACKED.get(one.kind, one.kind)], 3)
 
@@ -139,6 +144,12 @@ def neg(team: Team, one: Instruction) -> None:
 @opcode("abs")
 def absolute(team: Team, one: Instruction) -> None:
     _compute(team, one, np.abs, 1)
+
+
+@opcode("copysign")
+def copysign(team: Team, one: Instruction) -> None:
+    """The second operand with the sign of the first."""
+    _compute(team, one, lambda sign, size: np.copysign(size, sign))
 
 
 @opcode("min")

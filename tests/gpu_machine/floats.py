@@ -31,6 +31,14 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return total.astype(np.float32)
 
 
+def fma32_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Return a b + c of float32 numbers, rounded towards minus infinity."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    exact = _odd_sum(a.astype(np.float64) * b, c.astype(np.float64))
+    nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
 def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a + b rounded, and its error (Knuth)."""
     total = a + b

@@ -41,7 +41,19 @@ def on_machine(machine: Machine) -> Iterator[None]:
         if stops:
             raise stops.pop()
 
-    def fresh(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    plain_call = Kernel.__call__
+    with ExitStack() as patched:
+        patched.enter_context(stub(80, run))
+        patched.enter_context(mock.patch.object(Kernel, "__call__", call))
+        patched.enter_context(fresh_memory(machine))
+        yield
+
+
+@contextmanager
+def fresh_memory(machine: Machine) -> Iterator[None]:
+    """Within this context what `torch.empty` and its relatives return is memory of the machine that nobody wrote."""
+
+    def given(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*arguments: Any, **options: Any) -> Tensor:
             tensor = plain(*arguments, **options)
             machine.memory.give(tensor, "a result", written=False)
@@ -49,12 +61,9 @@ def on_machine(machine: Machine) -> Iterator[None]:
 
         return made
 
-    plain_call = Kernel.__call__
     with ExitStack() as patched:
-        patched.enter_context(stub(80, run))
-        patched.enter_context(mock.patch.object(Kernel, "__call__", call))
         for owner, name in ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
-            patched.enter_context(mock.patch.object(owner, name, fresh(getattr(owner, name))))
+            patched.enter_context(mock.patch.object(owner, name, given(getattr(owner, name))))
         yield
 
 

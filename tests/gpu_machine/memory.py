@@ -17,22 +17,22 @@ _BYTES = {size: unit(0x0101010101010101 & (1 << 8 * size) - 1) for size, unit in
 """A number of each size all of whose bytes are 1."""
 WRITTEN, IN_FLIGHT = 0xFF, 0x7F
 FILLING = 0xFF
-"""What the bytes of a result are before they are written: NaN."""
+"""What bytes are before they are written: NaN."""
 
 
 class Bytes:
     """The addresses from `start` on, `size` of them, over `data` where there is some, else over memory of its own.
 
     Each byte has three shadows: `written`; and `writers` and `readers` since the last barrier, a bit a warp. Warps that are eight apart
-    share a bit, and a race between these two alone is missed.
+    share a bit, and a race between these two alone is missed. Where `races` is False none is reported.
     """
 
-    def __init__(self, name: str, start: int, size: int, data: np.ndarray | None = None, written: bool = False) -> None:
-        self.name, self.start, self.end = name, start, start + size
+    def __init__(self, name: str, start: int, size: int, data: np.ndarray | None = None, written: bool = False, races: bool = True) -> None:
+        self.name, self.start, self.end, self.races = name, start, start + size, races
         self.origin = start // 16 * 16
         room = (self.end - self.origin + 15) // 16 * 16
         self.inside = slice(start - self.origin, self.end - self.origin)
-        self.data = np.full(room, 0xA5, np.uint8) if data is None else data
+        self.data = np.full(room, FILLING, np.uint8) if data is None else data
         self.written = np.full(room, WRITTEN if written else 0, np.uint8)
         self.writers, self.readers = np.zeros(room, np.uint8), np.zeros(room, np.uint8)
 
@@ -42,7 +42,7 @@ class Bytes:
         if self.written.view(unit)[index].min() != np.iinfo(unit).max:
             self._unwritten(addresses, size)
         others = self.writers.view(unit)[index] & ~mine
-        if others.any():
+        if self.races and others.any():
             raise Fault(f"a race: a warp reads what another wrote since the last barrier, {self._name_of(addresses, others)}")
         _mark(self.readers.view(unit), index, mine)
         return self.data.view(unit)[index]
@@ -106,6 +106,8 @@ class Bytes:
 
     def _no_race(self, unit: type, index: np.ndarray, mine: np.ndarray, addresses: np.ndarray, values: np.ndarray | None) -> None:
         """Raise `Fault` if another warp read these places since the last barrier, or wrote another value there."""
+        if not self.races:
+            return
         if (others := self.readers.view(unit)[index] & ~mine).any():
             raise Fault(f"a race: a warp writes what another read since the last barrier, {self._name_of(addresses, others)}")
         others = self.writers.view(unit)[index] & ~mine
@@ -113,10 +115,10 @@ class Bytes:
             raise Fault(f"a race: two warps write different values without a barrier between, {self._name_of(addresses, others)}")
 
     def _unwritten(self, addresses: np.ndarray, size: int) -> None:
-        spans = (addresses - self.origin)[:, None] + np.arange(size)
-        state = self.written[spans]
-        what = "a copy that has not arrived was read" if (state == IN_FLIGHT).any() else "memory that nobody wrote was read"
-        raise Fault(f"{what}, {self._name_of(addresses, (state != WRITTEN))}")
+        state = self.written[(addresses - self.origin)[:, None] + np.arange(size)]
+        if (flying := state == IN_FLIGHT).any():
+            raise Fault(f"a copy that has not arrived was read, {self._name_of(addresses, flying)}")
+        raise Fault(f"memory that nobody wrote was read, {self._name_of(addresses, state != WRITTEN)}")
 
     def _name_of(self, addresses: np.ndarray, bad: np.ndarray) -> str:
         first = int(np.flatnonzero(bad.reshape(len(addresses), -1).any(1))[0])

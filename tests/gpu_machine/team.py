@@ -28,8 +28,11 @@ class Block:
         self.shared = Bytes("shared memory", 0, 0)
         self.addresses: dict[str, int] = {}
 
-    def place_variables(self, dynamic_bytes: int) -> None:
-        """Lay out shared memory, variables of fixed size first, then the dynamic part; parameters are 16 bytes apart."""
+    def place_variables(self, dynamic_bytes: int, lenient: bool) -> None:
+        """Lay out shared memory, variables of fixed size first, then the dynamic part; parameters are 16 bytes apart.
+
+        With `lenient` it holds NaN at the start, which may be read, and races in it are not reported.
+        """
         end = 0
         for name, size in self.kernel.parameters.items():
             self.addresses[name] = end
@@ -39,7 +42,7 @@ class Block:
             if space == "shared":
                 self.addresses[name] = end = -(-end // align) * align
                 end += size or dynamic_bytes
-        self.shared = Bytes("shared memory", 0, end)
+        self.shared = Bytes("shared memory", 0, end, written=lenient, races=not lenient)
 
     def barrier(self) -> None:
         self.shared.barrier()

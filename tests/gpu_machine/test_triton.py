@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from ..attention import test_suite as attention
 from ..intention import test_suite as intention
 from ..nystrom import test_suite as nystrom
 from .launch import on_machine
-from .machine import Machine
+from .orders import in_orders
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 ONE_ROW = {"L": 1, "N": 1, "D": 1, "E": 1}
@@ -24,26 +22,12 @@ RUNS = {"B": 1, "H": 1, "L": 3, "N": 1100}
 FEW = {"B": 1, "H": 2}
 
 
-def in_orders(check: Callable[[], None], orders: int = 2) -> set[str]:
-    """Run a check in several orders of blocks and warps; return the names of the kernels, whose results have the same bits each time."""
-    found = []
-    for seed in range(orders):
-        machine = Machine(seed)
-        torch.manual_seed(0)
-        with on_machine(machine):
-            check()
-        found.append(machine.ran)
-    for other in found[1:]:
-        assert other == found[0], "the bits depend on the order of blocks and warps"
-    return {name for name, _ in found[0]}
-
-
 def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2) -> set[str]:
     """Check results and gradients of an operator by promise P2; return the kernels that ran."""
     declared, dtype = suite(), DTYPES[name]
     torch.manual_seed(0)
     inputs = declared.inputs(dtype, "normal", extents)
-    return in_orders(lambda: declared.check_accuracy("triton", dtype, "normal", inputs), orders)
+    return in_orders(lambda: declared.check_accuracy("triton", dtype, "normal", inputs), on_machine, orders)
 
 
 # ---- ordinary: every kernel, every type that it takes
@@ -72,7 +56,7 @@ def test_attention_of_one_row() -> None:
 
 @pytest.mark.parametrize("emptied", ["B", "N", "L", "LN"])
 def test_attention_of_nothing(emptied: str) -> None:
-    in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied))
+    in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied), on_machine)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -108,4 +92,4 @@ def test_masks(suite: type[OperatorSuite]) -> None:
     """NaN and infinity lie under the mask."""
     declared = suite()
     declared.extents = {**declared.extents, "H": 1}
-    in_orders(lambda: declared.test_masks("triton", (3, 197)))
+    in_orders(lambda: declared.test_masks("triton", (3, 197)), on_machine)

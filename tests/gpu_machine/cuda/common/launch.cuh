@@ -1,0 +1,42 @@
+// In place of csrc/common/launch.cuh, for a C++ compiler without CUDA: a launch goes to a Python function, with the name
+// of the kernel, that of its type T, and the bytes of its arguments. Kernels themselves are not compiled here.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+
+#include "common/stream.h"
+
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __align__(bytes)
+#define __launch_bounds__(...)
+
+inline struct {
+  int x;
+} blockIdx, blockDim;
+
+constexpr int cudaDevAttrMaxSharedMemoryPerBlockOptin = 0;
+inline int cudaDeviceGetAttribute(int* bytes, int, int) { return *bytes = 163 << 10, 0; }
+
+// T is what the sources call the kernel's type where they launch it.
+#define launch(kernel, blocks, threads, bytes, on, ...) \
+  record(#kernel, typeid(T).name(), blocks, threads, bytes, __VA_ARGS__)
+
+namespace cmab::cuda {
+
+extern pybind11::function& on_launch;
+inline void check(int, const char*) {}
+
+template <class... Arguments>
+void record(const char* kernel, const char* type, int64_t blocks, int threads, int bytes, const Arguments&... arguments) {
+  const pybind11::gil_scoped_acquire python;
+  on_launch(kernel, type, blocks, threads, bytes,
+            pybind11::make_tuple(pybind11::bytes(reinterpret_cast<const char*>(&arguments), sizeof arguments)...));
+}
+
+}  // namespace cmab::cuda

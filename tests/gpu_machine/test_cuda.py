@@ -1,0 +1,88 @@
+"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of their tests on the CPU, in several orders with equal bits."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from . import cuda_launch
+from .machine import Machine
+from .orders import in_orders
+from .report import Fault
+
+if cuda_launch.COMPILER is None or cuda_launch.nvcc() is None:
+    pytest.skip("no nvcc, or no C++ compiler, to compile the CUDA kernels with", allow_module_level=True)
+pytest.importorskip("pybind11", reason="pybind11 is not here, which the launches are recorded with")
+pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
+
+from ..intention.solve import test_cuda as ridge
+from ..nystrom.continual import test_cuda as steps
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+Run = Callable[..., set[str]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> cuda_launch.Built:
+    return cuda_launch.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def run(built: cuda_launch.Built) -> Run:
+    """Run a check in two orders; the value is a function that returns the names of the kernels that ran."""
+
+    def in_both(check: Callable[[], object], lenient: bool = False) -> set[str]:
+        place = lambda machine: cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step)  # noqa: E731
+        return {re.findall(r"\d([a-z_]+_kernel)I", name)[0] for name in in_orders(check, place, lenient=lenient)}
+
+    return in_both
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ridge(dtype: torch.dtype, run: Run) -> None:
+    """Sums over masked and weighted keys in several blocks, of which the last to arrive solves."""
+    inputs = ridge._inputs(2, 1, 300, 9, 4, dtype, weighted=True, masked=True)
+    assert run(lambda: ridge._check(inputs), lenient=True) == {"ridge_kernel"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("width, columns", [(1, 1), (9, 4), (33, 17)])
+def test_solve(width: int, columns: int, dtype: torch.dtype, run: Run) -> None:
+    factor, rhs = torch.randn(3, width, width, dtype=dtype), torch.randn(3, width, columns, dtype=dtype)
+    gram, alpha = factor @ factor.mT, torch.rand(3, dtype=dtype) + 0.1
+
+    def check() -> None:
+        weight, info = ridge.cuda_solve.regularised_solve(gram, rhs, alpha)
+        matrix = gram.double() + alpha.double()[:, None, None] * torch.eye(width)
+        assert (info == 0).all() and (ridge.lapack_ratio(matrix, weight, rhs) < 10).all()
+
+    assert run(check, lenient=True) == {"solve_kernel"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("landmarks", [None, 3])
+@pytest.mark.parametrize("retroactive", [False, True])
+def test_steps(landmarks: int | None, retroactive: bool, dtype: torch.dtype, run: Run) -> None:
+    """A stream in chunks of one and of several tokens."""
+    stream = steps._tokens(1, 2, 17, 8, 5, dtype)
+    ran = run(lambda: steps._compare(stream, 12, landmarks, [1, 3, 1], retroactive))
+    assert ran == {"attention_step_kernel" if landmarks is None else "nystrom_step_kernel"}
+
+
+class OneColumnMore(Machine):
+    """A machine that tells the solve of one column more than the right-hand side has."""
+
+    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
+        (call,) = parameters
+        assert struct.unpack_from("<qii", call, 8) == (1, 9, 4), "matrices, order and columns of csrc/solve/regularised_solve.cuh"
+        super().launch(ptx, name, grid, threads, shared_bytes, [call[:20] + struct.pack("<i", 5) + call[24:]])
+
+
+def test_a_column_too_many_is_reported(built: cuda_launch.Built) -> None:
+    machine = OneColumnMore(lenient=True)
+    with cuda_launch.cuda_on_machine(machine, built, ridge.cuda_solve), pytest.raises(Fault, match=r"(?s)out of bounds.*\.cuh:\d+"):
+        ridge.cuda_solve.regularised_solve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1))
