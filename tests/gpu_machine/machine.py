@@ -24,7 +24,7 @@ class Machine:
     of a block run: with 0 all together and blocks in order, otherwise at random.
 
     With `lenient`, shared memory that nobody wrote is NaN and may be read, and races there show only where bits depend on the order: csrc
-    computes with elements above a matrix's diagonal, and beyond the last column, and then leaves the results out.
+    computes with elements above a matrix's diagonal, and beyond the last row and column, and then leaves the results out.
     """
 
     def __init__(self, seed: int = 0, lenient: bool = False) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import cmab_kernels
 from cmab_kernels.testing import OperatorSuite
+from cmab_kernels.triton_common import Kernel
 
 from ..attention import test_suite as attention
 from ..intention import test_suite as intention
@@ -18,8 +23,16 @@ from .orders import in_orders
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 ONE_ROW = {"L": 1, "N": 1, "D": 1, "E": 1}
 BLOCKS = {"B": 1, "H": 1, "L": 130, "N": 70}
-RUNS = {"B": 1, "H": 1, "L": 3, "N": 1100}
+RUNS = {"B": 1, "H": 1, "L": 1, "N": 1100, "D": 8, "E": 8}
 FEW = {"B": 1, "H": 2}
+LANDMARKS = {**FEW, "L": 20, "N": 21}
+SLOW = [pytest.param("fp64", marks=pytest.mark.nightly)]
+ATTENTION = {"_forward", "_row_terms", "_backward"}
+INTENTION = {"_gram", "_gram_backward", "_apply"}
+PINV = {"_pinv", "_pinv_backward"}
+NYSTROM = {"_landmark_values", "_landmark_values_backward", "_forward"}
+EVERY = {*ATTENTION, "_backward_keys", "_sum_runs", "_merge", "_vet", *INTENTION, "_add_runs", *PINV, *NYSTROM}
+"""The Triton kernels of the package; each is in what a test below says has run."""
 
 
 def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2) -> set[str]:
@@ -30,28 +43,42 @@ def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], ord
     return in_orders(lambda: declared.check_accuracy("triton", dtype, "normal", inputs), on_machine, orders)
 
 
-# ---- ordinary: every kernel, every type that it takes
+def test_every_kernel_is_named_here() -> None:
+    names = [
+        name for _, name, _ in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if "kernels." in name.removeprefix("cmab_")
+    ]
+    modules = [importlib.import_module(name) for name in names]
+    assert {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)} == EVERY
+
+
+# ---- latent cross-attention
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("extents", [FEW, BLOCKS], ids=["ragged", "blocks"])
-def test_attention(name: str, extents: dict[str, int]) -> None:
-    """Ragged tiles of one block of queries, and several blocks."""
-    ran = accuracy(attention.TestAttentionState, name, extents)
-    assert ran >= {"_forward", "_row_terms", "_backward"} and ("_backward_keys" in ran) == (extents is BLOCKS)
+def test_attention(name: str) -> None:
+    """Ragged tiles of one block of queries."""
+    assert accuracy(attention.TestAttentionState, name, FEW) >= ATTENTION
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
+def test_attention_of_several_blocks(name: str) -> None:
+    assert accuracy(attention.TestAttentionState, name, BLOCKS) >= {*ATTENTION, "_backward_keys"}
 
 
 def test_attention_of_several_runs() -> None:
-    assert accuracy(attention.TestAttentionState, "fp32", RUNS) >= {"_forward", "_merge", "_backward", "_sum_runs"}
+    assert accuracy(attention.TestAttentionState, "bf16", RUNS) >= {*ATTENTION, "_merge", "_sum_runs"}
 
 
-@pytest.mark.parametrize("suite", [attention.TestPackedSets, attention.TestIncomingState])
-def test_attention_of_sets_and_states(suite: type[OperatorSuite]) -> None:
-    assert "_merge" in accuracy(suite, "fp32", {"H": 1})
+def test_attention_of_packed_sets() -> None:
+    assert accuracy(attention.TestPackedSets, "fp32", {"H": 1}) >= {*ATTENTION, "_merge", "_vet"}
+
+
+def test_attention_with_a_state() -> None:
+    assert accuracy(attention.TestIncomingState, "fp32", FEW) >= {*ATTENTION, "_merge"}
 
 
 def test_attention_of_one_row() -> None:
-    accuracy(attention.TestAttentionState, "bf16", ONE_ROW)
+    assert accuracy(attention.TestAttentionState, "bf16", ONE_ROW) >= ATTENTION
 
 
 @pytest.mark.parametrize("emptied", ["B", "N", "L", "LN"])
@@ -59,16 +86,22 @@ def test_attention_of_nothing(emptied: str) -> None:
     in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied), on_machine)
 
 
+# ---- Intention
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_intention(name: str) -> None:
-    """Sums over keys, their gradients, and products of rows."""
-    ran = accuracy(intention.TestIntention, name, {**FEW, "N": 40})
-    assert ran >= {"_gram", "_gram_backward", "_apply"}
+    assert accuracy(intention.TestIntention, name, {**FEW, "N": 40}) >= INTENTION
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp64"])
 def test_ridge_state(name: str) -> None:
-    assert "_gram" in accuracy(intention.TestRidgeState, name, FEW)
+    """Weights of keys."""
+    assert accuracy(intention.TestRidgeState, name, FEW) >= {"_gram", "_gram_backward"}
+
+
+def test_ridge_state_of_several_runs() -> None:
+    assert accuracy(intention.TestRidgeState, "fp32", {**RUNS, "N": 2100}) >= {"_gram", "_add_runs"}
 
 
 @pytest.mark.parametrize("suite", [intention.TestWeightedDual, intention.TestSigma])
@@ -76,20 +109,47 @@ def test_other_forms_of_intention(suite: type[OperatorSuite]) -> None:
     accuracy(suite, "fp32", {**FEW, "N": 9})
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp64"])
-def test_pinv(name: str) -> None:
-    assert accuracy(nystrom.TestPinv, name, {"B": 2, "M": 5}) >= {"_pinv", "_pinv_backward"}
-
-
-@pytest.mark.parametrize("name", ["fp32", "fp64"])
-def test_nystrom_attention(name: str) -> None:
-    ran = accuracy(nystrom.TestGivenLandmarks, name, {**FEW, "L": 20, "N": 21})
-    assert ran >= {"_landmark_values", "_landmark_values_backward", "_forward"}
-
-
-@pytest.mark.parametrize("suite", [attention.TestAttentionState, intention.TestIntention])
+@pytest.mark.parametrize("suite", [intention.TestIntention, pytest.param(attention.TestAttentionState, marks=pytest.mark.nightly)])
 def test_masks(suite: type[OperatorSuite]) -> None:
     """NaN and infinity lie under the mask."""
     declared = suite()
     declared.extents = {**declared.extents, "H": 1}
     in_orders(lambda: declared.test_masks("triton", (3, 197)), on_machine)
+
+
+# ---- Nyström attention
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+def test_pinv(name: str) -> None:
+    assert accuracy(nystrom.TestPinv, name, {"B": 2, "M": 5}) >= PINV
+
+
+@pytest.mark.parametrize("name", ["fp32", *SLOW])
+def test_nystrom_attention(name: str) -> None:
+    assert accuracy(nystrom.TestGivenLandmarks, name, LANDMARKS) >= NYSTROM
+
+
+# ---- nightly: more shapes, in more orders
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("width", [1, 8, 33, 64, 128])
+@pytest.mark.parametrize("latents", [3, 130])
+def test_attention_of_any_width(latents: int, width: int, name: str) -> None:
+    accuracy(attention.TestAttentionState, name, {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 1)}, orders=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("width", [1, 33, 65, 128])
+def test_intention_of_any_width(width: int, name: str) -> None:
+    accuracy(intention.TestIntention, name, {"B": 1, "H": 1, "N": 2 * width + 40, "D": width, "E": 17}, orders=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+@pytest.mark.parametrize("landmarks", [1, 16, 17, 40])
+def test_pinv_of_any_size(landmarks: int, name: str) -> None:
+    accuracy(nystrom.TestPinv, name, {"B": 1, "M": landmarks}, orders=3)
