@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,8 @@ class Kernel:
     name: str
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    registers: dict[str, Register] = field(default_factory=dict)
+    registers: list[type] = field(default_factory=list)
+    """The array type of each register."""
     parameters: dict[str, int] = field(default_factory=dict)
     """The size of each parameter in bytes, in their order."""
     variables: dict[str, tuple[str, int, int]] = field(default_factory=dict)
@@ -168,6 +169,8 @@ class _Body:
     def __init__(self, kernel: Kernel, files: dict[str, str]) -> None:
         self.kernel, self.files = kernel, files
         self.where, self.pending = "unknown line", ""
+        self.scopes: list[dict[str, Register]] = [{}]
+        """The registers by name, those of an inner scope last: inline assembly declares names that may stand outside for others."""
 
     def read(self, body: str) -> None:
         for line in body.splitlines():
@@ -185,9 +188,13 @@ class _Body:
         return comment or f"{self.files.get(file, file).rpartition('/')[2]}:{line}:{column}"
 
     def _statement(self, statement: str) -> None:
-        while found := re.match(r"[{}\s]+|([\w$]+):(?!:)", statement):
+        while found := re.match(r"\s+|[{}]|([\w$]+):(?!:)", statement):
             if found[1]:
                 self.kernel.labels[found[1]] = len(self.kernel.instructions)
+            elif found[0] == "{":
+                self.scopes.append({})
+            elif found[0] == "}":
+                self.scopes.pop()
             statement = statement[found.end() :]
         if not statement or statement.startswith(".pragma"):
             return
@@ -221,9 +228,8 @@ class _Body:
         for name in names.split(","):
             stem, _, count = name.strip().rstrip(">").partition("<")
             for number in [stem + str(i) for i in range(int(count))] if count else [stem]:
-                known = self.kernel.registers.setdefault(number, Register(len(self.kernel.registers), width))
-                if known.width != width:
-                    raise Unknown(f"two registers {number} of different widths")
+                self.scopes[-1][number] = Register(len(self.kernel.registers), width)
+                self.kernel.registers.append(width)
 
     def _operand(self, text: str) -> Any:
         text = text.strip()
@@ -237,9 +243,9 @@ class _Body:
         if "|" in text:
             return Vector(tuple(self._operand(part) for part in text.split("|")))
         negated, name = text.startswith("!"), text.lstrip("!")
-        if name in self.kernel.registers:
-            known = self.kernel.registers[name]
-            return Register(known.index, known.width, True) if negated else known
+        for scope in reversed(self.scopes):
+            if name in scope:
+                return replace(scope[name], negated=negated)
         if name == "_":
             return Register(-1, np.uint64)
         if name.startswith("%"):

@@ -56,10 +56,8 @@ class Team:
         self.block, self.threads = block, threads
         self.lanes, self.warps = threads & 31, threads >> 5
         self.registers = [
-            np.full(
-                len(threads), POISON & (1 << 8 * np.dtype(register.width).itemsize) - 1 if register.width != np.bool_ else 0, register.width
-            )
-            for register in block.kernel.registers.values()
+            np.full(len(threads), POISON & (1 << 8 * np.dtype(width).itemsize) - 1 if width != np.bool_ else 0, width)
+            for width in block.kernel.registers
         ]
         self.place = np.zeros(len(threads), np.int64)
         self.waiting, self.done, self.votes = (np.zeros(len(threads), bool) for _ in range(3))

@@ -121,6 +121,7 @@ def integers(code: str, *operands: int, bits: int = 32) -> int:
         ("mov.b32 %r40, 0; setp.eq.b32 %p1, %r1, 4; @!%p1 mov.b32 %r40, 9;", (4,), 0),
         ("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r40, {%rs2, %rs1};", (0x12345678,), 0x56781234),
         ("{ .reg .b32 tmp; mov.b32 tmp, 7; add.s32 %r40, tmp, %r1; }", (1,), 8),
+        ("mov.b32 %r5, 3; { .reg .b32 %r5; mov.b32 %r5, 7; add.s32 %r6, %r5, %r1; } add.s32 %r40, %r5, %r6;", (1,), 11),
     ],
 )
 def test_integers(code: str, operands: tuple[int, ...], expected: int) -> None:

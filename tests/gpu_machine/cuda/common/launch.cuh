@@ -1,5 +1,5 @@
-// In place of csrc/common/launch.cuh, for a C++ compiler without CUDA: a launch goes to a Python function, with the name
-// of the kernel, that of its type T, and the bytes of its arguments. Kernels themselves are not compiled here.
+// In place of csrc/common/launch.cuh, for a C++ compiler without CUDA: a launch goes to a Python function, with the
+// name of the kernel, that of its type T, and the bytes of its arguments. Kernels themselves are not compiled here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -33,7 +33,8 @@ extern pybind11::function& on_launch;
 inline void check(int, const char*) {}
 
 template <class... Arguments>
-void record(const char* kernel, const char* type, int64_t blocks, int threads, int bytes, const Arguments&... arguments) {
+void record(const char* kernel, const char* type, int64_t blocks, int threads, int bytes,
+            const Arguments&... arguments) {
   const pybind11::gil_scoped_acquire python;
   on_launch(kernel, type, blocks, threads, bytes,
             pybind11::make_tuple(pybind11::bytes(reinterpret_cast<const char*>(&arguments), sizeof arguments)...));
