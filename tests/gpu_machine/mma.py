@@ -8,9 +8,6 @@ This is what was found by experiment:
 - M. Fasi, N. J. Higham, M. Mikaitis, S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021;
 - X. Li, A. Li, B. Fang, K. Swirydowicz, I. Laguna, G. Gopalakrishnan, FTTN: Feature-targeted testing for numerical properties of NVIDIA
   and AMD matrix accelerators, CCGrid 2024.
-
-Where hardware takes the exponent of a product from its factors, the machine takes that of the product, which may be larger by one: it cuts
-off as much or more.
 """
 
 from __future__ import annotations
@@ -69,20 +66,28 @@ def mma(team: Team, one: Instruction) -> None:
     a = a.reshape(warps, 8, 4, -1, 2, a.shape[-1]).transpose(0, 4, 1, 3, 2, 5).reshape(warps, 16, 1, depth)
     b = b.transpose(0, 1, 3, 2, 4).reshape(warps, 1, 8, depth)
     c = _fragment(team, one.operands[3], "f32").reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(warps, 16, 8)
-    products = a * b
     for first in range(0, depth, TERMS[kind]):
-        c = truncated_sum(products[..., first : first + TERMS[kind]], c)
+        some = slice(first, first + TERMS[kind])
+        c = truncated_sum(a[..., some], b[..., some], c)
     _store(team, one.operands[0], c.reshape(warps, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4))
 
 
-def truncated_sum(products: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
-    """Return the accumulator plus the products along the last dimension, as a tensor core adds them, in float32."""
-    terms = np.concatenate([products, accumulator.astype(np.float64)[..., None]], -1)
-    largest = np.abs(terms).max(-1)
-    _, exponent = np.frexp(np.where(np.isfinite(largest), largest, 1.0))
-    unit = np.ldexp(1.0, np.maximum(exponent, -125) - SIGNIFICANT_BITS)[..., None]
-    total = (np.trunc(terms / unit) * unit).sum(-1)
-    return np.where(np.isfinite(largest), truncated_to_float32(total), terms.sum(-1).astype(np.float32))
+def truncated_sum(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
+    """Return the accumulator plus the products of a and b along the last dimension, as a tensor core adds them, in float32.
+
+    The exponent of a product is the sum of its factors', which hardware knows before it multiplies: the product may be twice as large.
+    """
+    wide = accumulator.astype(np.float64)
+    terms = np.concatenate([a * b, wide[..., None]], -1)
+    exponents = np.concatenate([_exponent(a) + _exponent(b), _exponent(wide)[..., None]], -1).max(-1)
+    unit = np.ldexp(1.0, np.maximum(exponents, -126) - SIGNIFICANT_BITS + 1)[..., None]
+    total = truncated_to_float32((np.trunc(terms / unit) * unit).sum(-1))
+    return np.where(np.isfinite(terms).all(-1), total, terms.sum(-1).astype(np.float32))
+
+
+def _exponent(x: np.ndarray) -> np.ndarray:
+    """Return the exponent of 2 in numbers whose first bit is the 1 before the point; a very small one for 0."""
+    return np.where(x == 0, -5000, np.frexp(x)[1] - 1)
 
 
 def _mma_float64(team: Team, one: Instruction) -> None:

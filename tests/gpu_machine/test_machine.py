@@ -437,14 +437,17 @@ def test_matrix_products(kind: str, depth: int) -> None:
 
 def test_matrix_sums_are_truncated() -> None:
     """1 - 2^-25: what a sum with 25 bits keeps, and 24 bits of the result do not; and what is lost before it is added."""
-    one, small = np.ones((1, 1, 1, 1)), np.full((1, 1, 1, 1), 2.0**-26)
-    assert truncated_sum(-small, one[..., 0].astype(np.float32)) == 1.0, "cut off where it is shifted"
-    assert truncated_sum(-2 * small, one[..., 0].astype(np.float32)) == 1.0, "one bit more than 24 is not enough below 1"
-    assert truncated_sum(-4 * small, one[..., 0].astype(np.float32)) == 1 - 2.0**-24
-    assert truncated_sum(np.full((1, 1, 1, 8), 2.0**-24), one[..., 0].astype(np.float32)) == 1 + 2.0**-21, "eight at once add up"
-    many = np.concatenate([one, np.full((1, 1, 1, 7), 2.0**-25)], -1)
-    assert truncated_sum(many, np.zeros((1, 1, 1), np.float32)) == 1.0
-    assert np.isnan(truncated_sum(one * np.inf, -np.float32([[[np.inf]]])))
+    unit, none = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1), np.float32)
+    one = unit[..., 0].astype(np.float32)
+    assert truncated_sum(-(2.0**-26) * unit, unit, one) == 1.0, "cut off where it is shifted"
+    assert truncated_sum(-(2.0**-25) * unit, unit, one) == 1.0, "one bit more than 24 is not enough below 1"
+    assert truncated_sum(-(2.0**-24) * unit, unit, one) == 1 - 2.0**-24
+    assert truncated_sum(np.full((1, 1, 1, 8), 2.0**-24), unit, one) == 1 + 2.0**-21, "eight at once add up"
+    assert truncated_sum(np.concatenate([unit, np.full((1, 1, 1, 7), 2.0**-25)], -1), unit, none) == 1.0
+    assert truncated_sum(1.5 * unit, 1.5 * unit, np.float32(2.0**-24) * one) == 2.25, (
+        "the exponent is that of the factors, and the sum is cut"
+    )
+    assert np.isnan(truncated_sum(unit * np.inf, unit, -np.float32([[[np.inf]]])))
 
 
 @pytest.mark.parametrize("trans", [False, True])
