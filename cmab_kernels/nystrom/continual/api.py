@@ -91,8 +91,8 @@ def continual_nystrom_step(
         value: (B, H, t, E).
         output: "single": one output for each of the t tokens, over the window that ends with it. "retroactive": the outputs of all n tokens
             of the window after the last step.
-        impl: "auto", "reference", "native" or "cuda". A step that records a gradient, or runs under a transform such as vmap, always runs
-            "reference": O(n m) a token.
+        impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a transform such as vmap,
+            always runs "reference": O(n m) a token.
 
     Returns:
         `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the segment means of the
