@@ -16,11 +16,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from .tracing import traced_as_constant
+
 FILE = Path(__file__).with_name("tiles.json")
 FORMAT = 1
 HOPPER = (9, 0)
 BLACKWELL = 10
 """The major compute capability of Blackwell's data-centre GPUs, whose matrix products use tensor memory."""
+
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical specifications)."""
 
 _TILES = (16, 32, 64, 128)
 _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6)}
@@ -70,6 +75,12 @@ def padded(width: int) -> int:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability (major, minor) of a GPU. On a CPU, for Triton's interpreter, it is that of Hopper."""
     return _capability(device.index) if device.type == "cuda" else HOPPER
+
+
+@traced_as_constant
+def has_little_shared_memory(device: torch.device) -> bool:
+    """Whether a block has 99 KiB of shared memory, not 163 or more."""
+    return capability_of(device) in LITTLE_SHARED_MEMORY
 
 
 @cache

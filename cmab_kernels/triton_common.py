@@ -22,8 +22,6 @@ from .tracing import traced_as_constant
 WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
 """The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
-LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical specifications)."""
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, which Triton decides for the whole process when it is imported."""
@@ -65,11 +63,7 @@ def _problem_of_gpu(index: int | None) -> str | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(index)
-    if major < 8:
-        return f"it needs compute capability 8.0, and the GPU has {major}.{minor}"
-    if (major, minor) in LITTLE_SHARED_MEMORY:
-        return f"its tiles need 163 KiB of shared memory in a block, and GPUs of compute capability {major}.{minor} have 99"
-    return None
+    return None if major >= 8 else f"it needs compute capability 8.0, and the GPU has {major}.{minor}"
 
 
 _HERE = nullcontext()

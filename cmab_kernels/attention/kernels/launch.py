@@ -6,8 +6,20 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, tuned
+from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
 from ...triton_common import Products, allows_tf32, triton_dtype
+from ...triton_common import unsupported as unsupported_rows
+
+WIDEST_WITH_LITTLE_SHARED_MEMORY = 128
+"""The widest float64 heads where a block has 99 KiB of shared memory: four tiles of 16 wider rows are 128 KiB."""
+
+
+def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can."""
+    wide = query.dtype == torch.float64 and max(key.shape[-1], value.shape[-1]) > WIDEST_WITH_LITTLE_SHARED_MEMORY
+    if wide and query.is_cuda and has_little_shared_memory(query.device):
+        return f"with 99 KiB of shared memory its float64 heads are at most {WIDEST_WITH_LITTLE_SHARED_MEMORY} wide"
+    return unsupported_rows(query, key, value)
 
 
 def _products(dtype: torch.dtype, in_parts: str, fits: bool) -> Products:
@@ -75,9 +87,24 @@ _FORWARD_IN_PARTS = {
 _AMPERE_IN_PARTS = {32: Tiles(128, 32, 4, 2), 64: Tiles(128, 32, 8, 2)}
 
 
+# In place of these rows where a block has 99 KiB of shared memory.
+_WITH_LITTLE_SHARED_MEMORY = {
+    "attention.forward": {"half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}},
+    "attention.backward": {
+        "half": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+        "tf32": {16: Tiles(128, 32, 8, 2), 64: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 1)},
+    },
+    "attention.backward_keys": {},
+}
+
+
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
     chosen = tuned(kernel, device, products.kind, width)
-    return Tiles(*chosen) if chosen else next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
+    if chosen:
+        return Tiles(*chosen)
+    if has_little_shared_memory(device):
+        table = table | _WITH_LITTLE_SHARED_MEMORY[kernel]
+    return next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
 
 
 def forward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:

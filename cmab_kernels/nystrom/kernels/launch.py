@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import BLACKWELL, capability_of, tuned
+from ...tiles import BLACKWELL, capability_of, has_little_shared_memory, tuned
 from ...triton_common import Products, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
@@ -21,6 +21,9 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide"
+    wide = matrix.dtype == torch.float64 and matrix.dim() == 3 and matrix.shape[-2] > WIDEST_IN_FULL
+    if wide and matrix.is_cuda and has_little_shared_memory(matrix.device):
+        return f"with 99 KiB of shared memory its float64 matrices are at most {WIDEST_IN_FULL} wide"
     return unsupported_rows(matrix, matrix, matrix)
 
 
