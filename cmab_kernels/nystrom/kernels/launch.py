@@ -21,10 +21,16 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide"
-    wide = matrix.dtype == torch.float64 and matrix.dim() == 3 and matrix.shape[-2] > WIDEST_IN_FULL
-    if wide and matrix.is_cuda and has_little_shared_memory(matrix.device):
-        return f"with 99 KiB of shared memory its float64 matrices are at most {WIDEST_IN_FULL} wide"
-    return unsupported_rows(matrix, matrix, matrix)
+    shared_memory = lacks_shared_memory(matrix) if matrix.dim() == 3 else None
+    return shared_memory or unsupported_rows(matrix, matrix, matrix)
+
+
+def lacks_shared_memory(rows: Tensor) -> str | None:
+    """Why a GPU cannot keep the squares of so many landmarks (..., m, *) to one program, as a phrase; None if it can."""
+    kept = rows.dtype == torch.float64 and WIDEST_IN_FULL < rows.shape[-2] <= MOST_IN_REGISTERS
+    if kept and rows.is_cuda and has_little_shared_memory(rows.device):
+        return f"with 99 KiB of shared memory it takes no {WIDEST_IN_FULL + 1} to {MOST_IN_REGISTERS} landmarks in float64"
+    return None
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
