@@ -44,7 +44,8 @@ def continual_nystrom_step(
     chosen = products(state.inverse.dtype, size, key.device)
     scratch = state.sums.new_empty((*value.shape[:2], landmarks if retroactive else 0, value.shape[-1]))
     out = value.new_empty((*value.shape[:2], state.window if retroactive else value.shape[2], value.shape[-1]))
-    in_blocks = landmarks if landmarks > MOST_IN_REGISTERS and not state.fixed else 0
+    in_registers = landmarks * state.inverse.element_size() <= 4 * MOST_IN_REGISTERS  # float64 of 64 takes 128 KiB of shared memory
+    in_blocks = 0 if in_registers or state.fixed else landmarks
     squares = state.inverse.new_empty((*value.shape[:2], SQUARES.value * in_blocks, in_blocks))
     pairs = _both(state, after, "sums", "landmark_queries", "landmark_keys", "inverse")
     with on_device(key):
@@ -66,7 +67,7 @@ def continual_nystrom_step(
             ITERATIONS=state.pinv_iterations,
             SCHEDULE=SCHEDULE,
             SIZE=size,
-            IN_REGISTERS=landmarks <= MOST_IN_REGISTERS,
+            IN_REGISTERS=in_registers,
             PRECISION=chosen.input_precision,
             **_constants("nystrom", value.dtype, value.shape[3], landmarks),
             num_warps=warps("nystrom.forward", chosen, key.device, size),
