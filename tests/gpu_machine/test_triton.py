@@ -16,7 +16,9 @@ from cmab_kernels.triton_common import Kernel
 
 from ..attention import test_suite as attention
 from ..intention import test_suite as intention
+from ..intention.solve import test_suite as solve
 from ..nystrom import test_suite as nystrom
+from ..nystrom.continual import test_suite as steps
 from .launch import on_machine
 from .orders import in_orders
 
@@ -31,9 +33,22 @@ ATTENTION = {"_forward", "_row_terms", "_backward"}
 INTENTION = {"_gram", "_gram_backward", "_apply"}
 PINV = {"_pinv", "_pinv_backward"}
 NYSTROM = {"_landmark_values", "_landmark_values_backward", "_forward"}
-LATER = {"_solve", "_nystrom_step", "_attention_step", "_multiply"}
-"""Kernels that are newer than these tests, and have not run on the machine yet."""
-EVERY = {*ATTENTION, "_backward_keys", "_sum_runs", "_merge", "_vet", *INTENTION, "_add_runs", *PINV, *NYSTROM}
+LATER = {"_multiply"}
+"""A kernel that is newer than these tests, and has not run on the machine yet."""
+EVERY = {
+    "_solve",
+    "_nystrom_step",
+    "_attention_step",
+    *ATTENTION,
+    "_backward_keys",
+    "_sum_runs",
+    "_merge",
+    "_vet",
+    *INTENTION,
+    "_add_runs",
+    *PINV,
+    *NYSTROM,
+}
 """The other Triton kernels of the package; each is in what a test below says has run."""
 
 
@@ -130,6 +145,18 @@ def test_pinv(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp32", *SLOW])
 def test_nystrom_attention(name: str) -> None:
     assert accuracy(nystrom.TestGivenLandmarks, name, LANDMARKS) >= NYSTROM
+
+
+# ---- solves and continual steps
+
+
+def test_solve() -> None:
+    assert accuracy(solve.TestRegularisedSolve, "fp32", {"B": 1, "H": 1, "D": 9}) == {"_solve"}
+
+
+@pytest.mark.parametrize("suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")])
+def test_steps(suite: type[OperatorSuite], ran: str) -> None:
+    assert accuracy(suite, "fp32", {"B": 1, "H": 1}) == {ran}
 
 
 # ---- nightly: more shapes, in more orders
