@@ -222,11 +222,11 @@ def tanh(team: Team, one: Instruction) -> None:
 
 
 def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Compute in float64 and round; an approximation in float64 has the upper 32 bits of the result, and zeros below."""
+    """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below."""
     kind, ftz = one.kind, one.has("ftz")
     x = team.number(one.operands[1], kind, ftz and kind == "f32")
     result = np.asarray(function(np.asarray(x, np.float64)))
-    if kind == "f64" and one.has("approx"):
+    if kind == "f64" and one.has("approx") and ftz:
         result = (result.view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
     if kind != "f64":
         result = result.astype(np.float32)

@@ -150,8 +150,9 @@ def test_nystrom_attention(name: str) -> None:
 # ---- solves and continual steps
 
 
-def test_solve() -> None:
-    assert accuracy(solve.TestRegularisedSolve, "fp32", {"B": 1, "H": 1, "D": 9}) == {"_solve"}
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+def test_solve(name: str) -> None:
+    assert accuracy(solve.TestRegularisedSolve, name, {"B": 1, "H": 1, "D": 9}) == {"_solve"}
 
 
 @pytest.mark.parametrize("suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")])
