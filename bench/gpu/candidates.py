@@ -46,8 +46,9 @@ class Target:
             return ridge_launch.gram_products(self.operands, False, False)
         if self.kernel.startswith("intention"):
             return ridge_launch.row_products(self.operands, False)
-        forward = self.kernel == "attention.forward"
-        return (attention_launch.forward_products if forward else attention_launch.backward_products)(self.operands, self.width)
+        if self.kernel == "attention.forward":
+            return attention_launch.forward_products(self.operands, self.width)
+        return attention_launch.backward_products(self.operands, self.width, device)
 
     def key(self, device: torch.device) -> Key:
         products, width = self.products(device), self.width

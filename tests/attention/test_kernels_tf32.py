@@ -21,7 +21,7 @@ from cmab_kernels.testing import LAWS
 from cmab_kernels.tiles import using
 from cmab_kernels.triton_common import Products, in_place, product
 
-from .test_kernels import check_accuracy
+from .test_kernels import Case, _inputs, check_accuracy
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -105,6 +105,14 @@ def test_infinities_and_the_order_of_columns(in_other_order: bool) -> None:
     finite = right.isfinite()
     assert torch.equal(out[~finite & ~right.isnan()], right[~finite & ~right.isnan()])
     assert (out - (a.double() @ b.double()))[finite].abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("latents, keys", [(5, 70), (129, 300)])
+def test_turned_tiles_in_float64(latents: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orientation that bfloat16 takes for dK and dV, which the interpreter cannot run in bfloat16, is right to 1e-12."""
+    monkeypatch.setattr(kernels.backward, "IN_PLACE", ("double",))
+    mask = torch.rand(1, keys) < 0.3
+    Case(*_inputs(1, 2, latents, keys, 8, 16, torch.float64), mask).check(1e-12)
 
 
 def test_forward_multiplies_in_three_parts() -> None:

@@ -11,10 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import (
+    alignment,
+    in_place,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    on_device,
+    product,
+    rows_at,
+    tile_at,
+    triton_dtype,
+)
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
+
+IN_PLACE = ("half", "tf32x3")
+"""The kinds of product that take as operands what the products before them left in registers, in `_backward_keys`."""
 
 RESOLUTION = tl.constexpr(2.0**-52)
 """The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
@@ -97,20 +112,44 @@ def _load_rows(
 
 
 @triton.jit
-def _weigh(keys, values, rows, keep, log2_scale, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The weights P of a tile and the gradient dS of its scores, both (queries, keys): so the terms per query take few registers."""
+def _scores(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries)."""
+    first, second = (keys, queries) if TURNED else (queries, keys)
+    return product(first, tl.trans(second), OPERAND, PRECISION)
+
+
+@triton.jit
+def _weigh(
+    keys, values, rows, keep, log2_scale, TURNED: tl.constexpr, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The weights P of a tile and the gradient dS of its scores: (queries, keys), or if TURNED (keys, queries).
+
+    A thread has few rows of a tile. As rows, the queries and their terms take few registers; as columns, P' and dS' lie where the products
+    dV = P' dout and dK = dS' Q need them.
+    """
     queries, douts, high, low, delta = rows
-    scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
-    exponents = (scores - high[:, None]) * log2_scale - low[:, None]
+    KEYS: tl.constexpr = 0 if TURNED else 1
+    high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
+    exponents = (_scores(keys, queries, TURNED, OPERAND, PRECISION) - high) * log2_scale - low
     if high.dtype == tl.float64:  # beyond 2**53, lse no longer tells neighbouring scores apart
         exponents = tl.where(exponents > 0, 0.0, exponents)
     weights = tl.exp2(exponents)
     if keep is not None:
-        weights = tl.where(keep[None, :], weights, 0.0)
+        weights = tl.where(tl.expand_dims(keep, 1 - KEYS), weights, 0.0)
     slopes = weights
     if SLOPES:
-        slopes = weights * (product(douts, tl.trans(values), OPERAND, PRECISION) - delta[:, None])
+        slopes = weights * (_scores(values, douts, TURNED, OPERAND, PRECISION) - delta)
     return weights.to(OPERAND), slopes.to(OPERAND)
+
+
+@triton.jit
+def _product_over_queries(weights, tile, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The product (keys, width) of the weights of `_weigh` and a tile of rows of the queries."""
+    if not TURNED:
+        weights = tl.trans(weights)
+    elif PRECISION == "tf32x3":
+        weights, tile = in_place(weights, tile)
+    return product(weights, tile, OPERAND, PRECISION)
 
 
 @triton.jit
@@ -166,7 +205,7 @@ def _pull(
     values = keys
     if SLOPES:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-    weights, slopes = _weigh(keys, values, rows, keep, log2_scale, SLOPES, OPERAND, PRECISION)
+    weights, slopes = _weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION)
     if dvalue is not None:
         _store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
     if dkey is not None:
@@ -307,6 +346,7 @@ def _backward_keys(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
+    TURNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -331,11 +371,11 @@ def _backward_keys(
                 query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND
             )
             queries, slopes, _, _, _ = rows
-            weights, score_slopes = _weigh(keys, values, rows, keep, log2_scale, dkey is not None, OPERAND, PRECISION)
+            weights, score_slopes = _weigh(keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION)
             if dvalue is not None:
-                dv += product(tl.trans(weights), slopes, OPERAND, PRECISION)
+                dv += _product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
             if dkey is not None:
-                dk += product(tl.trans(score_slopes), queries, OPERAND, PRECISION)
+                dk += _product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
         if dvalue is not None:
             _store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
         if dkey is not None:
@@ -392,7 +432,7 @@ def attention_backward(
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    products = backward_products(query.dtype, max(D, E))
+    products = backward_products(query.dtype, max(D, E), query.device)
     tiles = backward_tiles(products, query.device, max(D, E), L)
     sums = torch.promote_types(query.dtype, torch.float32)
     fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
@@ -435,9 +475,9 @@ def attention_backward(
             "PRECISION": products.input_precision,
         }
         blocks = triton.cdiv(L, tiles.BLOCK_L)
-        if blocks > 1 and (dkey is not None or dvalue is not None):
+        if (blocks > 1 or products.kind == "tf32x3") and (dkey is not None or dvalue is not None):
             passing = backward_keys_tiles(products, query.device, max(D, E))
-            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, **options, **passing._asdict())
+            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **options, **passing._asdict())
             dkey = dvalue = None
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         if not (shares is None and dkey is None and dvalue is None):

@@ -22,24 +22,21 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return unsupported_rows(query, key, value)
 
 
-def _products(dtype: torch.dtype, in_parts: str, fits: bool) -> Products:
-    """float32 is multiplied in tf32 if torch allows it, else in parts, as accurate as float32, where these fit in registers."""
+def _products(dtype: torch.dtype, fits: bool) -> Products:
+    """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts, where these fit in registers."""
     if dtype != torch.float32:
         return Products(dtype, "ieee")
-    return Products(dtype, "tf32" if allows_tf32() else in_parts if fits else "ieee")
+    return Products(dtype, "tf32" if allows_tf32() else "tf32x3" if fits else "ieee")
 
 
 def forward_products(dtype: torch.dtype, width: int) -> Products:
-    """float32 as three tf32 products."""
-    return _products(dtype, "tf32x3", width <= 64)
+    return _products(dtype, width <= 64)
 
 
-def backward_products(dtype: torch.dtype, width: int) -> Products:
-    """float32 as six bfloat16 products.
-
-    float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's.
-    """
-    return Products(torch.float32, "tf32") if dtype == torch.float16 else _products(dtype, "bf16x6", width <= 32)
+def backward_products(dtype: torch.dtype, width: int, device: torch.device) -> Products:
+    """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's."""
+    widest = 64 if capability_of(device)[0] in (HOPPER[0], BLACKWELL) else 32
+    return Products(torch.float32, "tf32") if dtype == torch.float16 else _products(dtype, width <= widest)
 
 
 class Tiles(NamedTuple):
@@ -63,16 +60,16 @@ _FORWARD = {
     "double": {16: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
 _BACKWARD = {
-    "half": {128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
+    "half": {16: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
-    "bf16x6": {16: Tiles(128, 32, 8, 2), 32: Tiles(128, 16, 8, 2)},
+    "tf32x3": {16: Tiles(64, 64, 4, 1), 32: Tiles(64, 32, 4, 1), 64: Tiles(64, 32, 8, 1)},
     "ieee": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
     "double": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
 _BACKWARD_KEYS = {
-    "half": {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "half": {64: Tiles(64, 64, 4, 1), 128: Tiles(32, 64, 8, 1), 256: Tiles(32, 32, 8, 1)},
     "tf32": {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
-    "bf16x6": {16: Tiles(64, 32, 8, 1), 32: Tiles(32, 32, 8, 1)},
+    "tf32x3": {32: Tiles(32, 64, 4, 1), 64: Tiles(32, 64, 8, 1)},
     "ieee": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
     "double": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
@@ -97,6 +94,14 @@ _WITH_LITTLE_SHARED_MEMORY = {
     "attention.backward_keys": {},
 }
 
+_HOPPER_BACKWARD = {16: Tiles(64, 64, 4, 1), 64: Tiles(64, 32, 4, 1)}
+_HOPPER_BACKWARD_KEYS = {16: Tiles(64, 128, 8, 1), 64: Tiles(32, 64, 4, 1)}
+
+
+def _on(device: torch.device, table: dict[str, dict[int, Tiles]], on_hopper: dict[int, Tiles]) -> dict[str, dict[int, Tiles]]:
+    """The table with the tiles of Hopper for float32 in parts."""
+    return table | {"tf32x3": on_hopper} if capability_of(device)[0] == HOPPER[0] else table
+
 
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
     chosen = tuned(kernel, device, products.kind, width)
@@ -114,12 +119,12 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
     """The tiles of `_backward`, which holds a block of queries and reads the keys."""
-    return _tiles("attention.backward", _BACKWARD, products, device, width).at_most(queries)
+    return _tiles("attention.backward", _on(device, _BACKWARD, _HOPPER_BACKWARD), products, device, width).at_most(queries)
 
 
 def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
     """The tiles of `_backward_keys`, which holds a tile of keys and reads the queries."""
-    return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)
+    return _tiles("attention.backward_keys", _on(device, _BACKWARD_KEYS, _HOPPER_BACKWARD_KEYS), products, device, width)
 
 
 WIDEST_BLOCK = 256
