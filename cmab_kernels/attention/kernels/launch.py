@@ -88,7 +88,7 @@ _AMPERE_IN_PARTS = {32: Tiles(128, 32, 4, 2), 64: Tiles(128, 32, 8, 2)}
 _WITH_LITTLE_SHARED_MEMORY = {
     "attention.forward": {"half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}},
     "attention.backward": {
-        "half": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+        "half": {16: Tiles(128, 128, 8, 2), 64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
         "tf32": {16: Tiles(128, 32, 8, 2), 64: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 1)},
     },
     "attention.backward_keys": {},
