@@ -233,7 +233,8 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
 
 
 def _scale(scale: float | None, key: Tensor) -> Tensor:
-    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else float(scale), dtype=torch.float64)
+    """The scale of a state: a number in the host's memory whatever the default device, so that a step reads it without waiting."""
+    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else float(scale), dtype=torch.float64, device="cpu")
 
 
 def _rings(*tokens: Tensor) -> Any:

@@ -267,6 +267,18 @@ def test_move_state() -> None:
     assert there.position.shape == (2, 3) and there.keys.is_meta and not there.scale.is_meta
 
 
+@pytest.mark.parametrize("kind", ["nystrom", "attention"])
+def test_the_default_device_does_not_matter(impl: str, kind: str) -> None:
+    """A state's scale stays in the host's memory, its other tensors where the tokens are."""
+    first, token = torch.randn(1, 2, 10, 4).split([9, 1], dim=2)
+    start, step = getattr(ck, f"continual_{kind}_init"), getattr(ck, f"continual_{kind}_step")
+    counts = (3,) if kind == "nystrom" else ()
+    with torch.device("meta"):
+        out, after = step(start(first, first, first, *counts), token, token, token, output="retroactive", impl=impl)
+    assert not any(t.is_meta for t in (out, *after) if isinstance(t, Tensor))
+    assert torch.equal(out, step(start(first, first, first, *counts), token, token, token, output="retroactive", impl=impl).out)
+
+
 @pytest.mark.parametrize("kind", ["continual", "exact"])
 def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -> None:
     """The ring never has more than two windows, for blocks of any size, and the window is the one of a stream token by token."""

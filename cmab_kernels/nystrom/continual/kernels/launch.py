@@ -127,7 +127,7 @@ def _positions(state: State, after: State) -> tuple[Tensor, Tensor]:
     """The positions before and after the step, (B, H) each. On a CPU, in Triton's interpreter, a state counts in an int."""
     if isinstance(state.position, Tensor) and isinstance(after.position, Tensor):
         return state.position, after.position
-    before = torch.full(state.keys.shape[:2], int(state.position))
+    before = torch.full(state.keys.shape[:2], int(state.position), device=state.keys.device)
     return before, torch.empty_like(before)
 
 
