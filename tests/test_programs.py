@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,34 +22,65 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton
+import triton.language as tl
 
-from cmab_kernels import attention_state
+import cmab_kernels
+from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.nystrom import kernels as nystrom
-from cmab_kernels.triton_common import alignment
+from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.triton_common import Kernel, alignment, kernel
 
 from .gpu_machine.driver import Launched, stub
 
 MOST = 4
-"""The most programs of a kernel for one dtype, width and block size, and the same optional arguments."""
+"""The most programs of a kernel for one dtype, width and block size; and the most block sizes."""
+LEVELS = 2
+"""The most of these with the same optional arguments and results: what is taken for granted of addresses, or nothing."""
 SIZES = (1, 2, 3, 16, 17, 64, 100, 128, 129, 300, 1024, 5003, 65536, 10**6)
-BLOCKS = ("BLOCK_L", "BLOCK_N", "TILE_D", "TILE_E", "EXACT_N", "SIZE", "num_warps", "num_stages")
+BLOCKS = ("BLOCK_L", "BLOCK_N", "CHUNK", "MOST", "ROWS", "TILE_D", "TILE_E", "EXACT_N", "SIZE", "COLUMNS", "num_warps", "num_stages")
+
+
+class Program(NamedTuple):
+    """A compiled program: the kernel's name, its block sizes, the names of arguments that are None, and all that tells it from others."""
+
+    kernel: str
+    blocks: tuple[Any, ...]
+    absent: tuple[str, ...]
+    everything: str
 
 
 @pytest.fixture
-def programs() -> Iterator[list[tuple[str, tuple[Any, ...], str]]]:
-    """The programs that are compiled in a test, as (kernel, block sizes, everything that tells it from others); none is really compiled."""
+def programs() -> Iterator[list[Program]]:
+    """The programs that are compiled in a test, by `Kernel` or by Triton's own launch; none is really compiled."""
     compiled = []
 
     def keep(source: Any, target: Any, options: dict[str, Any]) -> Any:
         names = source.fn.arg_names
-        constants = {names[at]: value for (at, *_), value in source.constants.items()} | options
-        compiled.append((source.name, tuple(constants.get(name) for name in BLOCKS), f"{source.signature} {constants} {source.attrs}"))
-        return SimpleNamespace(run=lambda *_: None, function=0, packed_metadata=None)
+        constants = {names[at]: value for (at, *_), value in source.constants.items()}
+        absent = tuple(name for name, value in constants.items() if value is None)
+        blocks = tuple((constants | options).get(name) for name in BLOCKS)
+        compiled.append(Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}"))
+        return SimpleNamespace(run=lambda *_: None, function=0, packed_metadata=None, launch_metadata=lambda *_: None)
 
-    with stub(90), mock.patch.object(triton, "compile", keep):
+    with stub(90), mock.patch.object(triton, "compile", keep), mock.patch.object(triton.compiler, "compile", keep):
         yield compiled
+
+
+def _too_many(programs: list[Program]) -> dict[Any, set[Any]]:
+    """What there is too much of, by the kernel and what is the same."""
+    levels, variants, blocks = defaultdict(set), defaultdict(set), defaultdict(set)
+    for program in programs:
+        levels[program.kernel, program.blocks, program.absent].add(program.everything)
+        variants[program.kernel, program.blocks].add(program.everything)
+        blocks[program.kernel].add(program.blocks)
+    counted = [(levels, LEVELS), (variants, MOST), (blocks, MOST)]
+    return {key: different for found, most in counted for key, different in found.items() if len(different) > most}
+
+
+# ---- calls of random shapes and strides
 
 
 def _some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,50 +94,145 @@ def _some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(0, dtype=dtype, device="meta").as_strided(shape, (*strides, random.choice((1, 1, 3))))
 
 
-def _attention(dtype: torch.dtype, packed: bool) -> None:
+def _attention(dtype: torch.dtype, given: str = "") -> None:
     B, H, L, N = (random.choice(SIZES[:most]) for most in (5, 5, 11, len(SIZES)))
-    q, out, lse = _some(B, H, L, 16, dtype=dtype), _some(B, H, L, 16), torch.empty(B, H, L, dtype=torch.float64, device="meta")
-    k, v = (_some(1 if packed else B, H, N, 16, dtype=dtype) for _ in "kv")
-    offsets = torch.empty(B + 1, dtype=torch.int32, device="meta") if packed else None
-    attention.attention_forward(q, k, v, None, offsets, out, lse, 0.25)
-    attention.attention_forward(q, k, v, None, offsets, None, None, 0.25)
-    attention.attention_backward(out, lse, q, k, v, None, offsets, out.contiguous(), lse, 0.25, (True, True, True))
+    q, out, lse = _some(B, H, L, 16, dtype=dtype), _some(B, H, L, 16), _some(B, H, L, dtype=torch.float64)
+    k, v = (_some(1 if given == "offsets" else B, H, N, 16, dtype=dtype) for _ in "kv")
+    offsets = torch.empty(B + 1, dtype=torch.int32, device="meta") if given == "offsets" else None
+    mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
+    state = (out, lse) if given == "state" else (None, None)
+    attention.attention_forward(q, k, v, mask, offsets, *state, 0.25)
+    attention.attention_backward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
 
 
-def _intention(dtype: torch.dtype, weighted: bool) -> None:
+def _intention(given: str = "") -> None:
     B, H, N = (random.choice(SIZES[:most]) for most in (5, 5, len(SIZES)))
-    k, v = (_some(B, H, N, 16, dtype=dtype) for _ in "kv")
-    weights = torch.empty(B, H, N, device="meta") if weighted else None
-    gram, moment = intention.gram(k, v, weights, None, (True, True), True)
-    intention.gram_backward(gram, moment, k, v, weights, None, (True, True, True), True)
+    k, v = (_some(B, H, N, 16) for _ in "kv")
+    weights = _some(B, H, N) if given == "weights" else None
+    mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
+    gram, moment = intention.gram(k, v, weights, mask, (True, True), True)
+    intention.gram_backward(gram, moment, k, v, weights, mask, (True, True, True), True)
     intention.apply_rows(k, moment)
 
 
-def _nystrom(dtype: torch.dtype, absent: bool) -> None:
-    M = random.choice(SIZES)
-    q, k, v, square = (_some(M, 16, 16, dtype=dtype) for _ in range(4))
-    gone = torch.empty(M, 16, dtype=torch.bool, device="meta") if absent else None
-    nystrom.iterative_pinv_backward(nystrom.iterative_pinv(square, 6), square, 6)
-    nystrom.landmark_values(q, k, v, gone, 0.25, 6)
-    nystrom.landmark_values_backward(v, q, k, v, gone, 0.25, 6)
+def _solve(dtype: torch.dtype) -> None:
+    M, D = random.choice(SIZES), random.randint(17, 32)
+    solve.regularised_solve(_some(M, D, D, dtype=dtype), _some(M, D, random.choice(SIZES), dtype=dtype), _some(M, 1, dtype=dtype)[:, 0])
 
 
-@pytest.mark.parametrize("option", [False, True])
-@pytest.mark.parametrize(
-    "call, dtype",
-    [(_attention, torch.float32), (_attention, torch.bfloat16), (_intention, torch.float32), (_nystrom, torch.float32)],
-)
-def test_few_programs(
-    call: Callable[[torch.dtype, bool], None], dtype: torch.dtype, option: bool, programs: list[tuple[str, tuple[Any, ...], str]]
-) -> None:
+def _nystrom(landmarks: tuple[int, int], given: str = "") -> None:
+    M, m = random.choice(SIZES), random.randint(*landmarks)
+    q, k, v, square = (_some(M, m, width) for width in (16, 16, 16, m))
+    absent = torch.empty(M, m, dtype=torch.bool, device="meta") if given == "absent" else None
+    nystrom.iterative_pinv_backward(nystrom.iterative_pinv(square, 2), square, 2)
+    nystrom.landmark_values(q, k, v, absent, 0.25, 2)
+    nystrom.landmark_values_backward(v, q, k, v, absent, 0.25, 2)
+
+
+def _nystrom_step(dtype: torch.dtype, landmarks: tuple[int, int], fixed: bool, retroactive: bool) -> None:
+    B, H, n, m = random.choice(SIZES[:5]), random.choice(SIZES[:5]), random.randint(300, 10**6), random.randint(*landmarks)
+    window, given = torch.empty(B, H, n, 16, dtype=dtype, device="meta"), torch.empty(H, m, 16, dtype=dtype, device="meta")
+    chosen = {"landmarks": (given, given)} if fixed else {"num_landmarks": m}
+    with use_impl("reference"):
+        state = continual_nystrom_init(window, window, window, **chosen)
+    for t in random.sample(SIZES, 3):
+        tokens = _some(B, H, t, 16, dtype=dtype)
+        _, state = continual.continual_nystrom_step(state, tokens, tokens, tokens, retroactive)
+
+
+def _attention_step(dtype: torch.dtype, retroactive: bool) -> None:
+    B, H, n = (random.choice(SIZES[:most]) for most in (5, 5, len(SIZES)))
+    window = torch.empty(B, H, n, 16, dtype=dtype, device="meta")
+    state = continual_attention_init(window, window, window)
+    for t in random.sample(SIZES, 3):
+        tokens = _some(B, H, t, 16, dtype=dtype)
+        _, state = continual.continual_attention_step(state, tokens, tokens, tokens, retroactive)
+
+
+def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
+    """The calls by name, each with how often it is made."""
+    calls: dict[str, tuple[int, Callable[[], None]]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for given in ("", "mask", "offsets", "state"):
+            calls[f"attention {name} {given}"] = 500, partial(_attention, dtype, given)
+        for retroactive in (False, True):
+            how = "retroactive" if retroactive else "single"
+            calls[f"attention step {name} {how}"] = 60, partial(_attention_step, dtype, retroactive)
+            for fixed, landmarks in ((True, (3, 16)), (False, (33, 64)), (False, (65, 128))):
+                calls[f"nystrom step {name} {how} {fixed} {landmarks}"] = 30, partial(_nystrom_step, dtype, landmarks, fixed, retroactive)
+    for given in ("", "weights", "mask"):
+        calls[f"intention {given}"] = 500, partial(_intention, given)
+    for dtype in (torch.float32, torch.float64):
+        calls[f"solve {dtype}"] = 500, partial(_solve, dtype)
+    for given in ("", "absent"):
+        calls[f"nystrom {given}"] = 500, partial(_nystrom, (16, 16), given)
+        calls[f"nystrom large {given}"] = 20, partial(_nystrom, (65, 256), given)
+    return calls
+
+
+CALLS = _calls()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_few_programs(name: str, programs: list[Program]) -> None:
     random.seed(0)
-    for _ in range(500):
-        call(dtype, option)
-    found = defaultdict(set)
-    for kernel, blocks, program in programs:
-        found[kernel, blocks, "state_lse" in program and "'state_lse': 'constexpr'" not in program].add(program)
-    assert len({kernel for kernel, *_ in found}) >= 4, "the kernels were launched"
-    assert {key: different for key, different in found.items() if len(different) > MOST} == {}
+    times, call = CALLS[name]
+    for _ in range(times):
+        call()
+    assert programs, "kernels were launched"
+    assert _too_many(programs) == {}
+
+
+def test_every_kernel_is_counted(programs: list[Program]) -> None:
+    random.seed(0)
+    for _, call in CALLS.values():
+        for _ in range(10):
+            call()
+    modules = [m.name for m in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if ".kernels." in m.name]
+    there = {name for module in modules for name, found in vars(importlib.import_module(module)).items() if isinstance(found, Kernel)}
+    assert len(there) > 15 and {program.kernel for program in programs} == there
+
+
+# ---- planted faults: what each kernel does with N, the number of keys
+
+
+@triton.jit
+def _guessed(x, N):
+    """N as Triton types it by its value."""
+
+
+@kernel("x")
+def _constant(x, N: tl.constexpr):
+    """N as a constant."""
+
+
+@kernel("x")
+def _third_level(x, ALIGN: tl.constexpr):
+    """One more alignment than is allowed."""
+
+
+@kernel("x")
+def _block(x, BLOCK_N: tl.constexpr):
+    """A block as large as N."""
+
+
+FAULTS = {
+    "a guessed type": lambda x, N: _guessed[(1,)](x, N),
+    "a constant": lambda x, N: _constant(1, x, N=N),
+    "a third level of alignment": lambda x, N: _third_level(1, x, ALIGN=min(N, 3)),
+    "a block": lambda x, N: _block(1, x, BLOCK_N=triton.next_power_of_2(N)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, programs: list[Program]) -> None:
+    for N in SIZES:
+        FAULTS[fault](torch.empty(1, device="meta"), N)
+    assert _too_many(programs)
+
+
+# ---- launches, and alignment
 
 
 def test_one_program_is_loaded_and_launched_for_all_shapes() -> None:
