@@ -7,7 +7,9 @@ This is what was found by experiment:
 
 - M. Fasi, N. J. Higham, M. Mikaitis, S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021;
 - X. Li, A. Li, B. Fang, K. Swirydowicz, I. Laguna, G. Gopalakrishnan, FTTN: Feature-targeted testing for numerical properties of NVIDIA
-  and AMD matrix accelerators, CCGrid 2024.
+  and AMD matrix accelerators, CCGrid 2024;
+- F. A. Khattak, M. Mikaitis, Accurate models of NVIDIA tensor cores, arXiv:2512.07004, 2025, whose models have the bits of an A100 (one bit
+  more than the 24) and of an H100 (two more).
 """
 
 from __future__ import annotations
