@@ -208,6 +208,8 @@ def test_comparisons(relation: str, expected: str) -> None:
         ("ex2.approx.ftz.f32 %r40, %r1", ("32", "32"), np.float32([3, -200, -math.inf]), np.float32([8, 0, 0])),
         ("lg2.approx.f32 %r40, %r1", ("32", "32"), np.float32([8, 0]), np.float32([3, -math.inf])),
         ("rsqrt.approx.f32 %r40, %r1", ("32", "32"), np.float32([0.25]), np.float32([2])),
+        ("rsqrt.approx.f64 %rd0, %rd1", ("64", "64"), [3.0], [1 / np.sqrt(3.0)]),
+        ("rsqrt.approx.ftz.f64 %rd0, %rd1", ("64", "64"), [3.0], np.uint64([0x3FE279A700000000])),
         ("sqrt.rn.f64 %rd0, %rd1", ("64", "64"), [2.0], [math.sqrt(2.0)]),
         ("rcp.rn.f32 %r40, %r1", ("32", "32"), np.float32([3]), [1 / np.float32(3)]),
         ("rcp.approx.ftz.f64 %rd0, %rd1", ("64", "64"), [3.0], np.uint64([0x3FD5555500000000])),
