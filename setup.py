@@ -12,6 +12,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp", "continual/next_state.cpp")
 """The sources that both extensions share: they read tensors and states passed from Python."""
+OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+"""Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything each time."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
@@ -82,11 +85,19 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
 
 
+def same_path(headers: Path, folder: Path) -> Path:
+    """A link in `folder` to headers that pip puts into another temporary folder for each build, so that commands stay the same."""
+    link = folder / "pybind11"
+    link.unlink(missing_ok=True)
+    link.symlink_to(headers, target_is_directory=True)
+    return link
+
+
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
     """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`."""
     import pybind11
 
-    includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{pybind11.get_include()}"
+    includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{same_path(Path(pybind11.get_include()), folder)}"
     extra = os.environ.get("CXXFLAGS", "")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     codes += f" -gencode arch=compute_{PTX},code=compute_{PTX}"
@@ -144,7 +155,7 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Build both extensions from one ninja file, the CPU's first, so that it does not depend on whether nvcc succeeds."""
-        self.folder = Path(self.build_temp).resolve()
+        self.folder = OBJECTS
         self.cpu, self.cuda = (Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions)
         self.report = attempt(self.build_cpu)
         self.cuda_report = attempt(self.build_cuda)
@@ -167,7 +178,8 @@ class NinjaBuild(build_ext):
         if not nvcc:
             return {"built": False, "reason": "no nvcc: neither in CUDA_HOME nor on the PATH"}
         self.make(self.cuda, nvcc)
-        kernels = [kernel for log in sorted(self.folder.rglob("*.cu.o.log")) for kernel in kernels_in(log.read_text())]
+        logs = [self.folder / f"{source.relative_to(ROOT)}.o.log" for source, _ in cuda_sources() if source.suffix == ".cu"]
+        kernels = [kernel for log in sorted(logs) for kernel in kernels_in(log.read_text())]
         return {"compiler": version(nvcc, -2), "targets": list(GPUS), "kernels": kernels}
 
     def make(self, target: Path, compiler: str) -> None:

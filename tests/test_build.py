@@ -161,5 +161,23 @@ def test_what_setup_says(
     assert there == {name for name, why in (("_C", reason), ("_cuda", cuda_reason)) if why == ""}
 
 
+@in_sources
+@needs_tools
+def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
+    """pip builds in temporary folders, with headers of pybind11 in another one each time."""
+    elsewhere = tmp_path / "elsewhere" / "pybind11"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "__init__.py").write_text(f"def get_include():\n    return {str(elsewhere)!r}\n")
+    notes = WORKS.replace("\n", '\necho "$@" >> "$(dirname "$0")/calls"\n', 1)
+    assert _build(tmp_path, "1", notes, None)[0] == 0
+    calls = tmp_path / "bin" / "calls"
+    compiled = calls.read_text().count(" -c ")
+    environment = {**os.environ, "CXX": str(tmp_path / "bin" / "c++"), "CUDA_HOME": str(tmp_path), "PYTHONPATH": str(elsewhere.parent)}
+    again = [sys.executable, "setup.py", "build_ext", "--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
+    subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert compiled > 20 and calls.read_text().count(" -c ") == compiled
+    assert list((tmp_path / "lib").rglob("_C*.so"))
+
+
 def test_the_report_goes_with_the_package() -> None:
     assert (Path(cmab_kernels.__file__).parent / "_build.json").exists() and {"built", "reason", "cuda"} <= set(build_report())
