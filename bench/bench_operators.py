@@ -45,6 +45,8 @@ def bench_operator(case: Case, name: str, benchmark: BenchmarkFixture) -> None:
             (pytest.fail if str(problem).startswith(FAULTS) else pytest.skip)(str(problem))
         benchmark.group = case.name
         benchmark(case.implementations[name], inputs)
+    if benchmark.disabled:  # --benchmark-disable, or workers of pytest-xdist
+        return
     taken = MEDIANS.setdefault(case.name, {})
     taken[name] = benchmark.stats.stats.median / benchmark.extra_info["steps"]
     if beside := [taken[baseline] for baseline in case.baselines if baseline in taken]:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from cmab_kernels.nystrom import kernels
+from cmab_kernels.nystrom.kernels import large, launch
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
 from cmab_kernels.testing import between_margins, guarded_results
 
@@ -56,6 +57,15 @@ def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
 def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
     """Matrices that one program does not keep to itself, whose last blocks are not full."""
     check_pinv(kernels, between_margins(MATRICES[kind](2, 70).to(dtype)), 1)
+
+
+@pytest.mark.parametrize("m, in_blocks", [(32, False), (40, True)])
+def test_float64_goes_in_blocks_where_shared_memory_is_little(m: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_little_shared_memory", lambda device: True)
+    seen, in_large = [], large.iterative_pinv
+    monkeypatch.setattr(large, "iterative_pinv", lambda *given: seen.append(given) or in_large(*given))
+    check_pinv(kernels, MATRICES["normal"](2, m), 1)
+    assert bool(seen) == in_blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@
 - `pinv`      the iterative pseudo-inverse of a batch, and its gradient
 - `landmarks` softmax, pseudo-inverse and product with the values in one launch, and their gradients
 - `blocks`    products of matrices that one program cannot keep to itself
-- `large`     the four operators for more than 64 landmarks
+- `large`     the four operators for more than 64 landmarks, and for more than 32 in float64 where shared memory is little
 - `launch`    launch options: tile size, precision of products, number of warps
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
 from . import large
-from .launch import MOST_IN_REGISTERS, options, scratch_squares, strides
+from .launch import in_one_program, options, scratch_squares, strides
 from .pinv import store_rows
 from .squares import A, Z, differentiate, get, iterate, iterate_in_scratch
 
@@ -157,7 +157,7 @@ def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
     """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
-    if landmark_query.shape[1] > MOST_IN_REGISTERS:
+    if not in_one_program(landmark_query):
         return large.landmark_values(landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values
     out = values.new_empty(values.shape)
@@ -179,7 +179,7 @@ def landmark_values_backward(
     dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
-    if landmark_query.shape[1] > MOST_IN_REGISTERS:
+    if not in_one_program(landmark_query):
         return large.landmark_values_backward(dout, landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values
     dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)

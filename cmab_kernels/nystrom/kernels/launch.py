@@ -21,16 +21,13 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide"
-    shared_memory = lacks_shared_memory(matrix) if matrix.dim() == 3 else None
-    return shared_memory or unsupported_rows(matrix, matrix, matrix)
+    return unsupported_rows(matrix, matrix, matrix)
 
 
-def lacks_shared_memory(rows: Tensor) -> str | None:
-    """Why a GPU cannot keep the squares of so many landmarks (..., m, *) to one program, as a phrase; None if it can."""
-    kept = rows.dtype == torch.float64 and WIDEST_IN_FULL < rows.shape[-2] <= MOST_IN_REGISTERS
-    if kept and rows.is_cuda and has_little_shared_memory(rows.device):
-        return f"with 99 KiB of shared memory it takes no {WIDEST_IN_FULL + 1} to {MOST_IN_REGISTERS} landmarks in float64"
-    return None
+def in_one_program(matrix: Tensor) -> bool:
+    """Whether one program keeps all squares of a matrix (M, m, *) to itself. In float64, those of 33 to 64 landmarks take 128 KiB."""
+    little = matrix.dtype == torch.float64 and has_little_shared_memory(matrix.device)
+    return matrix.shape[1] <= (WIDEST_IN_FULL if little else MOST_IN_REGISTERS)
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...triton_common import alignment, kernel, load_tile, on_device, rows_at, tile_at
 from . import large
-from .launch import MOST_IN_REGISTERS, options, scratch_squares, strides
+from .launch import in_one_program, options, scratch_squares, strides
 from .squares import differentiate, iterate, iterate_in_scratch
 
 
@@ -67,7 +67,7 @@ def _pinv_backward(
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
-    if matrix.shape[1] > MOST_IN_REGISTERS:
+    if not in_one_program(matrix):
         return large.iterative_pinv(matrix, iterations)
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
@@ -78,7 +78,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
     """Return the gradient of the matrices (M, m, m), contiguous."""
-    if matrix.shape[1] > MOST_IN_REGISTERS:
+    if not in_one_program(matrix):
         return large.iterative_pinv_backward(dinverse, matrix, iterations)
     dmatrix = matrix.new_empty(matrix.shape)
     chosen = options(matrix, "nystrom.backward")

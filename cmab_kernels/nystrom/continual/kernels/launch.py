@@ -13,7 +13,7 @@ from ....dtypes import FLOATING, state_dtype
 from ....tiles import padded
 from ....triton_common import device_problem, on_device, triton_dtype
 from ...kernels.blocks import SQUARES
-from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, lacks_shared_memory, products, warps
+from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
 from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
 from .attention import _attention_step
 from .nystrom import _nystrom_step
@@ -31,7 +31,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | N
         return f"its values are at most {MOST_VALUES} wide, and value is {value.shape[-1]} wide"
     if landmarks is not None and landmarks.shape[-2] > MOST_LANDMARKS:
         return f"it has at most {MOST_LANDMARKS} landmarks, and the state has {landmarks.shape[-2]}"
-    return (None if landmarks is None else lacks_shared_memory(landmarks)) or device_problem(key)
+    return device_problem(key)
 
 
 def continual_nystrom_step(
