@@ -108,7 +108,10 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
 
 def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
     """On a GPU the tensor with NaN for elements below 0 or above `largest`, which on the CPU are refused; on the CPU as it is."""
-    return tensor.masked_fill((tensor < 0) | (tensor > largest), math.nan) if tensor.is_cuda else tensor
+    if not tensor.is_cuda:
+        return tensor
+    refused = tensor < 0 if largest == math.inf else (tensor < 0) | (tensor > largest)
+    return tensor.masked_fill(refused, math.nan)
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:

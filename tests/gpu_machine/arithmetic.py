@@ -206,21 +206,6 @@ def rcp(team: Team, one: Instruction) -> None:
     _function(team, one, lambda x: 1 / x)
 
 
-@opcode("sin")
-def sin(team: Team, one: Instruction) -> None:
-    _function(team, one, np.sin)
-
-
-@opcode("cos")
-def cos(team: Team, one: Instruction) -> None:
-    _function(team, one, np.cos)
-
-
-@opcode("tanh")
-def tanh(team: Team, one: Instruction) -> None:
-    _function(team, one, np.tanh)
-
-
 def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.ndarray]) -> None:
     """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below."""
     kind, ftz = one.kind, one.has("ftz")
@@ -276,12 +261,6 @@ def setp(team: Team, one: Instruction) -> None:
 def selp(team: Team, one: Instruction) -> None:
     a, b = (team.read(source, one.kind) for source in one.operands[1:3])
     team.write(one.operands[0], np.where(team.read(one.operands[3], "pred"), a, b))
-
-
-@opcode("slct")
-def slct(team: Team, one: Instruction) -> None:
-    a, b = (team.read(source, one.modifiers[-2]) for source in one.operands[1:3])
-    team.write(one.operands[0], np.where(team.read(one.operands[3], one.modifiers[-1]) >= 0, a, b))
 
 
 # ---- logic and bits
