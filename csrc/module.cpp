@@ -16,6 +16,7 @@ PYBIND11_MODULE(_C, module) {
   cmab::bind_attention(module);
   cmab::bind_continual(module);
   cmab::bind_gram(module);
+  cmab::bind_layers(module);
   cmab::bind_pinv(module);
   cmab::bind_solve(module);
 }

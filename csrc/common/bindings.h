@@ -26,6 +26,7 @@ inline cpu::Matrices matrices(const TensorView& view) {
 void bind_attention(pybind11::module_&);
 void bind_continual(pybind11::module_&);
 void bind_gram(pybind11::module_&);
+void bind_layers(pybind11::module_&);
 void bind_pinv(pybind11::module_&);
 void bind_solve(pybind11::module_&);
 

@@ -1,8 +1,8 @@
 // A tile of at most kKeyTile keys (or values) of one head in the compute type: read in place if possible, else copied
-// without the absent rows and padded with zero rows. Also Arena, which divides up scratch memory. Internal linkage, as
-// in simd.h.
+// without the absent rows and padded with zero rows. Internal linkage, as in simd.h.
 #pragma once
 
+#include "common/arena.h"
 #include "common/operands.h"
 #include "common/simd.h"
 
@@ -78,23 +78,6 @@ inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const
     return {copy, padded};
   });
 }
-
-// Hands out 64-byte-aligned buffers from a block of memory; given null, it only counts the bytes needed.
-class Arena {
- public:
-  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
-  template <class T>
-  T* take(size_t elements) {
-    char* taken = memory_ ? memory_ + used_ : nullptr;
-    used_ += (elements * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(taken);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* memory_;
-  size_t used_ = 0;
-};
 
 }  // namespace
 }  // namespace cmab::cpu

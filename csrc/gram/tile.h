@@ -1,7 +1,7 @@
-// Helpers shared by the kernels of regularised least squares: rows in the compute type, and the division of a matrix of
-// results into register tiles. Internal linkage, as in simd.h.
+// Helpers shared by the kernels of regularised least squares: rows in the compute type. Internal linkage, as in simd.h.
 #pragma once
 
+#include "common/panels.h"
 #include "common/tile.h"
 #include "gram/gram.h"
 
@@ -29,35 +29,7 @@ CMAB_INLINE void with_vector(int width, Function function) {
 }
 
 // A register tile is R rows of C vectors: 16 to 24 accumulators of 32 registers with AVX-512, 8 of 16 elsewhere.
-constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 constexpr int tile_rows(int columns) { return columns == kMaxColumns ? 4 : 8; }
-
-template <int n>
-using Constant = std::integral_constant<int, n>;
-
-// Cuts `vectors` into panels of up to kMaxColumns; the last two are balanced, as a panel of one vector is bound by
-// loads.
-template <class Function>
-CMAB_INLINE void for_each_panel(int vectors, Function function) {
-  for (int first = 0; first < vectors;) {
-    const int left = vectors - first;
-    const int columns = left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
-    if (columns == 1) function(first, Constant<1>());
-    if (columns == 2) function(first, Constant<2>());
-    if constexpr (kMaxColumns == 4) {
-      if (columns == 3) function(first, Constant<3>());
-      if (columns == 4) function(first, Constant<4>());
-    }
-    first += columns;
-  }
-}
-
-// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1.
-template <int R, class Function>
-CMAB_INLINE void for_each_tile(int first, int end, Function function) {
-  for (; first + R <= end; first += R) function(first, Constant<R>());
-  if constexpr (R > 1) for_each_tile<R / 2>(first, end, function);
-}
 
 // Calls `function` with `data` as a pointer to elements of `dtype`, const or not. T is the compute type.
 template <class T, class Void, class Function>

@@ -1,0 +1,40 @@
+// The division of a matrix of results into register tiles. Internal linkage, as in simd.h.
+#pragma once
+
+#include "common/simd.h"
+
+namespace cmab::cpu {
+namespace {
+
+// The most vectors of a row in a register tile.
+constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
+
+template <int n>
+using Constant = std::integral_constant<int, n>;
+
+// Cuts `vectors` into panels of up to kMaxColumns; the last two are balanced, as a panel of one vector is bound by
+// loads.
+template <class Function>
+CMAB_INLINE void for_each_panel(int vectors, Function function) {
+  for (int first = 0; first < vectors;) {
+    const int left = vectors - first;
+    const int columns = left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
+    if (columns == 1) function(first, Constant<1>());
+    if (columns == 2) function(first, Constant<2>());
+    if constexpr (kMaxColumns == 4) {
+      if (columns == 3) function(first, Constant<3>());
+      if (columns == 4) function(first, Constant<4>());
+    }
+    first += columns;
+  }
+}
+
+// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1.
+template <int R, class Function>
+CMAB_INLINE void for_each_tile(int first, int end, Function function) {
+  for (; first + R <= end; first += R) function(first, Constant<R>());
+  if constexpr (R > 1) for_each_tile<R / 2>(first, end, function);
+}
+
+}  // namespace
+}  // namespace cmab::cpu

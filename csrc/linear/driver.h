@@ -1,0 +1,178 @@
+// Helpers shared by the drivers of linear layers: packed parameters, tiles in an arena, and sums over rows that have
+// the same bits for any number of threads. Internal linkage, as in simd.h.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "common/arena.h"
+#include "common/plan.h"
+#include "linear/linear.h"
+
+namespace cmab::cpu {
+namespace {
+
+inline void* offset(void* data, int64_t elements, DType dtype) {
+  return data ? static_cast<char*>(data) + elements * element_bytes(dtype) : nullptr;
+}
+inline const void* offset(const void* data, int64_t elements, DType dtype) {
+  return data ? static_cast<const char*>(data) + elements * element_bytes(dtype) : nullptr;
+}
+inline Matrix rows_from(const Matrix& matrix, int64_t row, DType dtype) {
+  return {offset(matrix.data, row * matrix.row_stride, dtype), matrix.row_stride, matrix.col_stride};
+}
+inline Matrix transposed(const Matrix& matrix) { return {matrix.data, matrix.col_stride, matrix.row_stride}; }
+
+// An allocator of tiles, packed matrices and padded vectors for one set of kernels.
+class Taker {
+ public:
+  Taker(const LinearKernels& kernel, void* memory) : kernel_(kernel), arena_(memory) {}
+
+  RowTile tile(int width, int rows = kRowTile) {
+    return {arena_.take<char>(kernel_.tile_bytes(rows, width)), kernel_.stride(width)};
+  }
+  void* vector(int width) { return tile(width, 1).data; }
+  void* packed(int depth, int width) { return arena_.take<char>(kernel_.packed_bytes(depth, width)); }
+  void* stats() { return arena_.take<char>(kernel_.stats_bytes()); }
+  size_t used() const { return arena_.used(); }
+
+ private:
+  const LinearKernels& kernel_;
+  Arena arena_;
+};
+
+// Buffers are structs whose constructor takes what they hold from a Taker. Their size, and one of them in `memory`:
+template <class Buffers, class... Arguments>
+size_t bytes_of(const LinearKernels& kernel, const Arguments&... arguments) {
+  Taker take(kernel, nullptr);
+  Buffers(take, arguments...);
+  return align(take.used());
+}
+template <class Buffers, class... Arguments>
+Buffers placed(void* memory, const LinearKernels& kernel, const Arguments&... arguments) {
+  Taker take(kernel, memory);
+  return Buffers(take, arguments...);
+}
+
+// A vector of parameters in the compute type, padded with zeros; zeros where there is none.
+inline void load_vector(const LinearKernels& kernel, DType dtype, const void* from, int width, void* to) {
+  const uint8_t absent = from == nullptr;
+  kernel.load(dtype, {from, 0, 1}, 1, width, &absent, 0, {to, 0});
+}
+
+// The LayerNorm of rows before they are multiplied, or none.
+struct NormParameters {
+  void *weight, *bias;
+  int width;
+
+  NormParameters(Taker& take, int width) : weight(take.vector(width)), bias(take.vector(width)), width(width) {}
+  void load(const LinearKernels& kernel, DType dtype, const NormWeights& from) {
+    load_vector(kernel, dtype, from.weight, width, weight);
+    load_vector(kernel, dtype, from.bias, width, bias);
+    norm = {weight, bias, from.eps};
+    used = from.weight != nullptr;
+  }
+
+  Norm norm{};
+  bool used = false;
+};
+
+// A tile of rows, and what the norm makes of them.
+struct NormedRows {
+  RowTile rows, normed;
+  void* stats;
+
+  NormedRows(Taker& take, int width) : rows(take.tile(width)), normed(take.tile(width)), stats(take.stats()) {}
+
+  RowTile normalise(const LinearKernels& kernel, const NormParameters& parameters, int count) const {
+    if (!parameters.used) return rows;
+    kernel.normalise(rows, count, parameters.width, parameters.norm, stats, normed);
+    return normed;
+  }
+  // drows += the gradient of the rows, given that of the result; dweight and dbias are added to.
+  void backward(const LinearKernels& kernel, const NormParameters& parameters, RowTile dnormed, int count,
+                RowTile drows, RowTile dweight, RowTile dbias) const {
+    if (parameters.used)
+      kernel.normalise_backward(rows, dnormed, count, parameters.width, parameters.norm, stats, drows, dweight.data,
+                                dbias.data);
+    else
+      kernel.add_tile(dnormed, count, parameters.width, drows);
+  }
+};
+
+// The gradients of parameters: sums over rows. Rows are cut into pieces that depend on their number alone, each with
+// sums of its own, which are added in ascending order.
+class ParameterSums {
+ public:
+  ParameterSums(const LinearKernels& kernel, DType dtype, int64_t rows)
+      : kernel_(kernel),
+        dtype_(dtype),
+        rows_(rows),
+        pieces_(int(std::clamp<int64_t>(rows / kPieceRows, 1, kMaxPieces))) {}
+
+  // A sum of shape (rows, width), to be written to `out`; null: it is not needed. Returns its number.
+  int add(void* out, int rows, int width) {
+    parts_.push_back({out, rows, width, piece_bytes_});
+    piece_bytes_ += align(kernel_.tile_bytes(rows, width));
+    return int(parts_.size()) - 1;
+  }
+
+  int pieces() const { return pieces_; }
+  // Calls function(first row, rows) for the tiles of a piece.
+  template <class Function>
+  void for_each_tile(int piece, Function function) const {
+    const int64_t end = piece_start(rows_, pieces_, piece + 1, kRowTile);
+    for (int64_t row = piece_start(rows_, pieces_, piece, kRowTile); row < end; row += kRowTile)
+      function(row, int(std::min<int64_t>(kRowTile, end - row)));
+  }
+  size_t bytes() const { return piece_bytes_ * pieces_; }
+  void place(void* memory) { memory_ = static_cast<char*>(memory); }
+  void clear(int piece) { std::fill_n(memory_ + piece * piece_bytes_, piece_bytes_, 0); }
+  bool needed(int number) const { return parts_[number].out != nullptr; }
+  RowTile of(int piece, int number) const {
+    const Part& part = parts_[number];
+    return {memory_ + piece * piece_bytes_ + part.offset, kernel_.stride(part.width)};
+  }
+
+  // Writes one row of all sums: `unit` counts the rows of the needed sums.
+  int64_t units() const {
+    int64_t rows = 0;
+    for (const Part& part : parts_) rows += part.out ? part.rows : 0;
+    return rows;
+  }
+  void write(int64_t unit) const {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const Part& part = parts_[i];
+      if (!part.out) continue;
+      if (unit >= part.rows) {
+        unit -= part.rows;
+        continue;
+      }
+      const RowTile first = of(0, int(i));
+      const size_t step = piece_bytes_, row = unit * first.stride * element_bytes(state_type(dtype_));
+      kernel_.sum_parts(static_cast<const char*>(first.data) + row, step, pieces_, part.width, dtype_,
+                        offset(part.out, unit * part.width, dtype_));
+      return;
+    }
+  }
+
+ private:
+  static constexpr int64_t kPieceRows = 8 * kRowTile;
+  static constexpr int64_t kMaxPieces = 16;
+  struct Part {
+    void* out;
+    int rows, width;
+    size_t offset;
+  };
+
+  const LinearKernels& kernel_;
+  const DType dtype_;
+  const int64_t rows_;
+  const int pieces_;
+  std::vector<Part> parts_;
+  size_t piece_bytes_ = 0;
+  char* memory_ = nullptr;
+};
+
+}  // namespace
+}  // namespace cmab::cpu

@@ -1,0 +1,97 @@
+// Linear layers on the CPU: the interface between the drivers (layers/, projected/) and the kernels of each instruction
+// set. A driver takes up to kRowTile rows of features at a time through load, normalise, multiply, activate and store,
+// and back through their gradients, so that what lies between stays in the cache.
+//
+// The rules for a kernel are those of attention/attention.h: it allocates nothing and starts no thread; its buffers are
+// 64-byte aligned and uninitialised; a row of a result depends on that row only. Everything but the exported tables has
+// internal linkage.
+#pragma once
+
+#include "common/operands.h"
+
+namespace cmab::cpu {
+
+constexpr int kRowTile = 48;
+
+// Rows in the compute type, `stride` elements apart, that are padded to whole vectors. The padding of rows that were
+// loaded, normalised, multiplied or activated is 0. There is room for a multiple of kRowStep rows; what those past the
+// last hold does not matter.
+struct RowTile {
+  void* data;
+  int64_t stride;
+};
+constexpr int kRowStep = 6;
+
+// geglu(features, gate) = features * gelu(gate); gelu and relu take features only. gelu(x) = x * Phi(x), exact.
+enum class Activation { kGeglu, kGelu, kRelu };
+
+// The LayerNorm of a row: its weight and bias in the compute type, padded with zeros, and eps.
+struct Norm {
+  const void *weight, *bias;
+  double eps;
+};
+
+// The parameters of a linear layer, as torch.nn.Linear holds them; without data there is none.
+struct Weights {
+  Matrix weight;     // (out, in)
+  const void* bias;  // (out,), contiguous, or null
+};
+
+// Those of a LayerNorm; without data there is none.
+struct NormWeights {
+  const void *weight, *bias;  // (width,), contiguous; a null bias is 0
+  double eps;
+};
+
+// The gradients of both; contiguous, in the inputs' dtype, null where not needed.
+struct WeightGradients {
+  void *weight, *bias;
+};
+
+struct LinearKernels {
+  int64_t (*stride)(int width);                  // of a tile
+  size_t (*tile_bytes)(int rows, int width);     // of a tile of so many rows
+  size_t (*packed_bytes)(int depth, int width);  // of a packed matrix
+  size_t (*stats_bytes)();                       // of the means and reciprocal deviations of a tile
+  void (*pack)(DType, const Matrix&, int depth, int width, void* packed);
+
+  // Rows that are `ignored` (null: none) are read as zeros.
+  void (*load)(DType, const Matrix&, int count, int width, const uint8_t* ignored, int64_t ignored_stride, RowTile to);
+  // Reads rows whose columns are heads, `width` wide, that lie apart.
+  void (*load_heads)(DType, const void* from, int64_t row_stride, int64_t head_stride, int heads, int width, int count,
+                     RowTile to);
+  void (*store)(RowTile, int count, int width, DType, void* to, int64_t row_stride);
+
+  // to = rows times the packed matrix, + bias (width,) unless null; or to += that.
+  void (*multiply)(RowTile, int count, int depth, const void* packed, int width, const void* bias, bool add,
+                   RowTile to);
+  // sums (left_width, right_width) += left' right; sums is a tile of left_width rows.
+  void (*add_products)(RowTile left, int left_width, RowTile right, int right_width, int count, RowTile sums);
+  void (*add_rows)(RowTile, int count, int width, void* sums);  // sums (width,) += the sum of the rows
+  void (*add_tile)(RowTile, int count, int width, RowTile to);  // to += rows
+
+  void (*normalise)(RowTile, int count, int width, const Norm&, void* stats, RowTile to);
+  // rows += the gradient of what was normalised, given that of the result; dweight (width,) and dbias (width,) are
+  // added to. `rows` are those that were normalised; `stats` are what normalise wrote.
+  void (*normalise_backward)(RowTile rows, RowTile dnormed, int count, int width, const Norm&, const void* stats,
+                             RowTile drows, void* dweight, void* dbias);
+
+  void (*activate)(Activation, RowTile features, RowTile gate, int count, int width, RowTile to);
+  // Overwrites features and gate by their gradients, given that of the result.
+  void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width);
+
+  // Writes `count` elements of a sum of `pieces` parts, `step` bytes apart, in ascending order.
+  void (*sum_parts)(const void* parts, size_t step, int pieces, int64_t count, DType, void* to);
+};
+
+// [0] computes in float64, from any type; [1] in float32, from all but float64.
+extern const LinearKernels linear_portable[2];
+#if defined(__x86_64__)
+extern const LinearKernels linear_avx2[2];
+extern const LinearKernels linear_avx512[2];
+#endif
+
+// The kernels for tensors of this type on the instruction set in use.
+const LinearKernels& linear_kernels(DType);
+
+}  // namespace cmab::cpu

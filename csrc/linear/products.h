@@ -1,0 +1,93 @@
+// Products of rows with packed matrices, and of the columns of two tiles. A matrix is packed in panels of a few vectors
+// of columns, so that a register tile reads it sequentially. Internal linkage, as in simd.h.
+#pragma once
+
+#include "common/panels.h"
+#include "linear/tiles.h"
+
+namespace cmab::cpu {
+namespace {
+
+template <class T>
+struct Products {
+  using V = Vector<T>;
+  static constexpr int kLanes = lanes<V>();
+
+  static size_t packed_bytes(int depth, int width) { return size_t(depth) * Tiles<T>::padded(width) * sizeof(T); }
+
+  static void pack(DType dtype, const Matrix& matrix, int depth, int width, void* packed) {
+    T* to = static_cast<T*>(packed);
+    with_elements<T>(dtype, matrix, [&](const auto* from) {
+      for_each_panel(Tiles<T>::vectors(width), [&](int first, auto columns) {
+        constexpr int kColumns = decltype(columns)::value * kLanes;
+        const int column = first * kLanes;
+        pack_panel<kColumns>(from + column * matrix.col_stride, matrix, depth,
+                             width - column < kColumns ? width - column : kColumns, to);
+        to += ptrdiff_t(depth) * kColumns;
+      });
+    });
+  }
+
+  static void multiply(RowTile rows, int count, int depth, const void* packed, int width, const void* bias, bool add,
+                       RowTile to) {
+    for_each_panel(Tiles<T>::vectors(width), [&](int first, auto columns) {
+      constexpr int C = decltype(columns)::value;
+      const int column = first * kLanes;
+      const T* matrix = static_cast<const T*>(packed) + ptrdiff_t(column) * depth;
+      const T* addend = bias ? static_cast<const T*>(bias) + column : nullptr;
+      for (int row = 0; row < count; row += kRowStep)
+        multiply_tile<C>(row_of<T>(rows, row), rows.stride, depth, matrix, addend, add, row_of<T>(to, row) + column,
+                         to.stride);
+    });
+  }
+
+  static void add_products(RowTile left, int left_width, RowTile right, int right_width, int count, RowTile sums) {
+    for (int row = 0; row < left_width; row += kRowStep)
+      for_each_panel(Tiles<T>::vectors(right_width), [&](int first, auto columns) {
+        add_columns<decltype(columns)::value>(row_of<T>(sums, row) + first * kLanes, sums.stride,
+                                              row_of<T>(left, 0) + row, left.stride,
+                                              row_of<T>(right, 0) + first * kLanes, right.stride, count);
+      });
+  }
+
+ private:
+  // Panels of a transposed matrix, whose columns are contiguous, are read by column.
+  template <int kColumns, class From>
+  static void pack_panel(const From* from, const Matrix& matrix, int depth, int width, T* to) {
+    if (width < kColumns)
+      for (ptrdiff_t i = 0; i < ptrdiff_t(depth) * kColumns; ++i) to[i] = 0;
+    if (matrix.col_stride == 1)
+      for (int d = 0; d < depth; ++d)
+        for (int c = 0; c < width; ++c) to[d * kColumns + c] = widen(from[d * matrix.row_stride + c]);
+    else
+      for (int c = 0; c < width; ++c)
+        for (int d = 0; d < depth; ++d)
+          to[d * kColumns + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
+  }
+
+  template <int C>
+  static __attribute__((noinline)) void multiply_tile(const T* rows, ptrdiff_t stride, int depth, const T* matrix,
+                                                      const T* bias, bool add, T* to, ptrdiff_t to_stride) {
+    V sums[kRowStep][C] = {};
+    multiply_add<V, kRowStep, C>(sums, rows, stride, 1, matrix, C * kLanes, depth);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      const V addend = bias ? load<V>(bias + c * kLanes) : V{};
+#pragma GCC unroll 8
+      for (int r = 0; r < kRowStep; ++r) {
+        T* at = to + r * to_stride + c * kLanes;
+        const V sum = sums[r][c] + addend;
+        store(at, add ? load<V>(at) + sum : sum);
+      }
+    }
+  }
+
+  template <int C>
+  static __attribute__((noinline)) void add_columns(T* sums, ptrdiff_t stride, const T* left, ptrdiff_t left_stride,
+                                                    const T* right, ptrdiff_t right_stride, int count) {
+    accumulate<V, kRowStep, C>(sums, stride, left, 1, left_stride, right, right_stride, count);
+  }
+};
+
+}  // namespace
+}  // namespace cmab::cpu
