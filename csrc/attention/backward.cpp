@@ -132,6 +132,8 @@ class Backward {
   }
 
   void run_wave() {
+    if (std::all_of(heads_.begin(), heads_.end(), [](const Head& h) { return h.key_pieces * h.query_pieces == 1; }))
+      return run_apart();
 #pragma omp parallel num_threads(threads_)
     {
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
@@ -145,6 +147,22 @@ class Backward {
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < (needs_.query ? blocks_to_do_.size() : 0); ++i)
         add_query_parts(heads_[blocks_to_do_[i].head], blocks_to_do_[i].index, scratch);
+    }
+  }
+
+  // Where keys and queries are one piece each, no parts are added across tasks: no thread waits for another before the
+  // end.
+  void run_apart() {
+#pragma omp parallel for schedule(dynamic) num_threads(threads_)
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
+      const auto each_block = [&](auto function) {
+        for (size_t head = tasks_[i].head; head < tasks_[i].head + tasks_[i].heads; ++head)
+          for (int64_t block = 0; block < blocks_; ++block) function(heads_[head], block);
+      };
+      each_block([&](const Head& head, int64_t block) { pack(head, block); });
+      attend(tasks_[i], scratch);
+      if (needs_.query) each_block([&](const Head& head, int64_t block) { add_query_parts(head, block, scratch); });
     }
   }
 

@@ -113,6 +113,8 @@ class Forward {
   }
 
   void run_wave() {
+    if (std::all_of(groups_.begin(), groups_.end(), [](const Group& group) { return group.pieces == 1; }))
+      return run_apart();
 #pragma omp parallel num_threads(threads_)
     {
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
@@ -123,6 +125,23 @@ class Forward {
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < all_blocks_.size(); ++i)
         finish(groups_[all_blocks_[i].group], all_blocks_[i].first_block, scratch);
+    }
+  }
+
+  // Where the keys are one piece, nothing is merged across tasks: no thread waits for another before the end.
+  void run_apart() {
+#pragma omp parallel for schedule(dynamic) num_threads(threads_)
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
+      const Task& task = tasks_[i];
+      const auto each_block = [&](auto function) {
+        for (size_t g = task.group; g < task.group + task.heads; ++g)
+          for (int64_t block = task.first_block; block < task.first_block + task.blocks; ++block)
+            function(groups_[g], block);
+      };
+      each_block([&](const Group& group, int64_t block) { pack(group, block); });
+      attend(task, scratch);
+      each_block([&](const Group& group, int64_t block) { finish(group, block, scratch); });
     }
   }
 
