@@ -17,7 +17,10 @@ from torch import Tensor
 
 from cmab_kernels.attention import kernels, schema
 from cmab_kernels.attention.kernels import runs
+from cmab_kernels.attention.kernels.launch import backward_keys_tiles
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
+from cmab_kernels.testing.cubin import as_if_on
+from cmab_kernels.triton_common import Products
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -125,6 +128,13 @@ def test_several_runs(dtype: torch.dtype, keys: int) -> None:
 @pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])
 def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
+
+
+def test_wide_heads_in_float64_where_shared_memory_is_little() -> None:
+    """Where a block has 99 KiB, a tile of keys holds 8 of more than 128 numbers."""
+    with as_if_on(86):
+        assert backward_keys_tiles(Products(torch.float64, "ieee"), torch.device("cpu"), 130).BLOCK_N == 8
+        Case(*_inputs(1, 1, 20, 21, 130, 200, torch.float64)).check(1e-12)
 
 
 @pytest.mark.parametrize("masked", [slice(0, 64), slice(64, 128), slice(1024, 1100), slice(1, None), slice(None)])

@@ -8,8 +8,8 @@
 Exponentials are base 2 with the scale folded into the product. Scores, sums and states are float32, or float64 for float64 inputs.
 """
 
+from ...triton_common import unsupported
 from .backward import attention_backward
 from .forward import attention_forward
-from .launch import unsupported
 
 __all__ = ["attention_backward", "attention_forward", "unsupported"]

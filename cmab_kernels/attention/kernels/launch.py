@@ -8,18 +8,6 @@ from torch import Tensor
 
 from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
 from ...triton_common import Products, allows_tf32, triton_dtype
-from ...triton_common import unsupported as unsupported_rows
-
-WIDEST_WITH_LITTLE_SHARED_MEMORY = 128
-"""The widest float64 heads where a block has 99 KiB of shared memory: four tiles of 16 wider rows are 128 KiB."""
-
-
-def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can."""
-    wide = query.dtype == torch.float64 and max(key.shape[-1], value.shape[-1]) > WIDEST_WITH_LITTLE_SHARED_MEMORY
-    if wide and query.is_cuda and has_little_shared_memory(query.device):
-        return f"with 99 KiB of shared memory its float64 heads are at most {WIDEST_WITH_LITTLE_SHARED_MEMORY} wide"
-    return unsupported_rows(query, key, value)
 
 
 def _products(dtype: torch.dtype, fits: bool) -> Products:
@@ -91,7 +79,7 @@ _WITH_LITTLE_SHARED_MEMORY = {
         "half": {16: Tiles(128, 128, 8, 2), 64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
         "tf32": {16: Tiles(128, 32, 8, 2), 64: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 1)},
     },
-    "attention.backward_keys": {},
+    "attention.backward_keys": {"double": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 16, 8, 1), 256: Tiles(16, 8, 8, 1)}},
 }
 
 _HOPPER_BACKWARD = {16: Tiles(64, 64, 4, 1), 64: Tiles(64, 32, 4, 1)}

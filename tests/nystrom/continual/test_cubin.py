@@ -14,20 +14,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from cmab_kernels.nystrom.continual import kernels
-from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 
 from .step_cases import part, start, tokens
 
-SHARED = 99 * 1024
-"""What every GPU from compute capability 8.0 on has."""
+SHARED = min(SHARED_LIMIT.values())
+"""What every GPU from compute capability 8.0 on has, in bytes."""
 
-ORDINARY = [(torch.float32, 16, False), (torch.bfloat16, None, False), (torch.bfloat16, None, True)]
-"""dtype, landmarks (None: exact attention), retroactive: on sm_90."""
+ORDINARY = [
+    (torch.float32, 16, False, 90),
+    (torch.bfloat16, None, False, 90),
+    (torch.bfloat16, None, True, 90),
+    (torch.float32, 16, True, 120),
+]
+"""dtype, landmarks (None: exact attention), retroactive, compute capability."""
 
-EVERY = list(itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, None], [False, True], [80, 90, 100]))
+EVERY = list(itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, 256, None], [False, True], SHARED_LIMIT))
 
 
-def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape: tuple[int, ...] = (2, 3, 72, 64, 64, 1)) -> Launch:
+def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape: tuple[int, ...] = (1, 2, 256, 64, 64, 1)) -> Launch:
     batch, heads, window, width, value_width, count = shape
     stream = tokens(batch, heads, window + count, width, value_width, dtype)
     step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
@@ -45,9 +50,11 @@ def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
     return [f"{figures}: {fault}" for fault in found]
 
 
-@pytest.mark.parametrize("dtype, landmarks, retroactive", ORDINARY)
-def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, tmp_path: Path) -> None:
-    assert _check(_launch(dtype, landmarks, retroactive), 90, tmp_path) == []
+@pytest.mark.parametrize("dtype, landmarks, retroactive, capability", ORDINARY)
+def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path) -> None:
+    with as_if_on(capability):
+        launched = _launch(dtype, landmarks, retroactive)
+    assert _check(launched, capability, tmp_path) == []
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ is one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -23,6 +24,11 @@ from cmab_kernels.nystrom.reference import iterative_pinv_reference
 from cmab_kernels.testing import STREAMS, row_error
 from tests import emulated_cuda
 
+from .memory_cases import (
+    check_a_capture_keeps_the_kind_of_output,
+    check_a_sole_owner_goes_on_in_its_own_memory,
+    check_in_place_is_out_of_place,
+)
 from .step_cases import Tokens, compare
 from .step_cases import defined as _defined
 from .step_cases import errors as _errors
@@ -52,6 +58,12 @@ class Player:
 
     def __init__(self, library: Path) -> None:
         self.kernels = Emulated(library)
+        self.captures = False
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.captures = True
+        yield
         self.captures = False
 
 
@@ -183,58 +195,11 @@ def test_any_order_and_alone(landmarks: int | None, retroactive: bool, played: P
 @kinds
 @pytest.mark.parametrize("chunk", [1, 4, 40])
 def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool, chunk: int, played: Player) -> None:
-    """A captured step writes to the tensors that it is given, a step of a shared state to new memory, any other to the spare memory.
-
-    All give the same bits, for any chunk.
-    """
-    window = 17
-    stream = _tokens(2, 1, window + 1 + 6 * chunk, 6, 9, size=5.0)
-
-    def run(step: Callable[[Any, Tokens], tuple[Tensor, Any]]) -> list[Any]:
-        _, state = _step(_start(_part(stream, 0, window), landmarks), _part(stream, window, window + 1), retroactive)
-        outs = []
-        for at in range(window + 1, stream[0].shape[2], chunk):
-            out, state = step(state, _part(stream, at, at + chunk))
-            outs.append(out)
-        return [*outs, state]
-
-    def captured(state: Any, tokens: Tokens) -> tuple[Tensor, Any]:
-        played.captures = True
-        addresses = [t.data_ptr() for t in state if isinstance(t, Tensor)]
-        out, after = _step(state, tokens, retroactive)
-        played.captures = False
-        assert after is state and addresses == [t.data_ptr() for t in state if isinstance(t, Tensor)]
-        return out, after
-
-    def shared(state: Any, tokens: Tokens) -> tuple[Tensor, Any]:
-        held = list(state)
-        before = [t.clone() if isinstance(t, Tensor) else t for t in state]
-        out, after = _step(state, tokens, retroactive)
-        shared_with = {t.data_ptr() for t in held if isinstance(t, Tensor) and t.numel()} - {state.scale.data_ptr()}
-        assert not shared_with & {t.data_ptr() for t in after if isinstance(t, Tensor)}
-        assert all(
-            a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(held, before, strict=True) if isinstance(a, Tensor) and a.dim()
-        )
-        return out, after
-
-    ordinary = run(lambda state, tokens: _step(state, tokens, retroactive))
-    assert all(map(_same, run(captured), ordinary)) and all(map(_same, run(shared), ordinary))
+    check_in_place_is_out_of_place(_step, played.capture, landmarks, retroactive, chunk)
 
 
 def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
-    """A stream that nobody else holds reuses its memory, and a state from which others were made keeps its value."""
-    stream = _tokens(1, 1, 40, 4, 4)
-    state = _start(_part(stream, 0, 12), 4)
-    ring, sums, spare = state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()
-    _, state = _step(state, _part(stream, 12, 13))
-    assert (state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()) == (ring, spare, sums)
-    first, one = _step(state, _part(stream, 13, 14))
-    second, _ = _step(one, _part(stream, 14, 20))
-    again, other = _step(state, _part(stream, 13, 14))
-    assert torch.equal(again, first) and other.keys.data_ptr() != one.keys.data_ptr()
-    assert torch.equal(_step(other, _part(stream, 14, 20))[0], second)
-    assert one.keys.shape[2] == 13 and _step(one, _part(stream, 14, 20))[1].keys.shape[2] == 18
-    assert _step(one, _part(stream, 14, 40))[1].keys.shape[2] == 24, "two windows at most"
+    check_a_sole_owner_goes_on_in_its_own_memory(_step)
 
 
 @pytest.mark.parametrize("landmarks", [4, None])
@@ -283,9 +248,8 @@ def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, pl
     recorder = Recorder(played.kernels)
     with monkeypatch.context() as context:
         context.setattr(cuda_step, "CUDA", recorder)
-        played.captures = True
-        out, same = _step(state, token, retroactive)
-        played.captures = False
+        with played.capture():
+            out, same = _step(state, token, retroactive)
     assert same is state and len(recorder.replays) == 1
     for at in range(21, 80):
         wanted, eager = _step(eager, _part(stream, at, at + 1), retroactive)
@@ -300,16 +264,7 @@ def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, pl
 
 
 def test_a_capture_cannot_change_the_kind_of_output(played: Player) -> None:
-    stream = _tokens(1, 1, 12, 4, 4)
-    state = _start(_part(stream, 0, 10), None)
-    played.captures = True
-    with pytest.raises(RuntimeError, match="`output` is 'retroactive'"):
-        _step(state, _part(stream, 10, 11), True)
-    played.captures = False
-    _, state = _step(state, _part(stream, 10, 11), True)
-    played.captures = True
-    with pytest.raises(RuntimeError, match="`output` is 'single'"):
-        _step(state, _part(stream, 11, 12), False)
+    check_a_capture_keeps_the_kind_of_output(_step, played.capture)
 
 
 def test_single_outputs_keep_no_rows() -> None:

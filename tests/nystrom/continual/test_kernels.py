@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -21,6 +22,11 @@ from cmab_kernels.nystrom.continual.kernels import launch
 from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.testing import STREAMS, between_margins, guarded_results, row_error
 
+from .memory_cases import (
+    check_a_capture_keeps_the_kind_of_output,
+    check_a_sole_owner_goes_on_in_its_own_memory,
+    check_in_place_is_out_of_place,
+)
 from .step_cases import Tokens, compare, defined, errors, part, same, start, tokens, wide
 from .test_suite import TestContinualAttention as _ContinualAttention
 from .test_suite import TestFixedLandmarks as _FixedLandmarks
@@ -42,6 +48,10 @@ def margins() -> Iterator[None]:
 def _step(state: Any, new: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
     name = "continual_nystrom_step" if isinstance(state, ContinualNystromState) else "continual_attention_step"
     return getattr(kernels, name)(state, *map(between_margins, new), retroactive)
+
+
+def _capture() -> AbstractContextManager[object]:
+    return mock.patch.object(launch, "_captures", lambda tensor: True)
 
 
 # ---- the suite that every operator inherits
@@ -143,56 +153,11 @@ def test_chunks_do_not_matter(landmarks: int | None, retroactive: bool) -> None:
 
 @kinds
 def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool) -> None:
-    """A captured step writes to the tensors that it is given, a step of a shared state to new memory, any other to the spare memory.
-
-    All give the same bits.
-    """
-    window = 7
-    stream = tokens(1, 1, window + 1 + 6, 6, 9, size=5.0)
-
-    def run(step: Callable[[Any, Tokens], tuple[Tensor, Any]]) -> list[Any]:
-        _, state = _step(start(part(stream, 0, window), landmarks), part(stream, window, window + 1), retroactive)
-        outs = []
-        for at in range(window + 1, stream[0].shape[2], 2):
-            out, state = step(state, part(stream, at, at + 2))
-            outs.append(out)
-        return [*outs, state]
-
-    def captured(state: Any, new: Tokens) -> tuple[Tensor, Any]:
-        addresses = [t.data_ptr() for t in state if isinstance(t, Tensor)]
-        with mock.patch.object(launch, "_captures", lambda tensor: True):
-            out, after = _step(state, new, retroactive)
-        assert after is state and addresses == [t.data_ptr() for t in state if isinstance(t, Tensor)]
-        return out, after
-
-    def shared(state: Any, new: Tokens) -> tuple[Tensor, Any]:
-        held = list(state)
-        before = [t.clone() if isinstance(t, Tensor) else t for t in state]
-        out, after = _step(state, new, retroactive)
-        shared_with = {t.data_ptr() for t in held if isinstance(t, Tensor) and t.numel()} - {state.scale.data_ptr()}
-        assert not shared_with & {t.data_ptr() for t in after if isinstance(t, Tensor)}
-        tensors = [(a, b) for a, b in zip(held, before, strict=True) if isinstance(a, Tensor) and a.dim()]
-        assert all(a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8)) for a, b in tensors)
-        return out, after
-
-    ordinary = run(lambda state, new: _step(state, new, retroactive))
-    assert all(map(same, run(captured), ordinary)) and all(map(same, run(shared), ordinary))
+    check_in_place_is_out_of_place(_step, _capture, landmarks, retroactive, chunk=2)
 
 
 def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
-    """A stream that nobody else holds reuses its memory, and a state from which others were made keeps its value."""
-    stream = tokens(1, 1, 22, 2, 2)
-    state = start(part(stream, 0, 6), 2)
-    ring, sums, spare = state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()
-    _, state = _step(state, part(stream, 6, 7))
-    assert (state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()) == (ring, spare, sums)
-    first, one = _step(state, part(stream, 7, 8))
-    second, _ = _step(one, part(stream, 8, 10))
-    again, other = _step(state, part(stream, 7, 8))
-    assert torch.equal(again, first) and other.keys.data_ptr() != one.keys.data_ptr()
-    assert torch.equal(_step(other, part(stream, 8, 10))[0], second)
-    assert one.keys.shape[2] == 7 and _step(one, part(stream, 8, 12))[1].keys.shape[2] == 10
-    assert _step(one, part(stream, 8, 22))[1].keys.shape[2] == 12, "two windows at most"
+    check_a_sole_owner_goes_on_in_its_own_memory(_step)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -302,10 +267,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None) -> None:
 
 
 def test_a_capture_cannot_change_the_kind_of_output() -> None:
-    stream = tokens(1, 1, 8, 2, 2)
-    state = start(part(stream, 0, 5), None)
-    with mock.patch.object(launch, "_captures", lambda tensor: True), pytest.raises(RuntimeError, match="`output` is 'retroactive'"):
-        _step(state, part(stream, 5, 6), True)
+    check_a_capture_keeps_the_kind_of_output(_step, _capture)
 
 
 def test_reasons() -> None:
