@@ -24,6 +24,7 @@ from .intention import (
     solve_ridge,
     variants,
 )
+from .layers import attention_layer, feed_forward_layer
 from .nystrom import (
     ContinualAttentionState,
     ContinualNystromState,
@@ -51,6 +52,7 @@ __all__ = [
     "RidgeSolution",
     "RidgeState",
     "StepResult",
+    "attention_layer",
     "attention_state",
     "continual_attention_init",
     "continual_attention_step",
@@ -59,6 +61,7 @@ __all__ = [
     "empty_ridge",
     "empty_state",
     "explain",
+    "feed_forward_layer",
     "intention",
     "iterative_pinv",
     "latent_attention",

@@ -19,7 +19,7 @@ from torch import Tensor
 from .checks import wrong
 from .tracing import traced_as_constant
 
-SETS = ("attention", "nystrom", "nystrom.continual", "intention", "intention.solve")
+SETS = ("attention", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
 """The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
 
 ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
@@ -42,6 +42,8 @@ OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
     "attention_state": "attention",
     "remove_from_state": "attention",
+    "attention_layer": "layers",
+    "feed_forward_layer": "layers",
     "nystrom_attention": "nystrom",
     "iterative_pinv": "nystrom",
     "continual_nystrom_step": "nystrom.continual",

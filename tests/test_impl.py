@@ -18,6 +18,7 @@ FEW = K[:, :, :3]
 STATE, SEEN = ck.ridge_state(K, V), ck.attention_state(Q, K, V)
 NYSTROM, EXACT = ck.continual_nystrom_init(K, K, K, num_landmarks=2), ck.continual_attention_init(K, K, K)
 TOKEN = torch.randn(1, 2, 1, 8)
+TOKENS, WEIGHTS = torch.randn(1, 5, 8), torch.randn(8, 8)
 SYSTEM = torch.eye(4)
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 2]])
 
@@ -25,6 +26,8 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "latent_attention": lambda impl: ck.latent_attention(Q, K, V, impl=impl),
     "attention_state": lambda impl: ck.attention_state(Q, K, V, impl=impl),
     "remove_from_state": lambda impl: ck.remove_from_state(SEEN, Q, K, V, impl=impl),
+    "attention_layer": lambda impl: ck.attention_layer(TOKENS, *(WEIGHTS,) * 4, num_heads=2, impl=impl),
+    "feed_forward_layer": lambda impl: ck.feed_forward_layer(TOKENS, WEIGHTS, WEIGHTS, activation="gelu", impl=impl),
     "nystrom_attention": lambda impl: ck.nystrom_attention(K, K, V, 3, impl=impl),
     "iterative_pinv": lambda impl: ck.iterative_pinv(SYSTEM, impl=impl),
     "continual_nystrom_step": lambda impl: ck.continual_nystrom_step(NYSTROM, TOKEN, TOKEN, TOKEN, impl=impl),

@@ -1,0 +1,287 @@
+"""Both layers and their gradients as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import Operator, fold, gradient_of_formula
+from ..dtypes import state_dtype
+from ..flops import flop_formula
+from ..tracing import is_differentiated
+from .reference import attention_layer_reference, feed_forward_reference
+
+LIB = torch.library.Library("cmab", "FRAGMENT")
+_FEED_FORWARD = (
+    "Tensor? norm_weight, Tensor? norm_bias, Tensor expand_weight, Tensor? expand_bias, Tensor contract_weight, Tensor? contract_bias, "
+    "float eps, str activation"
+)
+_ATTENTION = (
+    "Tensor x, Tensor? context, Tensor? key_padding_mask, Tensor? norm_weight, Tensor? norm_bias, Tensor? context_norm_weight, "
+    "Tensor? context_norm_bias, Tensor query_weight, Tensor? query_bias, Tensor key_weight, Tensor? key_bias, Tensor value_weight, "
+    "Tensor? value_bias, Tensor output_weight, Tensor? output_bias, int num_heads, float scale, float eps, float context_eps"
+)
+_KEPT = "Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse"
+LIB.define(f"feed_forward_layer(Tensor x, {_FEED_FORWARD}, bool keep, str impl) -> (Tensor y, Tensor hidden)")
+LIB.define(
+    f"feed_forward_layer_backward(Tensor dy, Tensor x, Tensor hidden, {_FEED_FORWARD}, bool[7] needs, str impl) -> (Tensor dx, "
+    "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dexpand_weight, Tensor dexpand_bias, Tensor dcontract_weight, Tensor dcontract_bias)"
+)
+LIB.define(f"attention_layer({_ATTENTION}, bool keep, str impl) -> (Tensor y, {_KEPT})")
+LIB.define(
+    f"attention_layer_backward(Tensor dy, {_ATTENTION}, {_KEPT}, bool[14] needs, str impl) -> (Tensor dx, Tensor dcontext, "
+    "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dcontext_norm_weight, Tensor dcontext_norm_bias, Tensor dquery_weight, "
+    "Tensor dquery_bias, Tensor dkey_weight, Tensor dkey_bias, Tensor dvalue_weight, Tensor dvalue_bias, Tensor doutput_weight, "
+    "Tensor doutput_bias)"
+)
+_ops = torch.ops.cmab
+_NETWORK = 7
+"""The number of tensors of a feed-forward layer, all differentiable."""
+_TENSORS = 15
+"""The number of tensors of an attention layer, all differentiable but the mask."""
+_MASK = 2
+"""The position of the mask among them."""
+
+
+def _differentiable(values: Sequence[Any]) -> list[Any]:
+    """The values that belong to the differentiable tensors of an attention layer, from those of all its tensors."""
+    return [*values[:_MASK], *values[_MASK + 1 : _TENSORS]]
+
+
+# ---- shapes
+
+
+@torch.library.register_fake("cmab::feed_forward_layer", lib=LIB)
+def _(x: Tensor, norm_weight: Any, norm_bias: Any, expand_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    hidden = (x.shape[0], expand_weight.shape[0]) if rest[-2] else (0,)
+    return x.new_empty(x.shape), x.new_empty(hidden, dtype=state_dtype(x.dtype))
+
+
+@torch.library.register_fake("cmab::feed_forward_layer_backward", lib=LIB)
+def _(dy: Tensor, x: Tensor, hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _gradients_like((x, *rest[: _NETWORK - 1]), x, rest[-2])
+
+
+@torch.library.register_fake("cmab::attention_layer", lib=LIB)
+def _(x: Tensor, context: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    tensors, num_heads, keep = (x, context, *rest), rest[_TENSORS - 2], rest[-2]
+    (batch, length, _), seen = x.shape, (x if context is None else context).shape[1]
+    keys, values = tensors[9].shape[0], tensors[11].shape[0]
+    shapes = ((length, keys), (seen, keys), (seen, values), (num_heads, length, values // num_heads), (num_heads, length))
+    dtypes = (*(state_dtype(x.dtype),) * 4, torch.float64)
+    kept = (x.new_empty((batch, *shape) if keep else (0,), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return x.new_empty(x.shape), *kept
+
+
+@torch.library.register_fake("cmab::attention_layer_backward", lib=LIB)
+def _(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _gradients_like(_differentiable(rest), rest[0], rest[-2])
+
+
+def _gradients_like(tensors: Sequence[Tensor | None], x: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """A gradient of the shape of each tensor that needs one, else an empty vector."""
+    return tuple(x.new_empty(t.shape if need and t is not None else (0,)) for t, need in zip(tensors, needs, strict=True))
+
+
+# ---- FLOPs: two for each product, as torch counts its matrix products; norms, activations and exponentials do not count
+
+
+@flop_formula(_ops.feed_forward_layer)
+def _feed_forward_flops(x: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * (expand[0] * expand[1] + contract[0] * contract[1])
+
+
+@flop_formula(_ops.feed_forward_layer_backward)
+def _feed_forward_backward_flops(
+    dy: Any, x: Any, hidden: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *rest: Any, **_: Any
+) -> int:
+    """FLOPs of the products for the gradients of activation, contract, norm and expand, as far as those that are needed use them."""
+    x_needs, norm_needs, norm_bias_needs, expand_needs, expand_bias_needs, contract_needs, _bias = rest[-2]
+    below = x_needs or norm_needs or norm_bias_needs
+    inside = below or expand_needs or expand_bias_needs
+    products = expand[0] * expand[1] * (below + expand_needs) + contract[0] * contract[1] * (inside + contract_needs)
+    return 2 * x[0] * products
+
+
+def _attention_sizes(x: Any, context: Any, *rest: Any) -> tuple[int, int, int, int, int, int, int]:
+    """The multiplications of the projections to query, key, value, of the output projection, the scores, and the widths of all heads."""
+    (batch, length, width), (_, seen, depth) = x, x if context is None else context
+    keys, values = rest[7][0], rest[9][0]
+    rows, others = batch * length, batch * seen
+    return rows * width * keys, others * depth * keys, others * depth * values, rows * width * values, rows * seen, keys, values
+
+
+@flop_formula(_ops.attention_layer)
+def _attention_layer_flops(*args: Any, **_: Any) -> int:
+    """FLOPs of four projections and two products of heads."""
+    query, key, value, output, scores, keys, values = _attention_sizes(*args)
+    return 2 * (query + key + value + output + scores * (keys + values))
+
+
+@flop_formula(_ops.attention_layer_backward)
+def _attention_layer_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
+    """FLOPs of the products for the gradients that are needed, and for those between them and the output."""
+    query, key, value, output, scores, keys, values = _attention_sizes(*args)
+    x, context, *needs = args[-2]
+    norm, context_norm = any(needs[:2]), any(needs[2:4])
+    own = args[1] is None
+    above_query = x or norm
+    above_context = above_query if own else context or context_norm
+    to_query, to_key, to_value = (above or any(needs[i : i + 2]) for above, i in ((above_query, 4), (above_context, 6), (above_context, 8)))
+    to_scores = to_query or to_key
+    products = query * (above_query + needs[4]) + key * (above_context + needs[6]) + value * (above_context + needs[8])
+    products += output * (to_scores or to_value) + output * needs[10]
+    heads = keys * (to_scores + to_query + to_key) + values * (to_scores + to_value)
+    return 2 * (products + scores * heads)
+
+
+# ---- vmap
+
+
+def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., bool]) -> Callable:
+    """The vmap rule: fold the mapped dimension into the batch of the arguments `batched` if no other argument is mapped, else loop.
+
+    `weights(*args)` says whether gradients of weights are asked for, of which each mapped element has its own.
+    """
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        mapped = [dim if isinstance(arg, Tensor) else None for arg, dim in zip(args, in_dims, strict=True)]
+        one = weights(*args) or any(dim is not None for i, dim in enumerate(mapped) if i not in batched)
+        results = _looped(operator, info.batch_size, mapped, args) if one else _folded(operator, info.batch_size, mapped, args, batched)
+        return results, tuple(None if _is_absent(r) else 0 for r in results)
+
+    return rule
+
+
+def _is_absent(result: Tensor) -> bool:
+    """Whether a result was not requested, and so is an empty vector."""
+    return result.dim() == 1 and result.numel() == 0
+
+
+def _folded(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any], batched: Collection[int]) -> tuple[Tensor, ...]:
+    results = operator(*(fold(arg, dim, size) if i in batched else arg for i, (arg, dim) in enumerate(zip(args, dims, strict=True))))
+    return tuple(r if _is_absent(r) else r.unflatten(0, (size, -1)) for r in results)
+
+
+def _looped(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    each = [operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, dims, strict=True))) for i in range(size)]
+    return tuple(parts[0] if _is_absent(parts[0]) else torch.stack(parts) for parts in zip(*each, strict=True))
+
+
+def _register_rule(name: str, batched: Collection[int], weights: Callable[..., bool] = lambda *_: False) -> None:
+    torch.library.register_vmap(f"cmab::{name}", _rule(getattr(_ops, name).default, batched, weights), lib=LIB)
+
+
+_register_rule("feed_forward_layer", {0})
+_register_rule("feed_forward_layer_backward", {0, 1, 2}, lambda *args: any(args[-2][1:]))
+_register_rule("attention_layer", {0, 1, 2})
+_register_rule("attention_layer_backward", {0, 1, 2, 3, *range(20, 25)}, lambda *args: any(args[-2][2:]))
+
+
+# ---- gradients
+
+
+def _asked_for(grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
+def _first(definition: Callable[..., tuple[Tensor, ...]], *args: Any) -> Tensor:
+    """The first result of a definition, the only one that has a gradient."""
+    return definition(*args)[0]
+
+
+def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: Any, dy: Tensor) -> Any:
+    """The gradients of the gradients `needs` of y = layer(*tensors) for the incoming `dy`: first that of dy, then those of the tensors."""
+
+    def formula(dy: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+        needed = [t for t, need in zip(tensors, needs, strict=True) if need]
+        return torch.autograd.grad(layer(*tensors), needed, dy, create_graph=True, materialize_grads=True)
+
+    return gradient_of_formula(formula, (dy, *tensors), [grad for grad, need in zip(grads, needs, strict=True) if need])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.eps, ctx.activation, _, ctx.impl = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, *weights, hidden = ctx.saved_tensors
+    needs = tuple(ctx.needs_input_grad[:_NETWORK])
+    grads = _feed_forward_backward(dy, x, hidden, *weights, ctx.eps, ctx.activation, needs, ctx.impl)
+    return *_asked_for(grads, needs), None, None, None, None
+
+
+def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    dy, x, _, *weights, ctx.eps, ctx.activation, ctx.needs, _ = inputs
+    ctx.save_for_backward(dy, x, *weights)
+
+
+def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second and higher derivatives by autograd through the definition; `hidden` is computed again from x."""
+    dy, *tensors = ctx.saved_tensors
+
+    def layer(*tensors: Any) -> Tensor:
+        return _first(feed_forward_reference, *tensors, ctx.eps, ctx.activation, False)
+
+    ddy, dx, *weights = _derivatives(layer, tensors, ctx.needs, grads, dy)
+    return ddy, dx, None, *weights, None, None, None, None
+
+
+def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, num_heads, scale, eps, context_eps, _, ctx.impl = inputs
+    ctx.numbers = num_heads, scale, eps, context_eps
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _attention_backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    needs = tuple(_differentiable(ctx.needs_input_grad))
+    grads = _attention_layer_backward(dy, *saved[:_TENSORS], *ctx.numbers, *saved[_TENSORS:], needs, ctx.impl)
+    dx, dcontext, *weights = _asked_for(grads, needs)
+    return dx, dcontext, None, *weights, None, None, None, None, None, None
+
+
+def _save_attention_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    dy, *tensors = inputs[: 1 + _TENSORS]
+    ctx.numbers, ctx.needs = inputs[1 + _TENSORS : 5 + _TENSORS], inputs[-2]
+    ctx.save_for_backward(dy, *tensors)
+
+
+def _attention_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second and higher derivatives by autograd through the definition, which computes again what was kept."""
+    dy, *tensors = ctx.saved_tensors
+    mask = tensors[_MASK]
+
+    def layer(x: Tensor, context: Any, *weights: Any) -> Tensor:
+        return _first(attention_layer_reference, x, context, mask, *weights, *ctx.numbers, False)
+
+    ddy, dx, dcontext, *weights = _derivatives(layer, _differentiable(tensors), ctx.needs, grads, dy)
+    return ddy, dx, dcontext, None, *weights, *[None] * 11
+
+
+_feed_forward_op = Operator(LIB, "layers", "feed_forward_layer", _NETWORK, _save, _backward, reference=feed_forward_reference)
+_feed_forward_backward = Operator(LIB, "layers", "feed_forward_layer_backward", 2 + _NETWORK, _save_backward, _double_backward)
+_attention_layer_op = Operator(
+    LIB, "layers", "attention_layer", _TENSORS, _save_attention, _attention_backward, reference=attention_layer_reference
+)
+_attention_layer_backward = Operator(
+    LIB, "layers", "attention_layer_backward", 1 + _TENSORS, _save_attention_backward, _attention_double_backward
+)
+
+
+def feed_forward(*tensors: Tensor | None, eps: float, activation: str, impl: str) -> Tensor:
+    """The feed-forward layer of the tensors of the operator, in its order; what the backward pass needs is kept if there will be one."""
+    result: Tensor = _feed_forward_op(*tensors, eps, activation, is_differentiated(*tensors), impl)[0]
+    return result
+
+
+def attention(*tensors: Tensor | None, num_heads: int, scale: float, eps: float, context_eps: float, impl: str) -> Tensor:
+    """The attention layer of the tensors of the operator, in its order; what the backward pass needs is kept if there will be one."""
+    result: Tensor = _attention_layer_op(*tensors, num_heads, scale, eps, context_eps, is_differentiated(*tensors), impl)[0]
+    return result

@@ -1,0 +1,79 @@
+"""The definition is torch's: layers equal the modules that they stand for, and their operations are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import cmab_kernels as ck
+
+
+def _close(ours: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_attention_is_that_of_torch(impl: str, own: bool, masked: bool) -> None:
+    """The layer with torch's packed weights equals `nn.MultiheadAttention` between a norm and a sum, also with padding in x itself."""
+    theirs, norm = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64), nn.LayerNorm(12, dtype=torch.float64)
+    for parameter in (*theirs.parameters(), *norm.parameters()):
+        nn.init.normal_(parameter, std=0.5)
+    x, context = (torch.randn(2, n, 12, dtype=torch.float64, requires_grad=True) for n in (5, 9))
+    normed = norm(x)
+    seen = normed if own else context
+    mask = torch.rand(seen.shape[:2]) < 0.4 if masked else None
+    right = x + theirs(normed, seen, seen, key_padding_mask=mask, need_weights=False)[0]
+    (q, k, v), (qb, kb, vb) = (packed.chunk(3) for packed in (theirs.in_proj_weight, theirs.in_proj_bias))
+    ours = ck.attention_layer(
+        *(x, q, k, v, theirs.out_proj.weight),
+        **{"query_bias": qb, "key_bias": kb, "value_bias": vb, "output_bias": theirs.out_proj.bias},
+        norm=(norm.weight, norm.bias, norm.eps),
+        context=None if own else context,
+        key_padding_mask=mask,
+        num_heads=3,
+        impl=impl,
+    )
+    _close(ours, right)
+    leaves = [x, *norm.parameters(), *theirs.parameters(), *(() if own else (context,))]
+    for mine, other in zip(*(torch.autograd.grad(y.sin().sum(), leaves) for y in (ours, right)), strict=True):
+        _close(mine, other)
+
+
+def test_a_row_that_sees_nothing_is_itself(impl: str) -> None:
+    x, weight, bias = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(4)
+    everything = torch.ones(2, 3, dtype=torch.bool)
+    y = ck.attention_layer(x, *(weight,) * 4, output_bias=bias, num_heads=2, key_padding_mask=everything, impl=impl)
+    assert torch.equal(y, x + bias)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 0, 4), (2, 3, 5, 4)])
+def test_any_number_of_dimensions(impl: str, shape: tuple[int, ...]) -> None:
+    x, expand, contract = torch.randn(shape), torch.randn(6, 4), torch.randn(4, 6)
+    y = ck.feed_forward_layer(x, expand, contract, activation="relu", impl=impl)
+    torch.testing.assert_close(y, x + (x @ expand.T).relu() @ contract.T)
+
+
+def test_flops(native: str) -> None:
+    """Two operations for each product, backward those that the gradients in question need."""
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    weights = [torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (6, 4), (8, 4), (4, 8))]
+    with FlopCounterMode(display=False) as forward:
+        y = ck.attention_layer(x, *weights, num_heads=2, impl=native)
+    projections, scores = 2 * 5 * 4 * (6 + 6 + 8 + 8), 2 * 5 * 5 * (6 + 8)
+    assert forward.get_total_flops() == 2 * (projections + scores)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(y.sum(), [x, *weights], retain_graph=True)
+    assert backward.get_total_flops() == 2 * (2 * projections + 2 * scores + 2 * 5 * 5 * 6)
+    with FlopCounterMode(display=False) as least:
+        torch.autograd.grad(y.sum(), weights[3], retain_graph=True)
+    assert least.get_total_flops() == 2 * 2 * 5 * 4 * 8
+    expand, contract = torch.randn(6, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = ck.feed_forward_layer(x, expand, contract, impl=native)
+    assert forward.get_total_flops() == 2 * 10 * 4 * (6 + 3)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert backward.get_total_flops() == 2 * 10 * 2 * 4 * (6 + 3)
