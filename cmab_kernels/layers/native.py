@@ -38,9 +38,10 @@ def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[st
     return {n: p.contiguous() if p is not None and p.dim() == 1 else p for n, p in zip(names, parameters, strict=True)}
 
 
-def _gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Allocate gradients like `tensors`: all of them, empty where not needed, and the same with None where not needed."""
-    results = [t.new_empty(t.shape) if need and t is not None else torch.empty(0) for t, need in zip(tensors, needs, strict=True)]
+def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Allocate gradients like x and the others: all of them, empty where not needed, and the same with None where not needed."""
+    tensors = (x, *others)
+    results = [t.new_empty(t.shape) if need and t is not None else x.new_empty(0) for t, need in zip(tensors, needs, strict=True)]
     return results, [r if need and t is not None else None for r, t, need in zip(results, tensors, needs, strict=True)]
 
 
@@ -57,7 +58,7 @@ def feed_forward_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
     *parameters, eps, activation, needs = rest
-    results, wanted = _gradients((x, *parameters), needs)
+    results, wanted = _gradients(x, parameters, needs)
     named = dict(zip(("dx", *("d" + name for name in _FEED_FORWARD)), wanted, strict=True))
     _C.feed_forward_layer_backward(
         x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], dy=dy, hidden=hidden.contiguous(), **named
@@ -67,7 +68,7 @@ def feed_forward_layer_backward(dy: Tensor, x: Tensor, hidden: Tensor, *rest: An
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor (B, N, C) as rows (B N, C)."""
-    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+    return None if tensor is None else tensor.reshape(tensor.shape[0] * tensor.shape[1], tensor.shape[-1])
 
 
 def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -94,7 +95,7 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
     """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
     *parameters, heads, scale, eps, context_eps, query, key, value, out, lse, needs = rest
     named = _named(_ATTENTION, parameters)
-    results, wanted = _gradients((x, context, *parameters), needs)
+    results, wanted = _gradients(x, (context, *parameters), needs)
     if not x.numel():
         return tuple(r.zero_() for r in results)
     names = ("dx", "dcontext", *("d" + name for name in _ATTENTION))

@@ -295,7 +295,7 @@ Source latents_of(const AttentionLayer& in, const AttentionKept& kept, const Att
   const int depth = in.heads * in.key_width, width = in.heads * in.value_width;
   Source source{in.dtype, in.x, in.batch * in.latents, in.width, nullptr, &in.norm, {}};
   source.branches.push_back({&in.query, depth, kept.query, gradients.query});
-  if (in.context.data) return source;
+  if (in.crosses) return source;
   source.branches.push_back({&in.key, depth, kept.key, gradients.key});
   source.branches.push_back({&in.value, width, kept.value, gradients.value});
   return source;
@@ -334,7 +334,7 @@ Inputs attention_inputs(const AttentionLayer& in, const AttentionKept& kept) {
 void attention_layer(const AttentionLayer& in, const AttentionKept& kept, void* y) {
   const LinearKernels& kernel = linear_kernels(in.dtype);
   project(kernel, latents_of(in, kept, {}), in.threads);
-  if (in.context.data) project(kernel, context_of(in, kept, {}), in.threads);
+  if (in.crosses) project(kernel, context_of(in, kept, {}), in.threads);
   attention_forward(attention_inputs(in, kept), {}, {}, kept.out, kept.lse);
   project_output(kernel, in, kept.out, y);
 }
@@ -359,10 +359,10 @@ void attention_layer_backward(const AttentionLayer& in, const Matrix& dy, const 
   const Heads of_key = heads_of(in, dkey, in.key_width, in.keys);
   const Heads of_value = heads_of(in, dvalue, in.value_width, in.keys);
   std::vector<Heads> dresults{heads_of(in, dquery, in.key_width, in.latents)};
-  if (!in.context.data) dresults.insert(dresults.end(), {of_key, of_value});
+  if (!in.crosses) dresults.insert(dresults.end(), {of_key, of_value});
   const Source source = latents_of(in, kept, gradients);
   ProjectionBackward(kernel, source, dresults, dy, gradients.x, gradients.norm).run(in.threads);
-  if (!in.context.data) return;
+  if (!in.crosses) return;
   const Source context = context_of(in, kept, gradients);
   ProjectionBackward(kernel, context, {of_key, of_value}, {}, gradients.context, gradients.context_norm)
       .run(in.threads);

@@ -67,12 +67,15 @@ void backward(Arguments& in) {
 
 // Letters: R = B L rows of x, S = B N rows of the context, P = H D and Q = H E columns of the heads.
 AttentionLayer read_attention_layer(Arguments& in) {
-  const TensorView x = in.tensor("x", "RC", kFloating), context = in.optional("context", "SK", x.dtype);
-  const bool crosses = context.data != nullptr;
+  const TensorView x = in.tensor("x", "RC", kFloating);
+  PyObject* const given = in.object("context");  // a context without rows has no memory, but is one
+  const bool crosses = given != Py_None;
+  const TensorView context = crosses ? in.read(given, "context", "SK", x.dtype) : TensorView{};
   const char* const keys = crosses ? "S" : "R";
   const TensorView ignored = in.optional_contiguous("key_padding_mask", keys, DType::kBool);
   AttentionLayer layer{};
-  layer.dtype = x.dtype, layer.x = matrix(x), layer.context = crosses ? matrix(context) : Matrix{};
+  layer.dtype = x.dtype, layer.x = matrix(x);
+  layer.crosses = crosses, layer.context = crosses ? matrix(context) : Matrix{};
   layer.ignored = static_cast<const uint8_t*>(ignored.data);
   layer.norm = read_norm(in, "norm_weight", "norm_bias", "eps", "C", x.dtype);
   layer.context_norm =
@@ -96,8 +99,8 @@ AttentionLayer read_attention_layer(Arguments& in) {
 
 AttentionKept read_kept(Arguments& in, const AttentionLayer& layer) {
   const DType sums = state_type(layer.dtype);
-  const char* const keys = layer.context.data ? "SP" : "RP";
-  const char* const values = layer.context.data ? "SQ" : "RQ";
+  const char* const keys = layer.crosses ? "SP" : "RP";
+  const char* const values = layer.crosses ? "SQ" : "RQ";
   AttentionKept kept{};
   kept.query = in.contiguous("query", "RP", sums).data;
   kept.key = in.contiguous("key", keys, sums).data;
@@ -121,7 +124,7 @@ void attention_backward_layer(Arguments& in) {
   const AttentionLayer layer = read_attention_layer(in);
   const AttentionKept kept = read_kept(in, layer);
   const DType dtype = layer.dtype;
-  const bool crosses = layer.context.data != nullptr;
+  const bool crosses = layer.crosses;
   const Matrix dy = matrix(in.tensor("dy", "RC", dtype));
   AttentionLayerGradients gradients{};
   gradients.x = in.optional_contiguous("dx", "RC", dtype).data;

@@ -35,7 +35,8 @@ struct AttentionLayer {
   int width, context_width, heads;
   int key_width, value_width;  // of a head: D, E
   double scale;
-  Matrix x, context;       // context.data is null for self-attention
+  bool crosses;  // the context is another tensor, which may have no rows
+  Matrix x, context;
   const uint8_t* ignored;  // (batch * keys,), contiguous, or null
   NormWeights norm, context_norm;
   Weights query, key, value, output;

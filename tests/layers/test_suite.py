@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.testing import LAWS, OperatorSuite, oracles
+from cmab_kernels.testing import LAWS, Measured, OperatorSuite, oracles
 
 Results = tuple[Tensor, ...]
 EPS = 1e-5
@@ -19,8 +19,8 @@ HEADS = 3
 class LayerSuite(OperatorSuite):
     """A layer whose weights make features of about the size of their inputs, as those of a network do."""
 
-    impls = ("reference",)
-    repeatable = ()
+    impls = ("reference", "native")
+    repeatable = ("native",)
     outputs = ("y",)
     autocast = ("x",)
 
@@ -217,6 +217,24 @@ class TestBareAttentionLayer(TestAttentionLayer):
     shapes = ({},)
     compilers = ("aot_eager",)
     bits, many = (), None
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        """Measure gradients by the terms that they add up, which cancel where no norm keeps logits small and softmax has one weight."""
+        size, inputs = super().row_sizes(found), found.inputs
+        heads = self.heads(None, **inputs)
+        dout = (found.cotangents[0].double() @ inputs["output_weight"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        parts = (t.transpose(1, 2).flatten(-2) for t in oracles.attention_terms(dout, *heads, *oracles.attention(*heads)))
+        terms = dict(zip(("query", "key", "value"), parts, strict=True))
+        made_of = {"x": ("query",), "context": ("key", "value")}
+        if not found.is_gradient or found.name == "output_weight":
+            return size
+        if found.name in made_of:
+            term = sum(terms[part] @ inputs[f"{part}_weight"].abs() for part in made_of[found.name])
+        else:
+            part = found.name.removesuffix("_weight")
+            rows = inputs["x" if part == "query" else "context"]
+            term = (terms[part].mT @ rows.abs()).sum(0)
+        return size.maximum(0.05 * torch.as_tensor(term).norm(dim=-1))
 
 
 def normed(rows: Any, weight: Tensor | None, bias: Tensor | None) -> Tensor:
