@@ -93,9 +93,18 @@ class MultiheadAttention(MultiheadProjections):
         return self._attend(query, inputs, inputs, state, key_padding_mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
-        q, (k, v, mask) = self._project(0, query), self._project_pair(key, value, key_padding_mask)
-        state = attention_state(q, k, v, state=state, key_padding_mask=mask)
-        return Attended(self._output(self._over_extra_keys(q, state).out.to(q.dtype), query), state)
+        q = self._project(0, query)
+        state = self._read(q, key, value, state, key_padding_mask)
+        return Attended(self._answer(q, state, query), state)
+
+    def _read(self, q: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Return the state of queries (B, H, L, D) with these keys and values added."""
+        k, v, mask = self._project_pair(key, value, key_padding_mask)
+        return attention_state(q, k, v, state=state, key_padding_mask=mask)
+
+    def _answer(self, q: Tensor, state: AttentionState, query: Tensor) -> Tensor:
+        """Return the output from the state of queries (B, H, L, D), in the layout of `query`."""
+        return self._output(self._over_extra_keys(q, state).out.to(q.dtype), query)
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
         """Return the state with the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`) added, if the module has them."""

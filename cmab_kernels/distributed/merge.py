@@ -1,0 +1,175 @@
+"""States merged over the ranks of a group, with gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionState, merge_states
+from ..checks import wrong
+from ..intention import RidgeState
+from ..tracing import is_differentiated
+from .messages import WANTED, announced, check, gathered, header_of, members, packed_bytes, unpacked
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+State = TypeVar("State", AttentionState, RidgeState)
+
+LIB = torch.library.Library("cmab", "FRAGMENT")
+LIB.define("gather_states(Tensor[] fields, SymInt[] header, int world, str group) -> Tensor")
+LIB.define("sum_over_ranks(Tensor summand, str group) -> Tensor")
+
+
+def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
+    """The state of all that the processes of `group` have read: their states, merged in the order of their ranks.
+
+    Every rank of the group calls it with the state of its own part of the keys, and every rank gets the same bits: those of `merge_states`
+    or `merge_ridge` of all states. A rank that has read nothing passes an empty state.
+
+    One collective a call (`all_gather`), whose size does not depend on how many keys were read. There is a second one where a state is
+    larger than all that the group has merged before, or than 64 KiB in its first call: the ranks then agree on the size first. A state is
+    sent in as many bytes as the largest before it, so states of very different sizes are better merged over groups of their own.
+
+    Differentiable, to any order. A backward pass is one collective too (`all_reduce`), in which every rank must take part: the loss of
+    every rank has to depend on the result. **The loss of every rank counts**: gradients are those of the sum of all ranks' losses. If all W
+    ranks take the same loss from the result, parameters get W times its gradient on the whole; `DistributedDataParallel` and `fully_shard`
+    average over ranks, which then gives exactly the gradient of one loss.
+
+    Args:
+        state: an `AttentionState` or a `RidgeState`, with any leading dimensions before (H, L, E), or (H, D, E).
+        group: a process group; None is the default one.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised; another rank raised an error in place of merging its state; or the call is
+            under a transform of `torch.func` or in forward mode, for which there are no rules.
+        TypeError, ValueError: `state` is no state, or its type, shapes or dtypes are not those of the other ranks. Every rank raises. On a
+            GPU, where a look at the other ranks' shapes would make the program wait, a rank whose own state has the shapes and dtypes of an
+            earlier call gets NaN in place of the error.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
+    >>> query, points = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8)
+    >>> own = points.tensor_split(dist.get_world_size(), dim=2)[dist.get_rank()]
+    >>> merged = cmab_kernels.distributed.all_merge_state(cmab_kernels.attention_state(query, own, own))
+    >>> torch.allclose(merged.out, cmab_kernels.attention_state(query, points, points).out, atol=1e-6)
+    True
+    >>> dist.destroy_process_group()
+    """
+    group = members(group)
+    with announced(group, state):
+        if is_differentiated():
+            allowed = "a collective has only a backward mode"
+            raise RuntimeError(wrong("state", "is under a transform of torch.func, or in forward mode", allowed))
+        check(state)
+        header = header_of(state)
+    fields = tuple(field.detach() for field in state)
+    if torch.compiler.is_compiling():
+        world = torch.distributed.get_world_size(group)
+        rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[2] == WANTED
+    else:
+        rows, gradient = gathered(packed_bytes(fields), header, group)
+    if not gradient:
+        return _merged(type(state), rows, fields)
+    attached = (field if field.requires_grad or not field.is_floating_point() else field.detach().requires_grad_() for field in state)
+    return type(state)(*_Merge.apply(type(state), group.group_name, rows, *attached))
+
+
+def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:
+    """The merged state of all ranks from their packed states (W, bytes)."""
+    parts = [field.unbind(0) for field in unpacked(rows, fields)]
+    if issubclass(kind, AttentionState):
+        return merge_states(*map(kind, *parts))
+    return kind(*(functools.reduce(torch.add, summands) for summands in parts))
+
+
+class _Merge(torch.autograd.Function):
+    """The merged state from the packed states of all ranks, with the gradient of this rank's own state.
+
+    The merged state is the same on all ranks, so the gradient needs only the sum over ranks of the gradients with respect to it: a backward
+    pass sends as many bytes as a state has numbers, whatever the number of ranks, and keeps nothing of the others' states.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kind: type[State], group: str, rows: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
+        merged = _merged(kind, rows, fields)
+        ctx.kind, ctx.group = kind, group
+        ctx.save_for_backward(*fields, *merged)
+        ctx.mark_non_differentiable(*(field for field in merged if not field.is_floating_point()))
+        return tuple(merged)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        own, merged = saved[: len(grads)], saved[len(grads) :]
+        floating = [grad for grad, field in zip(grads, own, strict=True) if field.is_floating_point()]
+        summed = _SumOverRanks.apply(torch.cat([grad.double().flatten() for grad in floating]), ctx.group)
+        pieces = summed.split([grad.numel() for grad in floating])
+        total = [piece.view(grad.shape) for piece, grad in zip(pieces, floating, strict=True)]
+        if ctx.kind is AttentionState:
+            return None, None, None, *_share(AttentionState(*own), AttentionState(*merged), *total)
+        return None, None, None, *total, None
+
+
+def _share(own: AttentionState, merged: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a part of a merged state: with its share p = exp(own.lse - merged.lse) of the sum of exponentials,
+
+    p dout for its `out`, and p (dlse + sum_e dout_e (own.out_e - merged.out_e)) for its `lse`; 0 where it has seen no key.
+    """
+    nothing = own.lse == -math.inf
+    share = (own.lse.masked_fill(nothing, 0.0) - merged.lse.masked_fill(nothing, 0.0)).exp()
+    slope = dlse + (dout * (own.out.double() - merged.out.double())).sum(-1)
+    down = (share.unsqueeze(-1) * dout).masked_fill(nothing.unsqueeze(-1), 0.0)
+    return down.to(own.out.dtype), (share * slope).masked_fill(nothing, 0.0)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks, on every rank. If the loss of every rank counts, its derivative is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return torch.ops.cmab.sum_over_ranks(summand, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.group), None
+
+
+# For compilers, to whom a collective is one operator -------------------------
+
+
+@torch.library.impl(LIB, "gather_states", "CompositeExplicitAutograd")
+def _(fields: list[Tensor], header: list[int], world: int, group: str) -> Tensor:
+    rows, gradient = gathered(packed_bytes(fields), tuple(header), _named(group))
+    if gradient != (header[2] == WANTED):
+        raise RuntimeError(wrong("state", "requires a gradient on other ranks only", "in a compiled graph all ranks need one, or none"))
+    return rows.clone()
+
+
+@torch.library.register_fake("cmab::gather_states", lib=LIB)
+def _(fields: list[Tensor], header: list[int], world: int, group: str) -> Tensor:
+    size = sum(field.numel() * field.element_size() for field in fields)
+    return fields[0].new_empty(world, (size + 7) // 8 * 8, dtype=torch.uint8)
+
+
+@torch.library.impl(LIB, "sum_over_ranks", "CompositeExplicitAutograd")
+def _(summand: Tensor, group: str) -> Tensor:
+    total = summand.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=_named(group))
+    return total
+
+
+@torch.library.register_fake("cmab::sum_over_ranks", lib=LIB)
+def _(summand: Tensor, group: str) -> Tensor:
+    return summand.new_empty(summand.shape)
+
+
+def _named(group: str) -> ProcessGroup:
+    """The group of this name; torch's own operators find theirs in the same way."""
+    return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a str that has a type of its own

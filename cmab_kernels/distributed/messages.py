@@ -1,0 +1,201 @@
+"""What the ranks of a group tell each other: states in messages of one length, with headers by which all ranks see whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..attention import AttentionState
+from ..checks import wrong
+from ..dtypes import state_dtype
+from ..intention import RidgeState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+KINDS = (AttentionState, RidgeState)
+_FAILED = len(KINDS)
+"""In a header in place of the kind of state: this rank has raised an error."""
+_GRAD_MODE_OFF, _UNWANTED, WANTED = range(3)
+NUMBERS = 16
+"""Numbers in the header of a message, each an int64: the kind of state, the bytes of an element, whether a gradient is wanted, the number
+of dimensions, the shape, and zeros."""
+FIRST_ROOM = 65_536
+"""The bytes that the first message of a group has room for, beside its header."""
+
+
+def members(group: ProcessGroup | None) -> ProcessGroup:
+    """The group, or the default one for None; raise if there is none, or if this process does not belong to it."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise RuntimeError(wrong("group", "is not there", "call torch.distributed.init_process_group first"))
+    group = distributed.group.WORLD if group is None else group
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(wrong("group", f"is {group!r}", "a ProcessGroup that this process belongs to, or None, is needed"))
+    return group
+
+
+class _Agreement:
+    """What the ranks of a group have agreed on. It is the same on every rank, because it changes only where all have looked and agreed."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self.known: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+
+    @property
+    def room(self) -> int:
+        """The bytes of a state that a message has room for. With messages of different lengths ranks would crash or hang."""
+        return self.largest or FIRST_ROOM
+
+
+_AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
+
+
+def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup) -> tuple[Tensor, bool]:
+    """The packed states (W, bytes) of all ranks, and whether any of them wants a gradient; raise on all ranks if they do not fit.
+
+    On a GPU the program does not wait for headers of a kind that were equal before: should they differ now, the result is NaN.
+    """
+    agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
+    fits = size <= agreement.room
+    headers, rows = _exchanged(header, packed if fits else packed[:0], agreement.room, group)
+    if header in agreement.known and packed.is_cuda:
+        before, gradient = agreement.known[header]
+        return rows.masked_fill((headers != before).any(), 255), gradient  # 8 such bytes are a NaN
+    found = headers.tolist()
+    _compare(found)
+    gradient = any(each[2] == WANTED for each in found)
+    agreement.known[header] = headers, gradient
+    agreement.largest = max(agreement.largest, size)
+    return rows if fits else _all_gather(packed, group), gradient
+
+
+def _exchanged(header: Sequence[int], packed: Tensor, room: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The headers (W, NUMBERS) int64 and the packed states (W, bytes) of all ranks, from one collective."""
+    head = torch.tensor(header).to(packed.device, non_blocking=True).view(torch.uint8)
+    received = _all_gather(torch.cat([head, packed, packed.new_zeros(room - packed.numel())]), group)
+    states = received[:, head.numel() : head.numel() + packed.numel()]
+    return received[:, : head.numel()].contiguous().view(torch.int64), states
+
+
+def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
+    """The messages (W, bytes) of all ranks, in their order."""
+    world = torch.distributed.get_world_size(group)
+    received = message.new_empty(world * message.numel())
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor  # its name before torch 2.13
+    gather(received, message, group)
+    return received.view(world, -1)
+
+
+@contextmanager
+def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
+    """Tell the other ranks of an error raised in this context, so that they raise too instead of waiting for this one.
+
+    `like` holds tensors on the device of the messages.
+    """
+    try:
+        yield
+    except Exception:
+        device = next((leaf.device for leaf in tree_leaves(like) if isinstance(leaf, Tensor) and not leaf.is_meta), None)
+        if device is None:
+            device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        _exchanged(_padded(_FAILED), nothing, _AGREEMENTS.setdefault(group, _Agreement()).room, group)
+        raise
+
+
+# The header of a state
+
+
+def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
+    """The header of a state's message: states merge if their headers are equal but for the gradient."""
+    kind = KINDS.index(type(state))
+    like = state[kind]  # out or moment, whose shape says all
+    wanted = WANTED if any(field.requires_grad for field in state) else _UNWANTED
+    gradient = wanted if torch.is_grad_enabled() else _GRAD_MODE_OFF
+    return _padded(kind, like.element_size(), gradient, like.dim(), *like.shape)
+
+
+def _padded(*numbers: int) -> tuple[int, ...]:
+    return (*numbers, *[0] * (NUMBERS - len(numbers)))
+
+
+def _compare(headers: list[list[int]]) -> None:
+    """Raise unless the states of all ranks have one type, shape and dtype, and all that is needed for a gradient that one of them wants."""
+    kinds, sizes, gradients, *_ = zip(*headers, strict=True)
+    if _FAILED in kinds:
+        ranks = _ranks(kind == _FAILED for kind in kinds)
+        raise RuntimeError(wrong("state", f"is missing from {ranks}, where an error was raised", "see the message there"))
+    if len({tuple(each[:2] + each[3:]) for each in headers}) > 1:
+        brought = [_described(each) for each in headers]
+        given = "; ".join(f"{_ranks(other == each for other in brought)}: {each}" for each in dict.fromkeys(brought))
+        error = ValueError if len(set(kinds)) == len(set(sizes)) == 1 else TypeError
+        raise error(wrong("state", f"differs between ranks ({given})", "one type, shape and dtype is needed on all"))
+    if WANTED in gradients and _GRAD_MODE_OFF in gradients:
+        off = _ranks(each == _GRAD_MODE_OFF for each in gradients)
+        allowed = f"but grad mode is off on {off}; every rank takes part in the backward pass"
+        raise RuntimeError(wrong("state", f"requires a gradient on {_ranks(each == WANTED for each in gradients)}", allowed))
+
+
+def _ranks(chosen: Iterable[bool]) -> str:
+    ranks = [str(rank) for rank, each in enumerate(chosen) if each]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:8])}{', ...' * (len(ranks) > 8)}"
+
+
+def _described(header: Sequence[int]) -> str:
+    kind, size, _, dims, *shape = header
+    name, part = (KINDS[kind].__name__, KINDS[kind]._fields[kind])
+    return f"{name} with {part} {tuple(shape[:dims])} torch.float{8 * size}"
+
+
+# One state, checked, packed and unpacked
+
+
+def check(state: AttentionState | RidgeState) -> None:
+    """Raise unless `state` is a state of consistent shapes and dtypes, on one device."""
+    if not isinstance(state, KINDS):
+        raise TypeError(wrong("state", f"is a {type(state).__name__}", "an AttentionState or a RidgeState is needed"))
+    for name, field in state._asdict().items():
+        if not isinstance(field, Tensor):
+            raise TypeError(wrong(f"state.{name}", f"is a {type(field).__name__}", "a torch.Tensor is needed"))
+    like = state[KINDS.index(type(state))]
+    if not 2 <= like.dim() <= NUMBERS - 4:
+        raise ValueError(wrong("state", f"has tensors of {like.dim()} dimensions", f"2 to {NUMBERS - 4} are needed"))
+    *leading, height, width = like.shape
+    wanted: dict[str, tuple[list[int], torch.dtype]]
+    if isinstance(state, AttentionState):
+        wanted = {"out": ([*leading, height, width], state_dtype(like.dtype)), "lse": ([*leading, height], torch.float64)}
+    else:
+        matrices = {"gram": [*leading, height, height], "moment": [*leading, height, width]}
+        wanted = {name: (shape, torch.float64) for name, shape in matrices.items()} | {"count": (leading, torch.int64)}
+    for name, (shape, dtype) in wanted.items():
+        field = getattr(state, name)
+        if list(field.shape) != shape:
+            raise ValueError(wrong(f"state.{name}", f"has shape {tuple(field.shape)}", f"{tuple(shape)} is needed"))
+        if field.dtype != dtype:
+            raise TypeError(wrong(f"state.{name}", f"is {field.dtype}", f"{dtype} is needed"))
+        if field.device != like.device:
+            raise ValueError(wrong(f"state.{name}", f"is on {field.device}", f"the rest is on {like.device}"))
+
+
+def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
+    """The bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is aligned."""
+    parts = [field.contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
+    missing = -sum(part.numel() for part in parts) % 8
+    return torch.cat([*parts, parts[0].new_zeros(missing)])
+
+
+def unpacked(rows: Tensor, fields: Sequence[Tensor]) -> list[Tensor]:
+    """The fields (W, ...) of all ranks from their packed states (W, bytes); `fields` have the shapes and dtypes."""
+    parts, begin = [], 0
+    for field in reversed(fields):
+        end = begin + field.numel() * field.element_size()
+        parts.append(rows[:, begin:end].view(field.dtype).reshape(len(rows), *field.shape))
+        begin = end
+    return parts[::-1]

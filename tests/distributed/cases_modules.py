@@ -1,0 +1,219 @@
+"""Cases: modules whose context is spread over the ranks have the results and the parameter gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cmab_kernels.distributed import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention
+from cmab_kernels.nn import CMAB, MultiheadAttention, MultiheadIntention
+
+from .common import close, counted, own, raises, same_bits_on_all_ranks
+
+POINTS, DIM, HEADS = 11, 12, 3
+
+
+def shaken(module: Any) -> Any:
+    """Return the module with parameters that all matter: no bias is 0, no norm is 1."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module.double()
+
+
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, queries and a mask, the same on all ranks."""
+    return torch.randn(2, POINTS, DIM).double(), torch.randn(2, 4, DIM).double(), torch.rand(2, POINTS) < 0.3
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..., Any], type]] = {
+    "block": (
+        lambda: CMAB(DIM, 5, HEADS),
+        lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
+        lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
+        ShardedCMAB,
+    ),
+    "attention": (
+        lambda: MultiheadAttention(DIM, HEADS, batch_first=True, add_bias_kv=True, add_zero_attn=True),
+        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False)[0],
+        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask)[0],
+        ShardedMultiheadAttention,
+    ),
+    "intention": (
+        lambda: MultiheadIntention(DIM, HEADS, batch_first=True),
+        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False)[0],
+        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask)[0],
+        ShardedMultiheadIntention,
+    ),
+}
+"""name -> how to make the module, how to call it and the sharded one with inputs, query and mask, and the class that shards it."""
+
+
+def masks() -> dict[str, Tensor | None]:
+    """Return masks (2, POINTS): none, at random, all of the first rank's inputs, all but those, all."""
+    position = torch.arange(POINTS).expand(2, -1)
+    return {"none": None, "random": data()[2], "first": position < 3, "rest": position >= 3, "all": position >= 0}
+
+
+def case_forward_and_gradients() -> None:
+    """Each module, each mask: the output, the gradients with respect to parameters, and W times those of the inputs; one collective."""
+    world = dist.get_world_size()
+    for make, call, call_sharded, wrapper in MODULES.values():
+        module = shaken(make())
+        sharded = wrapper(module)
+        inputs, query, _ = data()
+        for mask in masks().values():
+            leaves = [part.clone().requires_grad_() for part in (inputs, query)]
+            whole = call(module, *leaves, mask)
+            wanted = torch.autograd.grad(whole.sin().sum(), [*leaves, *module.parameters()], materialize_grads=True)
+            mine = [own(inputs, 1).clone().requires_grad_(), query.clone().requires_grad_()]
+            with counted() as calls:
+                out = call_sharded(sharded, *mine, None if mask is None else own(mask, 1))
+            assert len(calls) == 1
+            close(out, whole, 1e-11)
+            same_bits_on_all_ranks(out)
+            found = torch.autograd.grad(out.sin().sum(), [*mine, *module.parameters()], materialize_grads=True)
+            close(found[0], world * own(wanted[0], 1), 1e-9)
+            for gradient, each in zip(found[1:], wanted[1:], strict=True):
+                dist.all_reduce(gradient)
+                close(gradient / world, each, 1e-9)
+
+
+def case_updates() -> None:
+    """Streams to which every rank adds its part, twice, equal one pass; the states are the same bits on all ranks."""
+    inputs, query, mask = data()
+    parts, masked = [own(part, 1) for part in (inputs, 3 - inputs)], own(mask, 1)
+    both = torch.cat([inputs, 3 - inputs], 1)
+    block, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
+
+    sharded, state = ShardedCMAB(block), block.init_state(2)
+    for part in parts:
+        result, state = sharded.update(part, query, state, key_padding_mask=masked)
+    close((result, state), tuple(block.update(both, query, block.init_state(2), key_padding_mask=torch.cat([mask, mask], 1))))
+    same_bits_on_all_ranks((result, state))
+
+    stream, state = ShardedMultiheadAttention(attention), None
+    for part in parts:
+        out, state = stream.attend_state(query, part, state)
+    close((out, state), tuple(attention.attend_state(query, both)))
+
+    regression = ShardedMultiheadIntention(fit)
+    sums = regression.init_state(2)
+    for part in parts:
+        sums = regression.update(part, 2 * part, state=sums)
+    close(sums, fit.update(both, 2 * both, state=fit.init_state(2)))
+    close(fit.predict(query, sums), fit(query, both, 2 * both, need_weights=False)[0], 1e-10)
+
+
+def case_own_streams_are_the_same_on_all_ranks() -> None:
+    """A module's own stream advances on all ranks alike, and is saved and loaded; an error leaves it."""
+    inputs, query, _ = data()
+    for make, *_, wrapper in (MODULES["block"], MODULES["intention"]):
+        module = shaken(make())
+        sharded = wrapper(module)
+        extra = (query,) if wrapper is ShardedCMAB else ()
+        with torch.no_grad():
+            for part in own(inputs, 1).split([1, own(inputs, 1).shape[1] - 1] if own(inputs, 1).shape[1] else [0, 0], 1):
+                sharded.update(part, *extra)
+        alone = copy.deepcopy(module)
+        alone.stream.state = None
+        with torch.no_grad():
+            alone.update(inputs, *extra)
+        close(module.stream.state, alone.stream.state, 1e-11)
+        same_bits_on_all_ranks(module.stream.state)
+        again = wrapper(make().double())
+        again.load_state_dict(sharded.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(again.module.stream.state, module.stream.state, strict=True))
+        before = module.stream.state
+        with raises(RuntimeError, "requires a gradient"):
+            sharded.update(own(inputs, 1), *extra)
+        assert all(a is b for a, b in zip(module.stream.state, before, strict=True))
+
+
+def case_an_error_on_one_rank_is_raised_on_all() -> None:
+    """No rank waits for one that refuses its inputs, and states stay as they were."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    inputs, query, mask = data()
+    block, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda part, masked: ShardedCMAB(block)(part, query, key_padding_mask=masked),
+        lambda part, masked: ShardedCMAB(block).update(part, query, key_padding_mask=masked),
+        lambda part, masked: ShardedMultiheadAttention(attention)(query, part, part, masked),
+        lambda part, masked: ShardedMultiheadAttention(attention).attend_state(query, part, key_padding_mask=masked),
+        lambda part, masked: ShardedMultiheadIntention(fit)(query, part, part, masked),
+        lambda part, masked: ShardedMultiheadIntention(fit).update(part, key_padding_mask=masked),
+    ]
+    for call in calls:
+        for part, masked, error in (
+            (inputs[..., :3], mask, ValueError),
+            (inputs.float(), mask, TypeError),
+            (inputs, mask[:, 1:], ValueError),
+        ):
+            with torch.no_grad(), raises(error) if rank == last else raises(RuntimeError, f"missing from rank {last}"):
+                call(*((part, masked) if rank == last else (inputs, mask)))
+    assert block.stream.state is None and fit.stream.state is None
+    with raises(ValueError, "differs between ranks", "(1, 3, 5, 4)"):
+        ShardedCMAB(block)(inputs[: 1 if rank == last else 2], query[: 1 if rank == last else 2])
+
+
+def case_construction() -> None:
+    with raises(TypeError, "`module` is a Linear: a CMAB"):
+        ShardedCMAB(nn.Linear(2, 2))
+    dropping = ShardedMultiheadAttention(MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True).double())
+    inputs, query, _ = data()
+    with raises(RuntimeError, "`dropout`"):
+        dropping(query, inputs, inputs)
+    assert dropping.eval()(query, inputs, inputs)[0].shape == query.shape
+
+
+def train(module: nn.Module, call: Callable[[Tensor], Tensor], steps: Tensor) -> None:
+    """Take steps of SGD on a loss that is the same on all ranks."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    for inputs in steps:
+        optimizer.zero_grad()
+        call(inputs).sin().mean().backward()
+        optimizer.step()
+
+
+def same_as_one_process(wrapped: Callable[[nn.Module], nn.Module], weights: Callable[[nn.Module], list[Tensor]]) -> None:
+    """Train each module sharded and wrapped, and alone on all inputs; assert that parameters move, and end the same."""
+    _, query, mask = data()
+    steps = torch.randn(3, 2, POINTS, DIM).double()
+    for make, call, call_sharded, wrapper in MODULES.values():
+        alone = shaken(make())
+        start = [parameter.detach().clone() for parameter in alone.parameters()]
+        module = wrapped(wrapper(copy.deepcopy(alone)))
+        train(alone, lambda inputs, call=call, module=alone: call(module, inputs, query, mask), steps)
+        train(module, lambda inputs, call=call_sharded, module=module: call(module, own(inputs, 1), query, own(mask, 1)), steps)
+        ended = weights(module)
+        close(ended, list(alone.parameters()), 1e-10)
+        assert any((a - b).abs().max() > 1e-3 for a, b in zip(ended, start, strict=True))
+
+
+def case_distributed_data_parallel() -> None:
+    same_as_one_process(DistributedDataParallel, lambda module: [parameter.detach() for parameter in module.parameters()])
+
+
+def case_fully_shard() -> None:
+    """The same with parameters spread over the ranks as well (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return fully_shard(module, mesh=mesh)
+
+    same_as_one_process(wrapped, lambda module: [parameter.full_tensor().detach() for parameter in module.parameters()])
+
+
+def case_batch_and_context_both_spread() -> None:
+    """A module merges over its own group: here each rank is one, with a batch of its own."""
+    inputs, query, _ = data()
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    block = shaken(CMAB(DIM, 5, HEADS))
+    close(ShardedCMAB(block, group)(inputs * (dist.get_rank() + 1), query), block(inputs * (dist.get_rank() + 1), query), 1e-12)
