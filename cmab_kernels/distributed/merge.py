@@ -71,7 +71,7 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     fields = tuple(field.detach() for field in state)
     if torch.compiler.is_compiling():
         world = torch.distributed.get_world_size(group)
-        rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[2] == WANTED
+        rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[0] == WANTED
     else:
         rows, gradient = gathered(packed_bytes(fields), header, group)
     if not gradient:
@@ -147,7 +147,7 @@ class _SumOverRanks(torch.autograd.Function):
 @torch.library.impl(LIB, "gather_states", "CompositeExplicitAutograd")
 def _(fields: list[Tensor], header: list[int], world: int, group: str) -> Tensor:
     rows, gradient = gathered(packed_bytes(fields), tuple(header), _named(group))
-    if gradient != (header[2] == WANTED):
+    if gradient != (header[0] == WANTED):
         raise RuntimeError(wrong("state", "requires a gradient on other ranks only", "in a compiled graph all ranks need one, or none"))
     return rows.clone()
 

@@ -24,7 +24,7 @@ _FAILED = len(KINDS)
 """In a header in place of the kind of state: this rank has raised an error."""
 _GRAD_MODE_OFF, _UNWANTED, WANTED = range(3)
 NUMBERS = 16
-"""Numbers in the header of a message, each an int64: the kind of state, the bytes of an element, whether a gradient is wanted, the number
+"""Numbers in the header of a message, each an int64: whether a gradient is wanted, the kind of state, the bytes of an element, the number
 of dimensions, the shape, and zeros."""
 FIRST_ROOM = 65_536
 """The bytes that the first message of a group has room for, beside its header."""
@@ -46,7 +46,7 @@ class _Agreement:
 
     def __init__(self) -> None:
         self.largest = 0
-        self.known: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+        self.shapes: set[tuple[int, ...]] = set()
 
     @property
     def room(self) -> int:
@@ -60,20 +60,27 @@ _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup) -> tuple[Tensor, bool]:
     """The packed states (W, bytes) of all ranks, and whether any of them wants a gradient; raise on all ranks if they do not fit.
 
-    On a GPU the program does not wait for headers of a kind that were equal before: should they differ now, the result is NaN.
+    On a GPU the program does not wait to see headers of shapes that were agreed on before: should they differ now, the result is NaN. Only
+    a rank that wants no gradient, and could have one, has to see whether others do.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
     headers, rows = _exchanged(header, packed if fits else packed[:0], agreement.room, group)
-    if header in agreement.known and packed.is_cuda:
-        before, gradient = agreement.known[header]
-        return rows.masked_fill((headers != before).any(), 255), gradient  # 8 such bytes are a NaN
+    gradient, shape = header[0], header[1:]
+    if shape in agreement.shapes and gradient != _UNWANTED and _waits(packed):
+        own = headers[torch.distributed.get_rank(group)]
+        unlike = (headers[:, 1:] != own[1:]).any() | ((headers[:, 0] - own[0]).abs() == WANTED - _GRAD_MODE_OFF).any()
+        return rows.masked_fill(unlike, 255), gradient == WANTED  # eight bytes of 255 are a NaN
     found = headers.tolist()
     _compare(found)
-    gradient = any(each[2] == WANTED for each in found)
-    agreement.known[header] = headers, gradient
+    agreement.shapes.add(shape)
     agreement.largest = max(agreement.largest, size)
-    return rows if fits else _all_gather(packed, group), gradient
+    return rows if fits else _all_gather(packed, group), any(each[0] == WANTED for each in found)
+
+
+def _waits(tensor: Tensor) -> bool:
+    """Whether the program would have to wait for the values of a tensor."""
+    return tensor.is_cuda
 
 
 def _exchanged(header: Sequence[int], packed: Tensor, room: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -106,7 +113,7 @@ def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
         if device is None:
             device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        _exchanged(_padded(_FAILED), nothing, _AGREEMENTS.setdefault(group, _Agreement()).room, group)
+        _exchanged(_padded(_UNWANTED, _FAILED), nothing, _AGREEMENTS.setdefault(group, _Agreement()).room, group)
         raise
 
 
@@ -119,7 +126,7 @@ def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
     like = state[kind]  # out or moment, whose shape says all
     wanted = WANTED if any(field.requires_grad for field in state) else _UNWANTED
     gradient = wanted if torch.is_grad_enabled() else _GRAD_MODE_OFF
-    return _padded(kind, like.element_size(), gradient, like.dim(), *like.shape)
+    return _padded(gradient, kind, like.element_size(), like.dim(), *like.shape)
 
 
 def _padded(*numbers: int) -> tuple[int, ...]:
@@ -128,11 +135,11 @@ def _padded(*numbers: int) -> tuple[int, ...]:
 
 def _compare(headers: list[list[int]]) -> None:
     """Raise unless the states of all ranks have one type, shape and dtype, and all that is needed for a gradient that one of them wants."""
-    kinds, sizes, gradients, *_ = zip(*headers, strict=True)
+    gradients, kinds, sizes, *_ = zip(*headers, strict=True)
     if _FAILED in kinds:
         ranks = _ranks(kind == _FAILED for kind in kinds)
         raise RuntimeError(wrong("state", f"is missing from {ranks}, where an error was raised", "see the message there"))
-    if len({tuple(each[:2] + each[3:]) for each in headers}) > 1:
+    if len({tuple(each[1:]) for each in headers}) > 1:
         brought = [_described(each) for each in headers]
         given = "; ".join(f"{_ranks(other == each for other in brought)}: {each}" for each in dict.fromkeys(brought))
         error = ValueError if len(set(kinds)) == len(set(sizes)) == 1 else TypeError
@@ -149,7 +156,7 @@ def _ranks(chosen: Iterable[bool]) -> str:
 
 
 def _described(header: Sequence[int]) -> str:
-    kind, size, _, dims, *shape = header
+    _, kind, size, dims, *shape = header
     name, part = (KINDS[kind].__name__, KINDS[kind]._fields[kind])
     return f"{name} with {part} {tuple(shape[:dims])} torch.float{8 * size}"
 

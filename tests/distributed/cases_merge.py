@@ -123,6 +123,32 @@ def case_errors_are_raised_on_all_ranks() -> None:
         assert equal(all_merge_state(good), good)
 
 
+def case_as_on_a_gpu() -> None:
+    """Where it would have to wait for headers, a rank looks at those of new shapes only, and gets NaN if others have changed theirs."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before, messages._waits = messages._waits, lambda tensor: True
+    group = dist.new_group()
+    try:
+        for kind in (AttentionState, RidgeState):
+            with torch.no_grad():
+                for parts in (states(kind, 2), states(kind, 3), states(kind, 2)):
+                    wanted = all_merge_state(parts[rank])
+                    for _ in range(2):
+                        assert equal(all_merge_state(parts[rank], group), wanted)
+                if rank == last:
+                    with raises(ValueError, "differs between ranks"):
+                        all_merge_state(states(kind, 7)[rank], group)
+                else:
+                    assert all(field.isnan().all() for field in all_merge_state(parts[rank], group)[:2])
+                assert equal(all_merge_state(parts[rank], group), wanted)
+            for wanting in ((0, 1, 2), (0,), (0, 1, 2), (last,)):
+                part = kind(*(field.clone().requires_grad_(field.is_floating_point() and rank in wanting) for field in parts[rank]))
+                all_merge_state(part, group)[0].sum().backward()
+                assert (part[0].grad is not None) == (rank in wanting)
+    finally:
+        messages._waits = before
+
+
 def case_groups() -> None:
     """A group of some ranks merges these; others are refused. Merges over groups compose."""
     rank, parts = dist.get_rank(), states(AttentionState, 2)

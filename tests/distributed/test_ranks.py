@@ -53,5 +53,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
 
 @pytest.mark.parametrize("launch, case", [(name, case) for name, (_, *modules) in LAUNCHES.items() for case in cases(*modules)])
 def test_case(outcomes: Callable[[str], list[dict[str, str]]], launch: str, case: str) -> None:
-    for rank, found in enumerate(outcomes(launch)):
-        assert found.get(case, "not run: a case before it failed") == "", f"on rank {rank}:\n{found.get(case)}"
+    found = [each.get(case, "not run: a case before it failed, or another rank") for each in outcomes(launch)]
+    failed = {rank: text for rank, text in enumerate(found) if text}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
