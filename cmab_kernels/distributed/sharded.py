@@ -25,15 +25,16 @@ class ContextSharded(nn.Module, Generic[State]):
     that one rank raises while it reads, for inputs of a wrong shape say, makes all ranks raise.
     """
 
-    wraps: ClassVar[type[nn.Module]]
-    """The module that this class wraps."""
+    wraps: ClassVar[tuple[type[nn.Module], ...]]
+    """The modules that this class wraps."""
     merge: ClassVar[Callable[..., Any]]
     """The function that merges two states of it."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
         super().__init__()
         if not isinstance(module, self.wraps):
-            raise TypeError(wrong("module", f"is a {type(module).__name__}", f"a {self.wraps.__name__} is needed"))
+            allowed = " or ".join(f"a {each.__name__}" for each in self.wraps)
+            raise TypeError(wrong("module", f"is a {type(module).__name__}", f"{allowed} is needed"))
         self.module, self.group = module, group
 
     def _read(self, read: Callable[[], State], before: State | None = None) -> State:
@@ -70,14 +71,13 @@ class ShardedCMAB(ContextSharded[AttentionState]):
     >>> dist.destroy_process_group()
     """
 
-    wraps = CMAB
+    wraps = (CMAB,)
     merge = staticmethod(merge_states)
     module: CMAB
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to the inputs of all ranks; arguments as in `CMAB.forward`."""
-        module = self.module
-        return module._retrieve(latents, self._read(lambda: module._read(inputs, latents, None, key_padding_mask)))
+        return self._updated(inputs, latents, None, key_padding_mask).latents
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -86,13 +86,16 @@ class ShardedCMAB(ContextSharded[AttentionState]):
 
         `state` is that of all ranks, as an earlier call returned it; with None the module's own stream is advanced, on all ranks alike.
         """
-        module = self.module
-        before = module.stream.held if state is None else state
-        updated = self._read(lambda: module._read(new_inputs, latents, None, key_padding_mask), before)
-        result = CMABUpdate(module._retrieve(latents, updated), updated)
+        stream = self.module.stream
+        result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask)
         if state is None:
-            module.stream.state = updated
+            stream.state = result.state
         return result
+
+    def _updated(self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None) -> CMABUpdate:
+        module = self.module
+        state = self._read(lambda: module._read(inputs, latents, None, key_padding_mask), before)
+        return CMABUpdate(module.update(inputs[:, :0], latents, state).latents, state)  # without inputs: what follows a merged state
 
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no inputs."""
@@ -115,7 +118,7 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
     >>> dist.destroy_process_group()
     """
 
-    wraps = MultiheadAttention
+    wraps = (MultiheadAttention,)
     merge = staticmethod(merge_states)
     module: MultiheadAttention
 
@@ -164,7 +167,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
     >>> dist.destroy_process_group()
     """
 
-    wraps = MultiheadIntention
+    wraps = (MultiheadIntention,)
     merge = staticmethod(merge_ridge)
     module: MultiheadIntention
 
