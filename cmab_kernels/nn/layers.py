@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionState, attention_state, latent_attention
+from ..backends import choose
 from ..checks import autocasts, wrong
+from ..layers.schema import attention, feed_forward
 
 CHUNK = 16_384
 """Rows of a context that are normed and projected at a time where no gradient needs them later."""
@@ -64,6 +66,34 @@ def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
     return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
 
 
+# ---- layers as one operator
+
+
+def fused_impl(features: Tensor) -> str | None:
+    """Return the implementation that computes a layer of `features` in one call; None where torch's own operations are the better choice.
+
+    These are so where there is no kernel, and under autocast, which keeps norms and sums in float32 while one call has one dtype.
+    """
+    if autocasts(features.device):
+        return None
+    impl = choose("layers", "auto", features)
+    return None if impl == "reference" else impl
+
+
+def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+    """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
+
+    A module with hooks, a parametrization, or an adapter in its place is not just that.
+    """
+    state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
+    if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"]:
+        return None
+    if state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return None
+    parameters: dict[str, nn.Parameter | None] = state["_parameters"]
+    return parameters
+
+
 class FeedForward(nn.Module):
     """Feed-forward layer: x + contract(a * gelu(gate)) with (a, gate) = expand(norm(x)), and gelu by the error function."""
 
@@ -74,8 +104,16 @@ class FeedForward(nn.Module):
         self.contract = nn.Linear(ff_dim, dim, **factory)
 
     def forward(self, latents: Tensor) -> Tensor:
-        features, gate = self.expand(self.norm(latents)).chunk(2, dim=-1)
-        return latents + self.contract(features * F.gelu(gate))
+        parts: dict[str, Any] = self._modules
+        norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
+        n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
+        impl = fused_impl(latents)
+        if impl is None or n is None or e is None or c is None:
+            features, gate = expand(norm(latents)).chunk(2, dim=-1)
+            return latents + contract(features * F.gelu(gate))
+        rows = latents.flatten(0, -2)
+        tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
+        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", impl=impl).view(latents.shape)
 
 
 class _Attention(nn.Module):
@@ -97,24 +135,46 @@ class _Attention(nn.Module):
         """Return latents (B, L, C), or (L, C) shared over the batch, plus the output projection of the attention result (B, H, L, D)."""
         return latents + self.output(join_heads(attended).to(self.output.weight.dtype))
 
+    def _fused(self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None) -> Tensor | None:
+        """Return the layer's result (B, L, C) by one operator; None if the modules must be called one by one."""
+        parts: dict[str, Any] = self._modules
+        impl, norm = fused_impl(latents), parts["norm"]
+        n, other = plain_parameters(norm, nn.LayerNorm), {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm)
+        q, k, v, o = (plain_parameters(parts[name], nn.Linear) for name in ("query", "key", "value", "output"))
+        if impl is None or n is None or other is None or q is None or k is None or v is None or o is None:
+            return None
+        return attention(
+            *(latents, context, None, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
+            *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
+            num_heads=self.num_heads,
+            scale=(latents.shape[-1] // self.num_heads) ** -0.5,
+            eps=norm.eps,
+            context_eps=0.0 if context_norm is None else context_norm.eps,
+            impl=impl,
+        )
+
 
 class SelfAttention(_Attention):
     """Self-attention: x + output(attention of norm(x) over itself)."""
 
     def forward(self, latents: Tensor) -> Tensor:
+        fused = self._fused(latents, None, None)
+        if fused is not None:
+            return fused
         normed = self.norm(latents)
         return self.add(latents, latent_attention(*(self.heads(part, normed) for part in (self.query, self.key, self.value))))
 
 
 class CrossAttention(_Attention):
-    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), computed by way of an `AttentionState`."""
+    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), by way of an `AttentionState` where it is kept."""
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__(dim, num_heads, **factory)
         self.context_norm = nn.LayerNorm(dim, **factory)
 
     def forward(self, latents: Tensor, context: Tensor) -> Tensor:
-        return self.add(latents, self.read(latents, context).out)
+        fused = self._fused(latents if latents.dim() == 3 else latents.expand(context.shape[0], -1, -1), context, self.context_norm)
+        return self.add(latents, self.read(latents, context).out) if fused is None else fused
 
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None

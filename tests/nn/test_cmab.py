@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -105,6 +106,51 @@ def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(layers, "attention_state", lambda q, *a, **k: shapes.append(q.shape) or attention_state(q, *a, **k))
     block()(*points())
     assert shapes[0] == (HEADS, BLOCK, DIM // HEADS)
+
+
+def test_layers_are_one_operator_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block calls four feed-forward layers and three attention layers; its first cross-attention is a state."""
+    calls = []
+    for name in ("feed_forward", "attention"):
+        operator = getattr(layers, name)
+        monkeypatch.setattr(layers, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k))
+    module, (inputs, latents) = block(), points()
+    module(inputs, latents)
+    assert (calls.count("feed_forward"), calls.count("attention")) == (4, 3)
+    with cmab_kernels.use_impl("reference"):
+        module(inputs, latents)
+    with torch.autocast("cpu", torch.bfloat16):
+        block(torch.float32)(inputs.float(), latents.float())
+    assert len(calls) == 7  # where there is no kernel, and under autocast, torch's own operations run
+
+
+class Doubled(torch.nn.Linear):
+    """A layer with a forward of its own, such as an adapter has."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return 2 * super().forward(features)
+
+
+@pytest.mark.parametrize("name", ["retrieve.self_feed_forward.expand", "retrieve.self_attention.value", "retrieve.cross_attention.output"])
+@pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass"])
+def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
+    """Whatever is put around or in place of a part of a layer has its effect."""
+    module, (inputs, latents) = block(), points()
+    part = module.get_submodule(name)
+    weights = {key: p.detach() * (2 if key in (f"{name}.weight", f"{name}.bias") else 1) for key, p in module.named_parameters()}
+    if how == "a hook":
+        part.register_forward_hook(lambda _module, _given, result: 2 * result)
+    elif how == "a parametrization":
+        for parameter, _ in [*part.named_parameters()]:
+            torch.nn.utils.parametrize.register_parametrization(part, parameter, Double())
+    else:
+        part.__class__ = Doubled
+    close(module(inputs, latents), definition(weights, inputs, latents))
+
+
+class Double(torch.nn.Module):
+    def forward(self, parameter: Tensor) -> Tensor:
+        return 2 * parameter
 
 
 def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
