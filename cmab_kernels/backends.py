@@ -104,6 +104,11 @@ def imported(family: str, impl: str) -> ModuleType | None:
     return None if _import_problem(path) else _MODULES[path][0]
 
 
+def is_available(family: str, impl: str) -> bool:
+    """Whether an implementation can be imported, and `use_impl` names no other."""
+    return use_impl.current in ("auto", impl) and imported(family, impl) is not None
+
+
 def implementation(family: str, impl: str) -> ModuleType:
     """The module of an implementation returned by `choose`."""
     _import_problem(FAMILIES[family][impl])
@@ -190,7 +195,7 @@ def is_free(family: str, impl: str) -> bool:
 
 def check_name(family: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    if impl not in ("auto", "reference") and impl not in FAMILIES[family]:
+    if impl != "auto" and impl not in _names(family):
         raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
 
 

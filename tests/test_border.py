@@ -34,7 +34,38 @@ def _packed() -> dict[str, Any]:
 
 
 def _state() -> dict[str, Any]:
-    return {"state_out": _rows(B, H, L, E), "state_lse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+    state = {"state_out": _rows(B, H, L, E), "state_lse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+    return {**state, "reliable": None}
+
+
+def _merged() -> dict[str, Any]:
+    parts = {name: _rows(L, E) for name in ("first_out", "second_out", "out")}
+    return {**parts, **{name: _wide(L) for name in ("first_lse", "second_lse", "lse")}}
+
+
+def _feed_forward() -> dict[str, Any]:
+    norm = {"norm_weight": _rows(D), "norm_bias": _rows(D), "eps": 1e-5}
+    expand = {"expand_weight": _rows(2 * E, D), "expand_bias": _rows(2 * E)}
+    return {"x": _rows(N, D), **norm, **expand, "contract_weight": _rows(D, E), "contract_bias": _rows(D), "activation": 0}
+
+
+def _layer() -> dict[str, Any]:
+    """A layer of B latents and B * 2 rows of context, 9 wide, with H heads of D and E."""
+    norms = {"norm_weight": _rows(D), "norm_bias": _rows(D), "context_norm_weight": _rows(9), "context_norm_bias": _rows(9)}
+    widths = {"query": (H * D, D), "key": (H * D, 9), "value": (H * E, 9), "output": (D, H * E)}
+    weights = {f"{name}_{part}": _rows(*shape[:n]) for name, shape in widths.items() for part, n in (("weight", 2), ("bias", 1))}
+    numbers = {"eps": 1e-5, "context_eps": 1e-5, "scale": 0.4, "batch": B, "num_heads": H}
+    mask = torch.zeros(B * 2, dtype=torch.bool)
+    return {"x": _rows(B * L, D), "context": _rows(B * 2, 9), "key_padding_mask": mask, **norms, **weights, **numbers}
+
+
+def _kept() -> dict[str, Any]:
+    rows = {"query": _rows(B * L, H * D), "key": _rows(B * 2, H * D), "value": _rows(B * 2, H * E)}
+    return {**rows, "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+
+
+def _gradients(given: dict[str, Any]) -> dict[str, Any]:
+    return {f"d{name}": torch.empty_like(t) for name, t in given.items() if isinstance(t, Tensor) and t.dtype != torch.bool}
 
 
 def _slopes() -> dict[str, Any]:
@@ -61,6 +92,18 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "attention": ("attention_forward", lambda: _attention() | _state()),
     "attention of packed sets": ("attention_forward", lambda: _packed() | _state()),
     "gradient of attention": ("attention_backward", lambda: _attention() | _slopes()),
+    "removal": ("attention_forward", lambda: _attention() | _state() | {"reliable": torch.zeros(B, H, L, dtype=torch.bool)}),
+    "merge": ("merge_states", _merged),
+    "feed-forward": ("feed_forward_layer", lambda: _feed_forward() | {"y": _rows(N, D), "hidden": _rows(N, 2 * E)}),
+    "gradient of feed-forward": (
+        "feed_forward_layer_backward",
+        lambda: _feed_forward() | {"dy": _rows(N, D), "hidden": _rows(N, 2 * E)} | _gradients(_feed_forward()),
+    ),
+    "attention layer": ("attention_layer", lambda: _layer() | _kept() | {"y": _rows(B * L, D)}),
+    "gradient of the attention layer": (
+        "attention_layer_backward",
+        lambda: _layer() | _kept() | {"dy": _rows(B * L, D)} | _gradients(_layer()),
+    ),
     "sums": ("gram", lambda: _sums() | {"gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)}),
     "gradient of sums": ("gram_backward", lambda: _sums() | _of_sums()),
     "rows": ("apply_rows", lambda: {"query": _rows(B, H, L, D), "weight": _wide(B, H, D, E), "out": _rows(B, H, L, E)}),
@@ -88,6 +131,9 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
     *("gram", "moment", "dquery", "dkey", "dvalue", "dweights"),
+    *("reliable", "hidden", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
+    *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),
+    *_gradients(_layer() | _feed_forward()),
 }
 """Arguments for which None is allowed: an input that is absent, or a result that is not wanted."""
 
@@ -126,10 +172,11 @@ def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
     name, arguments = CALLS[call]
     function, right = getattr(native, name), arguments()
     function(**right)
+    needed = {"hidden"} if call.startswith("gradient") else set()
     for argument in right:
         with pytest.raises(TypeError, match=f"{name}: `{argument}` is missing"):
             function(**{other: given for other, given in right.items() if other != argument})
-        if argument not in OPTIONAL and isinstance(right[argument], Tensor):
+        if (argument not in OPTIONAL or argument in needed) and isinstance(right[argument], Tensor):
             with pytest.raises(TypeError, match=f"{name}: `{argument}` is a NoneType"):
                 function(**right | {argument: None})
     with pytest.raises(TypeError, match="an argument that it does not have"):

@@ -1,7 +1,7 @@
 """Latent cross-attention with a mergeable log-sum-exp state."""
 
-from .api import attention_state, latent_attention, remove_from_state
-from .state import AttentionState, Removal, empty_state, merge_states
+from .api import attention_state, latent_attention, merge_states, remove_from_state
+from .state import AttentionState, Removal, empty_state
 
 __all__ = [
     "AttentionState",

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import choose
+from ..backends import choose, is_available, kernel
 from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, wrong
 from ..dtypes import state_dtype
+from ..tracing import is_differentiated, is_plain
 from .schema import attention_op
-from .state import AttentionState, Removal, check_state, subtract_state
+from .state import AttentionState, Removal, check_state, merged, subtract_state
 
 
 def latent_attention(
@@ -83,6 +84,34 @@ def attention_state(
     return _state(inputs, state, impl)
 
 
+def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
+    """The state of the union of disjoint key sets; associative and commutative up to rounding, differentiable.
+
+    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
+    of the first (`ValueError`, `TypeError`). Empty states have weight 0; the merge of empty states is empty.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
+    >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
+    >>> merged = cmab_kernels.merge_states(*halves)
+    >>> torch.allclose(merged.out, cmab_kernels.attention_state(q, k, v).out, atol=1e-6)
+    True
+    """
+    states = (first, *others)
+    if not isinstance(first, AttentionState):
+        raise TypeError(wrong("states[0]", f"is a {type(first).__name__}", "an AttentionState(out, lse) is needed"))
+    for position, state in enumerate(states):
+        check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+    if not others:
+        return first
+    chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
+    if not _is_direct(chosen, *(part for state in states for part in state)):
+        return merged(*states)
+    merge = kernel("attention", "native", "merge_states")
+    for other in others:
+        first = AttentionState(*merge(*first, *other))
+    return first
+
+
 def remove_from_state(
     state: AttentionState,
     query: Tensor,
@@ -105,7 +134,15 @@ def remove_from_state(
     """
     inputs = _inputs(query, key, value, key_padding_mask, None, scale)
     _check_incoming(state, inputs)
+    if _is_direct(choose("attention", impl, *inputs[:3]), *state, *inputs[:4]):
+        out, lse, reliable = kernel("attention", "native", "attention_removal")(*inputs[:4], *state, inputs.scale)
+        return Removal(AttentionState(out, lse), reliable)
     return subtract_state(state, _state(inputs, None, impl))
+
+
+def _is_direct(chosen: str, *tensors: Tensor | None) -> bool:
+    """Whether one native call may do what is otherwise composed of differentiable parts: no gradient, and nobody watches."""
+    return chosen == "native" and not is_differentiated(*tensors) and is_plain(*tensors)
 
 
 class _Inputs(NamedTuple):
@@ -120,9 +157,8 @@ class _Inputs(NamedTuple):
 
 
 def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
-    query = inputs.query
-    batch, heads, latents, _ = query.shape
-    check_state(state, (batch, heads, latents, inputs.value.shape[3]), state_dtype(query.dtype), query.device)
+    shape = (*inputs.query.shape[:-1], inputs.value.shape[-1])
+    check_state(state, shape, state_dtype(inputs.query.dtype), inputs.query.device)
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:

@@ -48,6 +48,44 @@ def attention_forward(
         state_lse=state_lse,
         out=out,
         lse=lse,
+        reliable=None,
+    )
+    return out, lse
+
+
+def attention_removal(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, state_out: Tensor, state_lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, lse, reliable): the incoming state without these keys."""
+    out, lse = torch.empty_like(state_out, memory_format=torch.contiguous_format), query.new_empty(query.shape[:3], dtype=torch.float64)
+    reliable = query.new_empty(query.shape[:3], dtype=torch.bool)
+    _C.attention_forward(
+        query=query,
+        cu_seqlens=None,
+        key=key,
+        value=value,
+        key_padding_mask=key_padding_mask,
+        scale=scale,
+        state_out=state_out,
+        state_lse=state_lse,
+        out=out,
+        lse=lse,
+        reliable=reliable,
+    )
+    return out, lse, reliable
+
+
+def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, lse), the state of the union of two disjoint sets of keys."""
+    out, lse = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in (first_out, first_lse))
+    rows = (lse.numel(), out.shape[-1])
+    _C.merge_states(
+        first_out=first_out.reshape(rows),
+        second_out=second_out.reshape(rows),
+        first_lse=first_lse.reshape(-1),
+        second_lse=second_lse.reshape(-1),
+        out=out.view(rows),
+        lse=lse.view(-1),
     )
     return out, lse
 

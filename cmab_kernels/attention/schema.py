@@ -15,7 +15,7 @@ from ..dtypes import state_dtype
 from ..flops import flop_formula
 from ..tracing import has_values
 from .reference import attention_backward_reference, attention_reference
-from .state import AttentionState, merge_states
+from .state import AttentionState, merged
 
 LIB = torch.library.Library("cmab", "DEF")
 LIB.define(
@@ -35,7 +35,7 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens
     if cu_seqlens is not None:
         bad = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != key.shape[2]) | (cu_seqlens.diff() < 0).any()
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
-    return new if state_out is None else merge_states(AttentionState(state_out, state_lse), new)
+    return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
 
 
 def _check_offsets(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:

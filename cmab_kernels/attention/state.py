@@ -54,25 +54,12 @@ def empty_state(
     )
 
 
-def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
-    """The state of the union of disjoint key sets; associative and commutative up to rounding, differentiable.
+def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
+    """The state of the union of disjoint key sets: lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i.
 
-    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
-    of the first (`ValueError`, `TypeError`). Empty states have weight 0; the merge of empty states is empty.
-
-    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
-    >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
-    >>> merged = cmab_kernels.merge_states(*halves)
-    >>> torch.allclose(merged.out, cmab_kernels.attention_state(q, k, v).out, atol=1e-6)
-    True
+    Weights are in float64. Empty states have weight 0; the merge of empty states is empty.
     """
     states = (first, *others)
-    if not isinstance(first, AttentionState):
-        raise TypeError(wrong("states[0]", f"is a {type(first).__name__}", "an AttentionState(out, lse) is needed"))
-    for position, state in enumerate(states):
-        check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
-    if not others:
-        return first
     lse = torch.stack([state.lse for state in states])
     top = lse.detach().amax(0)
     top = top.masked_fill(top == -math.inf, 0.0)

@@ -40,8 +40,22 @@ void forward(Arguments& in) {
   const Operand state_lse = operand(in.optional("state_lse", "BHL", DType::kFloat64));
   void* out = in.contiguous("out", "BHLE", sums).data;
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
+  auto* reliable = static_cast<bool*>(in.optional_contiguous("reliable", "BHL", DType::kBool).data);
+  in.require(!reliable || state_lse.data, "reliable", "needs a state that keys are taken out of");
   const auto running = in.run();
-  attention_forward(inputs, state_out, state_lse, out, lse);
+  attention_forward(inputs, state_out, state_lse, out, lse, reliable);
+}
+
+void merge(Arguments& in) {
+  const TensorView first = in.contiguous("first_out", "RE", kWide),
+                   second = in.contiguous("second_out", "RE", first.dtype);
+  const auto* first_lse = static_cast<double*>(in.contiguous("first_lse", "R", DType::kFloat64).data);
+  const auto* second_lse = static_cast<double*>(in.contiguous("second_lse", "R", DType::kFloat64).data);
+  void* out = in.contiguous("out", "RE", first.dtype).data;
+  auto* lse = static_cast<double*>(in.contiguous("lse", "R", DType::kFloat64).data);
+  const auto running = in.run();
+  merge_states(first.dtype, in.extent('R'), int(in.extent('E')), {first.data, first_lse}, {second.data, second_lse},
+               out, lse);
 }
 
 void backward(Arguments& in) {
@@ -66,6 +80,7 @@ void bind_attention(py::module_& module) {
   module.attr("MAX_WIDTH") = kMaxWidth;
   define<forward>(module, "attention_forward");
   define<backward>(module, "attention_backward");
+  define<merge>(module, "merge_states");
 }
 
 }  // namespace cmab

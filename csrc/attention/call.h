@@ -17,8 +17,19 @@ struct Inputs {
 };
 
 // Fills out (B, H, L, E), in the type of sums, and lse (B, H, L); both are contiguous. state_out and state_lse (width
-// 1) are the incoming state; without data there is none.
-void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse);
+// 1) are the incoming state; without data there is none. With `reliable` (B, H, L), contiguous, the keys are taken out
+// of the incoming state, not added to it, and it says which rows have kept half of their digits.
+void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse,
+                       bool* reliable);
+
+// Fills out and lse with the state of the union of two disjoint sets of keys; all are contiguous, `rows` rows of
+// `width` columns in the type of sums `dtype`.
+struct StateRows {
+  const void* out;
+  const double* lse;
+};
+void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
+                  double* lse);
 
 // Fills the gradients, contiguous and in the inputs' dtype; null where not needed. dout (B, H, L, E), dlse (B, H, L,
 // 1); out and lse as forward wrote them.

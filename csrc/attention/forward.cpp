@@ -50,13 +50,14 @@ struct Merge {
 
 class Forward {
  public:
-  Forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse)
+  Forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse, bool* reliable)
       : in_(in),
         kernel_(forward_kernel(in.shape.dtype)),
         state_out_(state_out),
         state_lse_(state_lse),
         out_(out),
         lse_(lse),
+        reliable_(reliable),
         threads_(useful_threads(in)) {
     const int rows = int(std::min<int64_t>(kernel_.block, in.queries));
     packed_bytes_ = align(kernel_.packed_bytes(in.shape, rows));
@@ -196,7 +197,10 @@ class Forward {
           absorb(merge.total[row], merge.acc + row * width, sums, part + row * width, width);
       }
     }
-    for (int row = 0; state_lse_.data && row < rows; ++row) absorb_state(merge, row, group, first + row);
+    if (reliable_)
+      for (int row = 0; row < rows; ++row) remove_rows(merge, row, group, first + row);
+    else if (state_lse_.data)
+      for (int row = 0; row < rows; ++row) absorb_state(merge, row, group, first + row);
     const int64_t at = (group.b * in_.heads + group.h) * in_.queries + first;
     for (int row = 0; row < rows; ++row) {
       lse_[at + row] = log_sum(merge.total[row]);
@@ -204,14 +208,31 @@ class Forward {
     }
   }
 
+  // Reads a row of the incoming state into `merge.part`; returns its lse.
+  double read_state(const Merge& merge, const Group& group, int64_t at) const {
+    if (in_.shape.dtype == DType::kFloat64)
+      copy(state_out_.at<double>(group.b, group.h, at), state_out_.stride[3], merge.part, in_.shape.value_width);
+    else
+      copy(state_out_.at<float>(group.b, group.h, at), state_out_.stride[3], merge.part, in_.shape.value_width);
+    return *state_lse_.at<double>(group.b, group.h, at);
+  }
+
   void absorb_state(const Merge& merge, int row, const Group& group, int64_t at) const {
     const int width = in_.shape.value_width;
-    const double lse = *state_lse_.at<double>(group.b, group.h, at);
-    if (in_.shape.dtype == DType::kFloat64)
-      copy(state_out_.at<double>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
-    else
-      copy(state_out_.at<float>(group.b, group.h, at), state_out_.stride[3], merge.part, width);
+    const double lse = read_state(merge, group, at);
     absorb(merge.total[row], merge.acc + row * width, {lse, lse == -INFINITY ? 0.0 : 1.0}, merge.part, width);
+  }
+
+  // Replaces a row's sums by what is left of the incoming state without them.
+  void remove_rows(const Merge& merge, int row, const Group& group, int64_t at) const {
+    const int width = in_.shape.value_width;
+    double *const acc = merge.acc + row * width, lse = read_state(merge, group, at);
+    const bool held = lse != -INFINITY, empty = merge.total[row].empty();
+    const double left = remove_part(lse, merge.part, merge.total[row], acc, width);
+    const double eps = in_.shape.dtype == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
+    reliable_[(group.b * in_.heads + group.h) * in_.queries + at] = empty || (held && left >= std::sqrt(eps));
+    merge.total[row] = {lse, lse == -INFINITY ? 0.0 : 1.0};
+    std::copy_n(merge.part, width, acc);
   }
 
   template <class T>
@@ -239,6 +260,7 @@ class Forward {
   const Operand &state_out_, &state_lse_;
   void* out_;
   double* lse_;
+  bool* const reliable_;
   const int threads_;
   size_t packed_bytes_, state_bytes_, scratch_bytes_;
   Workspace workspace_;
@@ -246,10 +268,35 @@ class Forward {
   std::vector<Task> tasks_, all_blocks_;
 };
 
+template <class T>
+void merge_rows(int64_t rows, int width, const StateRows& first, const StateRows& second, void* out, double* lse) {
+  const T *a = static_cast<const T*>(first.out), *b = static_cast<const T*>(second.out);
+  T* to = static_cast<T*>(out);
+  for (int64_t row = 0; row < rows; ++row, a += width, b += width, to += width) {
+    const double top = std::max(first.lse[row], second.lse[row]);
+    const bool empty = top == -INFINITY;
+    const auto weight = [&](double part) { return empty ? 0 : part == top ? 1 : std::exp(part - top); };
+    const double left = weight(first.lse[row]), right = weight(second.lse[row]);
+    const double sum = left + right;
+    lse[row] = empty ? -INFINITY : top + std::log(sum);
+    const double share = empty ? 0 : left / sum, other = empty ? 0 : right / sum;
+    for (int e = 0; e < width; ++e) to[e] = T(share * a[e] + other * b[e]);
+  }
+}
+
 }  // namespace
 
-void attention_forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse) {
-  if (in.batch && in.heads && in.queries) Forward(in, state_out, state_lse, out, lse).run();
+void attention_forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse,
+                       bool* reliable) {
+  if (in.batch && in.heads && in.queries) Forward(in, state_out, state_lse, out, lse, reliable).run();
+}
+
+void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
+                  double* lse) {
+  if (dtype == DType::kFloat64)
+    merge_rows<double>(rows, width, first, second, out, lse);
+  else
+    merge_rows<float>(rows, width, first, second, out, lse);
 }
 
 }  // namespace cmab::cpu

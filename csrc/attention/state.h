@@ -6,6 +6,7 @@
 // state is (lse, out) = (reference + log(sum), acc / sum), which is a state again: reference = lse, sum = 1, acc = out.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 namespace cmab {
@@ -33,6 +34,26 @@ inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const 
   into.reference = top;
   into.sum = kept * into.sum + added * from.sum;
   for (int e = 0; e < width; ++e) acc[e] = kept * acc[e] + added * from_acc[e];
+}
+
+// Takes the sums `part` over some of its keys out of the state (lse, out), in place. Returns the share of the mass that
+// is left: errors have grown by its reciprocal. A row with none left, or with none there, becomes empty.
+inline double remove_part(double& lse, double* __restrict out, const Sums<double>& part,
+                          const double* __restrict part_acc, int width) {
+  if (part.empty()) return 1;
+  const double factor = lse == -INFINITY ? INFINITY : std::exp(part.reference - lse);
+  double share = factor * part.sum;
+  if (share > 0.999) share = std::exp(std::min(part.reference + std::log(part.sum) - lse, 0.0));  // all: exactly 1
+  const double left = 1 - share;
+  if (left <= 0) {
+    lse = -INFINITY;
+    for (int e = 0; e < width; ++e) out[e] = 0;
+    return 0;
+  }
+  lse += std::log1p(-share);
+  const double kept = 1 / left, removed = factor / left;
+  for (int e = 0; e < width; ++e) out[e] = kept * out[e] - removed * part_acc[e];
+  return left;
 }
 
 template <class T>

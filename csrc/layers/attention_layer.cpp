@@ -335,7 +335,7 @@ void attention_layer(const AttentionLayer& in, const AttentionKept& kept, void* 
   const LinearKernels& kernel = linear_kernels(in.dtype);
   project(kernel, latents_of(in, kept, {}), in.threads);
   if (in.crosses) project(kernel, context_of(in, kept, {}), in.threads);
-  attention_forward(attention_inputs(in, kept), {}, {}, kept.out, kept.lse);
+  attention_forward(attention_inputs(in, kept), {}, {}, kept.out, kept.lse, nullptr);
   project_output(kernel, in, kept.out, y);
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import cmab_kernels as ck
 from cmab_kernels import AttentionState
+from cmab_kernels.attention.state import merged, subtract_state
 
 
 def _keys(n: int, dtype: torch.dtype = torch.float64, law: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,8 +35,8 @@ def test_merge_equals_attention_over_the_union(law: float) -> None:
 def test_empty_is_the_identity() -> None:
     q, k, v = _keys(7, torch.float32)
     state, empty = ck.attention_state(q, k, v), ck.empty_state(2, 3, 4, 5)
-    for merged in (ck.merge_states(empty, state), ck.merge_states(state, empty), ck.merge_states(state)):
-        assert all(torch.equal(a, b) for a, b in zip(merged, state, strict=True))
+    for same in (ck.merge_states(empty, state), ck.merge_states(state, empty), ck.merge_states(state)):
+        assert all(torch.equal(a, b) for a, b in zip(same, state, strict=True))
     nothing = ck.merge_states(empty, empty, empty)
     assert nothing.lse.eq(-math.inf).all() and nothing.out.eq(0).all()
     assert all(torch.equal(a, b) for a, b in zip(ck.attention_state(q, k[:, :, :0], v[:, :, :0]), empty, strict=True))
@@ -156,3 +158,25 @@ def test_long_stream_equals_one_pass(law: str, steps: int) -> None:
     spread = float((weight.unsqueeze(-1) * value.double().abs()).sum())
     assert abs(float(state.lse) - float(logits.double().logsumexp(0))) < 4 * torch.finfo(torch.float32).eps * float(logits.abs().max())
     assert float((state.out.view(-1).double() - expected).abs().max()) < 1e-5 * spread
+
+
+def _same(ours: Sequence[torch.Tensor], formula: Sequence[torch.Tensor]) -> None:
+    for mine, wanted in zip(ours, formula, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.skipif(not ck.explain("attention_state", *3 * [torch.ones(1, 1, 1, 1)])[0].usable, reason="the extension was not built")
+@pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
+def test_one_native_call_is_the_formula(left: str) -> None:
+    """Removal and merge in one native call, which a gradient is not needed for, give what their formulas give, edges included."""
+    q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (70, 9, 9))
+    gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
+    state = ck.empty_state(2, 3, 70, 4, dtype=torch.float64) if left == "nothing there" else ck.attention_state(q, k, v)
+    if left == "nan":
+        v[1, 2, 0, 1] = k[0, 1, 2, 0] = math.nan
+    part = ck.attention_state(q, k[:, :, gone], v[:, :, gone])
+    removal, formula = ck.remove_from_state(state, q, k[:, :, gone], v[:, :, gone], impl="native"), subtract_state(state, part)
+    _same(removal.state, formula.state)
+    assert torch.equal(removal.reliable, formula.reliable)
+    for others in ((part,), (part, state)):
+        _same(ck.merge_states(state, *others), merged(state, *others))
