@@ -92,9 +92,9 @@ class Operator:
         return (self._run if is_plain(*tensors) else self._overload)(*args)
 
     def _run(self, *args: Any) -> Any:
-        *inputs, impl = args
+        inputs = args[:-1]
         self._check(*inputs)
-        return kernel(self._set, impl, self._name)(*inputs)
+        return kernel(self._set, args[-1], self._name)(*inputs)
 
     def _by_definition(self, *inputs: Any) -> Any:
         assert self._reference is not None

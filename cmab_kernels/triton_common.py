@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import mangle_type
@@ -35,9 +37,10 @@ GRAIN = tl.constexpr(1024)
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can."""
-    if key.shape[-1] > WIDEST or value.shape[-1] > WIDEST:
+    *_, keys, width = key.shape
+    if width > WIDEST or value.shape[-1] > WIDEST:
         return f"its heads are at most {WIDEST} wide"
-    if query.shape[-2] > MOST_ROWS or key.shape[-2] > MOST_ROWS:
+    if keys > MOST_ROWS or query.shape[-2] > MOST_ROWS:
         return "it counts queries and keys in 32 bits"
     return device_problem(query)
 
@@ -85,27 +88,42 @@ class Kernel:
     def __init__(self, function: Callable[..., None], anywhere: tuple[str, ...]) -> None:
         self.jit = triton.jit(function)
         self.__name__ = function.__name__
+        self.constants: dict[str, Any] = {}
         self._anywhere = anywhere
         self._tensors = sum(p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values())
+        self._given: dict[tuple[Any, ...], Kernel] = {}
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
+
+    def given(self, **constants: Any) -> "Kernel":
+        """This kernel with constants that its calls do not name, and the host does not look at again. It is one for equal constants."""
+        key = tuple(constants.items())
+        if key not in self._given:
+            self._given[key] = kernel = copy(self)
+            kernel.constants, kernel._given, kernel._compiled = self.constants | constants, {}, {}
+        return self._given[key]
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
         """Run this number of programs on the current device. `constants` are the kernel's own and Triton's options."""
         if INTERPRETED:
-            self.jit[(programs,)](*arguments, **constants)
+            self.jit[(programs,)](*arguments, **self.constants, **constants)
             return
         active = driver.active
         device = active.get_current_device()
-        key = (device, *constants.values(), *[None if t is None else t.dtype for t in arguments[: self._tensors]])
+        key = (device, *constants.values(), *[t if t is None else t.dtype for t in arguments[: self._tensors]])
         found = self._compiled.get(key)
         if found is None:
-            source, options = self.source(*arguments, **constants)
-            compiled = triton.compile(source, target=active.get_current_target(), options=options)
-            run = compiled.run  # loads the function
-            rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
-            found = self._compiled[key] = run, (compiled.function, compiled.packed_metadata, None, None, None), rest
-        run, function, rest = found
-        run(programs, 1, 1, active.get_current_stream(device), *function, *arguments, *rest)
+            found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
+        launch, function, rest = found
+        launch(programs, 1, 1, active.get_current_stream(device), *function, *arguments, *rest)
+
+    def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """The function that launches the compiled kernel, and what it is to be called with before and after `arguments`."""
+        source, options = self.source(*arguments, **constants)
+        compiled = triton.compile(source, target=target, options=options)
+        launcher = compiled.run  # loads the kernel
+        assert not launcher.global_scratch_size, "no kernel takes memory beside its arguments"
+        how = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
+        return launcher.launch, (*how, None, None, None), tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
 
     def source(self, *arguments: Any, **constants: Any) -> tuple[ASTSource, dict[str, Any]]:
         """The kernel with the types of these arguments, and the options that it is compiled with."""
@@ -153,22 +171,31 @@ class Products(NamedTuple):
 def alignment(*tensors: Tensor) -> tuple[int, ...]:
     """What kernels may take for granted of each tensor: columns lie side by side, and rows start at multiples of this number of elements.
 
-    It is the largest power of two, up to 16 bytes, that divides the width of a row; so it is for all contiguous tensors. If one tensor has
-    other strides, kernels take nothing for granted of any, which 0 says: there are two programs, not as many as there are strides.
+    It is that of contiguous tensors (`natural_alignment`). If one tensor has other strides, kernels take nothing for granted of any, which
+    0 says: there are two programs, not as many as there are strides.
     """
-    natural = tuple([math.gcd(t.shape[-1], 16 // t.element_size()) for t in tensors])
-    for tensor, elements in zip(tensors, natural, strict=True):
-        if (tensor.data_ptr() % 16 or not tensor.is_contiguous()) and not _starts_at_multiples(tensor, elements):
-            return (0,) * len(tensors)
-    return natural
+    return tuple([natural_alignment(t.dtype, t.shape[-1]) for t in tensors]) if is_aligned(*tensors) else (0,) * len(tensors)
 
 
-def _starts_at_multiples(tensor: Tensor, elements: int) -> bool:
-    """Whether every row starts at a multiple of this number of elements, and columns lie side by side."""
+@cache
+def natural_alignment(dtype: torch.dtype, width: int) -> int:
+    """The largest power of two, in elements and up to 16 bytes, that divides the width of a row."""
+    return math.gcd(width, 16 // dtype.itemsize)
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether rows of all tensors start at multiples of `natural_alignment`, with columns side by side."""
+    return all(map(_has_aligned_rows, tensors))
+
+
+def _has_aligned_rows(tensor: Tensor) -> bool:
+    if tensor.data_ptr() % 16 == 0 and tensor.is_contiguous():
+        return True
+    elements = natural_alignment(tensor.dtype, tensor.shape[-1])
     if tensor.data_ptr() % (elements * tensor.element_size()):
         return False
     *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return column <= 1 and not any(stride % elements for stride in strides)
+    return column <= 1 and math.gcd(*strides) % elements == 0
 
 
 def mask_bytes(mask: Tensor | None) -> Tensor | None:

@@ -90,9 +90,9 @@ FAULTS = {
         "cmab_kernels/intention/state.py", "count = state.count - part.count", "count = state.count - part.count + 1", "intention"
     ),
     "sums for a state in the precision of the keys": Fault(
-        "cmab_kernels/intention/api.py",
-        "gram_op(*inputs[1:], (True, True), True, choose(",
-        "gram_op(*inputs[1:], (True, True), False, choose(",
+        "cmab_kernels/intention/native.py",
+        "gram(key, value, weights, key_padding_mask, (True, True), True)",
+        "gram(key, value, weights, key_padding_mask, (True, True), False)",
         "intention",
     ),
     "a guard that never asks": Fault("csrc/continual/sums.h", "if (!is_sound(", "if (rows < 0 && !is_sound(", "nystrom"),

@@ -63,7 +63,8 @@ def programs() -> Iterator[list[Program]]:
         absent = tuple(name for name, value in constants.items() if value is None)
         blocks = tuple((constants | options).get(name) for name in BLOCKS)
         compiled.append(Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}"))
-        return SimpleNamespace(run=lambda *_: None, function=0, packed_metadata=None, launch_metadata=lambda *_: None)
+        run = mock.Mock(global_scratch_size=0)
+        return SimpleNamespace(run=run, function=0, packed_metadata=None, launch_metadata=lambda *_: None)
 
     with stub(90), mock.patch.object(triton, "compile", keep), mock.patch.object(triton.compiler, "compile", keep):
         yield compiled
@@ -110,7 +111,8 @@ def _intention(given: str = "") -> None:
     k, v = (_some(B, H, N, 16) for _ in "kv")
     weights = _some(B, H, N) if given == "weights" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
-    gram, moment = intention.gram(k, v, weights, mask, (True, True), True)
+    gram, moment, count = intention.ridge_update(k, v, weights, mask, None, None, None)
+    intention.ridge_update(k, v, weights, mask, gram, moment, count)
     intention.gram_backward(gram, moment, k, v, weights, mask, (True, True, True), True)
     intention.apply_rows(k, moment)
 

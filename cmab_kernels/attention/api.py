@@ -157,8 +157,9 @@ class _Inputs(NamedTuple):
 
 
 def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
-    shape = (*inputs.query.shape[:-1], inputs.value.shape[-1])
-    check_state(state, shape, state_dtype(inputs.query.dtype), inputs.query.device)
+    query = inputs.query
+    batch, heads, latents, _ = query.shape
+    check_state(state, (batch, heads, latents, inputs.value.shape[3]), state_dtype(query.dtype), query.device)
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:

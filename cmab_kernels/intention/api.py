@@ -21,7 +21,7 @@ from ..checks import (
     wrong,
 )
 from .dual import Dual
-from .schema import apply_rows_op, check_weights, gram_op
+from .schema import apply_rows_op, check_weights, gram_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
 from .solve.schema import FUSED, ridge_solve_op
 from .state import RidgeState, check_ridge, subtract_ridge
@@ -149,9 +149,7 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    gram, moment = gram_op(*inputs[1:], (True, True), True, choose("intention", impl, *inputs[:3]))
-    count = _count(inputs, None if state is None else state.count)
-    return RidgeState(gram, moment, count) if state is None else RidgeState(state.gram + gram, state.moment + moment, count)
+    return RidgeState(*ridge_update_op(*inputs[1:], *(state or (None, None, None)), choose("intention", impl, *inputs[:3])))
 
 
 def remove_ridge(
@@ -240,17 +238,6 @@ def solve_rows(
     gram, moment = gram_op(key, value, weights, mask, (True, True), False, chosen)
     weight, info = solve_heads(gram, moment, penalty, solver)
     return weight, gram, info
-
-
-def _count(inputs: _Inputs, before: Tensor | None) -> Tensor:
-    """The number of keys that are not masked, (B, H) int64, added to the number `before`."""
-    batch, heads, length, _ = inputs.key.shape
-    if inputs.key_padding_mask is not None:
-        present = (~inputs.key_padding_mask).sum(-1, keepdim=True)
-        return present.expand(batch, heads).clone() if before is None else before + present
-    if before is None:
-        return torch.full((batch, heads), length, dtype=torch.int64, device=inputs.key.device)
-    return before + length
 
 
 def _dual(inputs: _Inputs, penalty: Tensor, impl: str, solver: str) -> Dual:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..dtypes import FLOATING, state_dtype
 from ..extension import load
+from .state import count_keys
 
 _C = load()
 
@@ -37,6 +38,23 @@ def gram(
         moment=moment if parts[1] else None,
     )
     return first, moment
+
+
+def ridge_update(
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    gram_before: Tensor | None,
+    moment_before: Tensor | None,
+    count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over the keys, formed in float64, and the number of keys, each added to that before if it is not None."""
+    first, moment = gram(key, value, weights, key_padding_mask, (True, True), True)
+    if gram_before is not None and moment_before is not None:
+        first += gram_before
+        moment += moment_before
+    return first, moment, count_keys(key, key_padding_mask, count)
 
 
 def gram_backward(

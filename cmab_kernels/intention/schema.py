@@ -13,11 +13,16 @@ from ..checks import refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference
+from .state import count_keys
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 LIB.define(
     "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int[2] parts, bool exact, str impl) "
     "-> (Tensor gram, Tensor moment)"
+)
+LIB.define(
+    "ridge_update(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? gram, Tensor? moment, Tensor? count, "
+    "str impl) -> (Tensor gram, Tensor moment, Tensor count)"
 )
 LIB.define(
     "gram_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[3] needs, "
@@ -44,6 +49,15 @@ def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts:
     return gram_reference(key, value, weights, mask, exact)
 
 
+def _update_definition(
+    key: Tensor, value: Tensor, weights: Any, mask: Any, gram: Tensor | None, moment: Tensor | None, count: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    new_gram, new_moment = gram_reference(key, value, weights, mask, exact=True)
+    if gram is not None and moment is not None:
+        new_gram, new_moment = gram + new_gram, moment + new_moment
+    return new_gram, new_moment, count_keys(key, mask, count)
+
+
 # ---- shapes
 
 
@@ -60,6 +74,11 @@ def _(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bo
     return sums_like(key, value, parts)
 
 
+@torch.library.register_fake("cmab::ridge_update", lib=LIB)
+def _(key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *sums_like(key, value), key.new_empty(key.shape[:2], dtype=torch.int64)
+
+
 @torch.library.register_fake("cmab::gram_backward", lib=LIB)
 def _(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, mask: Any, needs: Any, *rest: Any) -> tuple[Tensor, ...]:
     shapes = ((key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype)))
@@ -71,7 +90,7 @@ def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
     return query.new_empty(*query.shape[:-1], weight.shape[-1])
 
 
-for _name, _tensors in {"gram": 4, "gram_backward": 6}.items():
+for _name, _tensors in {"gram": 4, "ridge_update": 7, "gram_backward": 6}.items():
     torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
 
 
@@ -94,6 +113,11 @@ def gram_operations(key: Any, value: Any, parts: Any) -> int:
 @flop_formula(torch.ops.cmab.gram)
 def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest: Any, **_: Any) -> int:
     return gram_operations(key, value, parts)
+
+
+@flop_formula(torch.ops.cmab.ridge_update)
+def _ridge_update_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    return gram_operations(key, value, (True, True))
 
 
 @flop_formula(torch.ops.cmab.gram_backward)
@@ -138,6 +162,18 @@ def _backward_of_gram(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor 
     return *gradient_of_sums(ctx, dgram, dmoment, (key, value, weights, mask), ctx.exact), None, None, None, None
 
 
+def _save_update(ctx: Any, inputs: Any, output: Any) -> None:
+    *rows, _, _, _, ctx.impl = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*rows)
+
+
+def _backward_of_update(ctx: Any, dgram: Tensor, dmoment: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    needs_gram, needs_moment = ctx.needs_input_grad[4:6]
+    rows = gradient_of_sums(ctx, dgram, dmoment, ctx.saved_tensors, exact=True)
+    return *rows, None, dgram if needs_gram else None, dmoment if needs_moment else None, None, None
+
+
 def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.needs, ctx.exact, _ = inputs
     ctx.save_for_backward(*tensors)
@@ -171,6 +207,9 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
 
 
 gram_op = Operator(LIB, "intention", "gram", 4, _save_gram, _backward_of_gram, reference=_gram_definition, check=_check_rows)
+ridge_update_op = Operator(
+    LIB, "intention", "ridge_update", 7, _save_update, _backward_of_update, reference=_update_definition, check=_check_rows
+)
 _gram_backward_op = Operator(LIB, "intention", "gram_backward", 6, _save_gram_backward, _backward_of_gram_backward)
 apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward_of_apply_rows, reference=apply_rows_reference)
 

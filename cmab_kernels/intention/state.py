@@ -67,6 +67,17 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     return RidgeState(gram, moment, count)
 
 
+def count_keys(key: Tensor, key_padding_mask: Tensor | None, before: Tensor | None) -> Tensor:
+    """The number of keys (B, H, N, D) that are not masked, (B, H) int64, added to the number `before`, None for 0."""
+    batch, heads, length, _ = key.shape
+    if key_padding_mask is not None:
+        present = (~key_padding_mask).sum(-1, keepdim=True)
+        return present.expand(batch, heads).clone() if before is None else before + present
+    if before is None:
+        return torch.full((batch, heads), length, dtype=torch.int64, device=key.device)
+    return before + length
+
+
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
@@ -75,15 +86,14 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
         raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape
     device = state.gram.device if device is None else device
-    parts = {
-        "gram": ((batch, heads, width, width), torch.float64),
-        "moment": ((batch, heads, width, value_width), torch.float64),
-        "count": ((batch, heads), torch.int64),
+    wanted = {
+        "gram": (state.gram, (batch, heads, width, width), torch.float64),
+        "moment": (state.moment, (batch, heads, width, value_width), torch.float64),
+        "count": (state.count, (batch, heads), torch.int64),
     }
-    for part, (wanted, dtype) in parts.items():
-        tensor = getattr(state, part)
-        if tensor.shape != wanted:
-            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{wanted} is needed"))
+    for part, (tensor, extents, dtype) in wanted.items():
+        if tensor.shape != extents:
+            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{extents} is needed"))
         if tensor.dtype != dtype:
             raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
         if tensor.device != device:

@@ -111,7 +111,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
     def keep(self: Kernel, programs: int, *args: Any, **options: Any) -> None:
         tensors = tuple(value for value in args if value is None or isinstance(value, torch.Tensor))
         numbers = dict(zip(self.jit.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
-        launches.append(Launch(self, (programs,), tensors, {**numbers, **options}))
+        launches.append(Launch(self, (programs,), tensors, {**numbers, **self.constants, **options}))
 
     forget()  # what a test has replaced decides
     with mock.patch.object(Kernel, "__call__", keep):

@@ -146,6 +146,20 @@ def test_one_sum_alone(parts: tuple[bool, bool], width: int) -> None:
     assert all(torch.equal(one, whole) for one, whole, part in zip(alone, both, parts, strict=True) if part)
 
 
+@pytest.mark.parametrize("keys, width", [(1, 5), (40, 16), (2100, 16), (3, 70), (0, 3)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
+    """In one run and several, in one tile and several; what is added to need not be symmetric, contiguous or aligned."""
+    case = Case(*_inputs(2, 1, keys, width, 3, torch.float32), mask=torch.rand(2, keys) < 0.3 if masked else None)
+    gram, moment = (between_margins(torch.randn(2, 1, width, n, dtype=torch.float64)) for n in (width, 3))
+    count = torch.tensor([[7], [2**40]])
+    alone, on_top = kernels.ridge_update(*case.inputs, None, None, None), kernels.ridge_update(*case.inputs, gram.mT, moment, count)
+    assert torch.equal(alone[0], kernels.gram(*case.inputs, (True, True), True)[0])
+    for new, part, before in zip(on_top, alone, (gram.mT, moment, count), strict=True):
+        assert torch.equal(new, before + part) and new.is_contiguous()
+    assert torch.equal(alone[2], case.kept.sum(-1))
+
+
 @pytest.mark.parametrize("needs", [n for n in itertools.product((False, True), repeat=3) if n != EVERYTHING])
 def test_unneeded_gradients(needs: tuple[bool, bool, bool]) -> None:
     Case(*_inputs(1, 1, 30, 4, 3, torch.float64), _weights(1, 1, 30, torch.float64)).gradients(False, 1e-14, needs)

@@ -10,8 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dtypes import state_dtype
-from ...triton_common import alignment, in_place, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at
-from .launch import forward_constants, merge_constants
+from ...tiles import chosen_once
+from ...triton_common import (
+    Kernel,
+    allows_tf32,
+    in_place,
+    is_aligned,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    natural_alignment,
+    on_device,
+    product,
+    rows_at,
+    tile_at,
+)
+from .launch import WIDEST_BLOCK, forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -237,18 +252,18 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention over all keys, merged with the incoming state if there is one."""
-    (B, H, L, _), (N, E) = query.shape, value.shape[-2:]
+    (B, H, L, D), (*_, N, E) = query.shape, value.shape
     mask = mask_bytes(key_padding_mask)
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
     at_once = runs == 1 and cu_seqlens is None
-    chosen = forward_constants(query, E)
+    forward, block = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
     out_strides, lse_strides = _NO_STRIDES if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0))
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
         out = query.new_empty(slots, H, L, E, dtype=state_dtype(query.dtype))
         lse = query.new_empty(slots, H, L, dtype=torch.float64)
-        _forward(
-            slots * H * -(-L // chosen["BLOCK_L"]),
+        forward(
+            slots * H * -(-L // block),
             query,
             key,
             value,
@@ -262,8 +277,6 @@ def attention_forward(
             (B, H, L, N),
             (runs, most_runs),
             *_units(scale),
-            ALIGN=alignment(query, key, value),
-            **chosen,
         )
         if at_once:
             return out, lse
@@ -286,6 +299,15 @@ def attention_forward(
 
 
 _NO_STRIDES = ((0,) * 4, (0,) * 4)
+
+
+@chosen_once
+def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> tuple[Kernel, int]:
+    """`_forward` for such inputs, and the number of queries in a block. No more `queries` count than the widest block has; the choice
+    depends on `tf32`, whether torch allows it."""
+    align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
+    constants = forward_constants(dtype, device, D, E, queries)
+    return _forward.given(ALIGN=align, **constants), constants["BLOCK_L"]
 
 
 @cache

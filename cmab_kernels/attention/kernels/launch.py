@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
 from ...triton_common import Products, allows_tf32, triton_dtype
@@ -119,14 +118,8 @@ WIDEST_BLOCK = 256
 """The most queries in a block."""
 
 
-def forward_constants(query: Tensor, value_width: int) -> dict[str, Any]:
+def forward_constants(dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int) -> dict[str, Any]:
     """The constants of `_forward`, but for what is known of the addresses."""
-    L, D = query.shape[-2:]
-    return _forward_constants(query.dtype, query.device, D, value_width, min(L, WIDEST_BLOCK), allows_tf32())
-
-
-@chosen_once
-def _forward_constants(dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int, tf32: bool) -> dict[str, Any]:
     widest = max(width, value_width)
     products = forward_products(dtype, widest)
     return {

@@ -13,6 +13,7 @@ Nobody waits for the values of `cu_seqlens`. All kernels read offsets that the f
 given, so that nothing is read or written out of bounds; where something else was given, every result is NaN.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -137,6 +138,7 @@ class Cut(NamedTuple):
     slots: int
 
 
+@lru_cache(1024)
 def cut_keys(batch: int, queries: int, keys: int, packed: bool) -> Cut:
     """How to cut the keys. With more blocks of queries fewer runs fill a GPU, which bounds the workspace."""
     most_runs = max(MOST_RUNS // max(-(-queries // MOST_QUERIES), 1), 1)

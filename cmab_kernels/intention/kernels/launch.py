@@ -1,5 +1,6 @@
 """The precision of the matrix products, the block sizes, and how keys are cut into runs."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Cut(NamedTuple):
     length: int
 
 
+@lru_cache(1024)
 def cut_keys(keys: int, width: int, programs: int) -> Cut:
     """How to cut the keys if a run takes `programs`. The sums of a full run take at most a quarter of its keys and values in float32."""
     length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))

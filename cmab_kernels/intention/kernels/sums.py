@@ -13,19 +13,22 @@ from torch import Tensor
 
 from ...tiles import chosen_once
 from ...triton_common import (
-    alignment,
+    Kernel,
     allows_tf32,
+    is_aligned,
     kept_keys,
     kernel,
     load_tile,
     mask_bytes,
+    natural_alignment,
     on_device,
     product,
     rows_at,
     tile_at,
     triton_dtype,
 )
-from .launch import cut_keys, gram_products, gram_tiles, row_strides
+from ..state import count_keys
+from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
 """The keys that are summed in float32 before the sum is added to a float64 total: a million additions in float32 cost four digits."""
@@ -72,18 +75,34 @@ def _add_keys(
 
 
 @triton.jit
+def _put(total, before, after, rows, column, keep, WIDTH: tl.constexpr, TURNED: tl.constexpr):
+    """Store a tile of sums, or if TURNED its transpose, into `rows` of `after` from `column` on, added to that of `before` if not None."""
+    COLUMNS: tl.constexpr = total.shape[0] if TURNED else total.shape[1]
+    to = rows_at(after, rows, WIDTH, COLUMNS, column)
+    to = tl.trans(to) if TURNED else to
+    if before is not None:
+        source = rows_at(before, rows, WIDTH, COLUMNS, column)
+        total = tl.load(tl.trans(source) if TURNED else source, mask=keep, other=0.0) + total
+    tl.store(to, total, mask=keep)
+
+
+@triton.jit
 def _is_finite(total):
     return tl.min(tl.min((tl.abs(total) < float("inf")).to(tl.int32), 1), 0) != 0
 
 
-@kernel("key", "value", "weights", "mask")
+@kernel("key", "value", "weights", "mask", "gram_before", "moment_before", "count_before")
 def _gram(
     key,
     value,
     weights,
     mask,
+    gram_before,
+    moment_before,
+    count_before,
     gram,
     moment,
+    count,
     strides: tl.int64,
     heads: tl.int32,
     keys: tl.int32,
@@ -98,7 +117,7 @@ def _gram(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one tile of the sums of one run of keys."""
+    """Compute one tile of the sums of one run of keys, added to sums before them if there are any; and count the keys of a head."""
     GRAM: tl.constexpr = gram is not None
     MOMENT: tl.constexpr = moment is not None
     DOWN: tl.constexpr = triton.cdiv(D, TILE_D)
@@ -107,6 +126,9 @@ def _gram(
     slot = tl.program_id(0) // (DOWN * ACROSS)
     row = tl.program_id(0) // ACROSS % DOWN * TILE_D
     column = tl.program_id(0) % ACROSS * (TILE_D if GRAM else TILE_E)
+    if count is not None and tl.program_id(0) % (DOWN * ACROSS * runs) == 0:
+        seen = tl.load(count_before + slot // runs) if count_before is not None else tl.cast(0, tl.int64)
+        tl.store(count + slot // runs, seen + keys)
     if GRAM and column > row:  # by symmetry the program of the mirrored tile stores this one
         return
     place = (slot // runs // heads, slot // runs % heads, row, column)
@@ -137,17 +159,17 @@ def _gram(
     if GRAM:
         columns = column + tl.arange(0, TILE_D)
         lower = (rows[:, None] >= columns[None, :]) & (rows < D)[:, None]
-        tl.store(rows_at(gram, slot.to(tl.int64) * D + rows, D, TILE_D, column), totals[0], mask=lower)
-        tl.store(tl.trans(rows_at(gram, slot.to(tl.int64) * D + columns, D, TILE_D, row)), totals[0], mask=lower)
+        _put(totals[0], gram_before, gram, slot.to(tl.int64) * D + rows, column, lower, D, False)
+        _put(totals[0], gram_before, gram, slot.to(tl.int64) * D + columns, row, lower, D, True)
     if MOMENT:
         columns = column + tl.arange(0, TILE_E)
         inside = (rows < D)[:, None] & (columns < E)[None, :]
-        tl.store(rows_at(moment, slot.to(tl.int64) * D + rows, E, TILE_E, column), totals[1], mask=inside)
+        _put(totals[1], moment_before, moment, slot.to(tl.int64) * D + rows, column, inside, E, False)
 
 
-@kernel()
-def _add_runs(parts, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Add the partial sums of all runs, in the order of the runs."""
+@kernel("before")
+def _add_runs(parts, before, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Add the partial sums of all runs, in the order of the runs, and then those `before` unless that is None."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     element = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -157,67 +179,125 @@ def _add_runs(parts, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.co
         run = chunk + tl.arange(0, CHUNK)
         pointers = parts + ((matrix * runs + run)[:, None] * ELEMENTS + element[None, :])
         sums += tl.sum(tl.load(pointers, mask=(run < runs)[:, None] & inside[None, :], other=0.0), 0)
+    if before is not None:
+        sums = tl.load(before + (matrix * ELEMENTS + element), mask=inside, other=0.0) + sums
     tl.store(total + (matrix * ELEMENTS + element), sums, mask=inside)
 
 
 @chosen_once
-def _constants(dtype: torch.dtype, device: torch.device, D: int, E: int, exact: bool, weighted: bool, tf32: bool) -> dict[str, Any]:
-    """The constants of `_gram`, but for what is known of the addresses; `tf32` is what `gram_products` sees."""
+def _chosen(
+    dtype: torch.dtype, device: torch.device, D: int, E: int, exact: bool, weighted: bool, aligned: bool, tf32: bool
+) -> tuple[Kernel, GramTiles]:
+    """`_gram` for such inputs, and its tiles; they depend on `tf32`, whether torch allows it."""
     products = gram_products(dtype, exact, weighted)
+    tiles = gram_tiles(products, device, D, E)
+    align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, E)])
     precision = {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
-    return {"D": D, "E": E, **precision, **gram_tiles(products, device, D, E)._asdict()}
+    return _gram.given(D=D, E=E, ALIGN=align, **precision, **tiles._asdict()), tiles
 
 
-def _sums(
-    parts: tuple[bool, bool], key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, chosen: dict[str, Any]
-) -> list[Tensor | None]:
-    """[K'WK, K'WV] in one pass over the keys; None for one that `parts` does not ask for."""
-    B, H, N, D = key.shape
-    down, across = -(-D // chosen["TILE_D"]), -(-chosen["E"] // chosen["TILE_E"])
-    programs = down * (down if parts[0] else across)
-    runs, length = cut_keys(N, D, programs)
-    over = (B, H) if runs == 1 else (B, H, runs)
-    sums = [key.new_empty(*over, D, E, dtype=torch.float64) if part else None for part, E in zip(parts, (D, chosen["E"]), strict=True)]
-    _gram(
-        B * H * runs * programs,
-        key,
-        value,
-        weights,
-        mask,
-        sums[0],
-        sums[1] if chosen["E"] else None,
-        (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
-        H,
-        N,
-        (runs, length),
-        ALIGN=alignment(key, value),
-        **chosen,
-    )
-    return sums if runs == 1 else [None if part is None else _over_runs(part) for part in sums]
+Sums = tuple[Any, Any]
+"""The tensors K'WK and K'WV; None for one that is not wanted."""
 
-
-def _over_runs(parts: Tensor) -> Tensor:
-    """Partial sums (B, H, runs, D, width) added over the runs: (B, H, D, width)."""
-    B, H, runs, D, width = parts.shape
-    total = parts.new_empty(B, H, D, width)
-    _add_runs(B * H * -(-D * width // 64), parts, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
-    return total
+_NOTHING = (None, None, None)
 
 
 def gram(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (K'WK, K'WV) in float64; an empty tensor for one that `parts` does not ask for."""
-    mask = mask_bytes(key_padding_mask)
-    D, E = key.shape[-1], value.shape[-1]
-    chosen = _constants(key.dtype, key.device, D, E, exact, weights is not None, allows_tf32())
-    with on_device(key):
-        at_once = chosen["TILE_D"] >= D and chosen["TILE_E"] >= E
-        passes = [parts] if at_once else [wanted for wanted in ((parts[0], False), (False, parts[1])) if any(wanted)]
-        made = [_sums(wanted, key, value, weights, mask, chosen) for wanted in passes]
-    first, second = (next((part for part in of_all if part is not None), None) for of_all in zip(*made, strict=True))
-    return _or_empty(first, key), _or_empty(second, key)
+    gram, moment = _sums(key, value, weights, key_padding_mask, parts, exact, _NOTHING, None)
+    return _or_empty(gram, key), _or_empty(moment, key)
 
 
 def _or_empty(sums: Tensor | None, key: Tensor) -> Tensor:
     return key.new_empty(0, dtype=torch.float64) if sums is None else sums
+
+
+def ridge_update(
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    gram: Tensor | None,
+    moment: Tensor | None,
+    count: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the sums over the keys, formed in float64, and the number of keys, each added to that before if it is not None."""
+    B, H, _, _ = key.shape
+    before = _contiguous(gram), _contiguous(moment), _contiguous(count)
+    if key_padding_mask is not None:
+        sums = _sums(key, value, weights, key_padding_mask, (True, True), True, (*before[:2], None), None)
+        return *sums, count_keys(key, key_padding_mask, count)
+    counted = key.new_empty(B, H, dtype=torch.int64)
+    return *_sums(key, value, weights, None, (True, True), True, before, counted), counted
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _sums(
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    parts: tuple[bool, bool],
+    exact: bool,
+    before: tuple[Any, Any, Any],
+    count: Tensor | None,
+) -> Sums:
+    """The `parts` of the sums, added to those `before`, which are sums and a number of keys or None; `count` is filled with the latter."""
+    mask = mask_bytes(key_padding_mask)
+    D, E = key.shape[-1], value.shape[-1]
+    launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
+    inputs = key, value, weights, mask
+    with on_device(key):
+        if tiles.TILE_D >= D and tiles.TILE_E >= E:
+            return _in_one_pass(launch, tiles, inputs, parts, before, count)
+        gram_before, moment_before, count_before = before
+        gram = _in_one_pass(launch, tiles, inputs, (True, False), (gram_before, None, count_before), count)[0] if parts[0] else None
+        moment = _in_one_pass(launch, tiles, inputs, (False, True), (None, moment_before, None), None)[1] if parts[1] else None
+    return gram, moment
+
+
+def _in_one_pass(launch: Kernel, tiles: GramTiles, inputs: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None) -> Sums:
+    """As `_sums`, reading the keys once. What was before is added by the same kernel if the keys are one run."""
+    key, value, weights, mask = inputs
+    (B, H, N, D), E = key.shape, value.shape[-1]
+    down, across = -(-D // tiles.TILE_D), -(-E // tiles.TILE_E)
+    programs = down * (down if parts[0] else across)
+    runs, length = cut_keys(N, D, programs)
+    over = (B, H) if runs == 1 else (B, H, runs)
+    gram = key.new_empty(*over, D, D, dtype=torch.float64) if parts[0] else None
+    moment = key.new_empty(*over, D, E, dtype=torch.float64) if parts[1] else None
+    launch(
+        B * H * runs * programs,
+        key,
+        value,
+        weights,
+        mask,
+        *(before if runs == 1 else _NOTHING),
+        gram,
+        moment if E else None,
+        count,
+        (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+        H,
+        N,
+        (runs, length),
+    )
+    if runs == 1:
+        return gram, moment
+    if count is not None and before[2] is not None:
+        count += before[2]
+    return _over_runs(gram, before[0]), _over_runs(moment, before[1])
+
+
+def _over_runs(parts: Tensor | None, before: Tensor | None) -> Tensor | None:
+    """Partial sums (B, H, runs, D, width) added over the runs, and to those before: (B, H, D, width)."""
+    if parts is None:
+        return None
+    B, H, runs, D, width = parts.shape
+    total = parts.new_empty(B, H, D, width)
+    _add_runs(B * H * -(-D * width // 64), parts, before, total, runs, ELEMENTS=D * width, BLOCK=64, CHUNK=32)
+    return total

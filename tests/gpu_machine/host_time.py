@@ -1,0 +1,72 @@
+"""The time that the host takes for a call on a GPU, over the stub of the driver: `python -m tests.gpu_machine.host_time`.
+
+Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing; a GPU's own driver adds to each launch what
+its queue takes. Tensors are on the CPU, whose allocator stands for that of a GPU, and streams count in the host's memory. So calls name
+Triton, because "auto" looks at the device: it asks `unsupported` of one or two implementations more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import cmab_kernels as ck
+
+from .driver import stub
+
+CALLS, ROUNDS = 30, 400
+"""The calls of a sample, and the samples of a figure, which is the least of them."""
+
+
+class Stream:
+    """Steps of a stream, whose state nothing else refers to."""
+
+    def __init__(self, step: Callable[..., ck.StepResult], state: object, output: str) -> None:
+        self._step, self._state, self._output = step, state, output
+        self._token = torch.randn(1, 4, 1, 16)
+
+    def __call__(self) -> None:
+        token = self._token
+        _, self._state = self._step(self._state, token, token, token, output=self._output, impl="triton")
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The calls by name: one key or token, 4 heads of 16, in float32."""
+    query, key, window, square = torch.randn(1, 4, 128, 16), torch.randn(1, 4, 1, 16), torch.randn(1, 4, 64, 16), torch.rand(4, 16, 16)
+    state, sums = ck.attention_state(query, key, key, impl="native"), ck.ridge_state(key, key, impl="native")
+    rows = window[:, :, 3:4]
+    yield "attention_state", lambda: ck.attention_state(query, key, key, impl="triton")
+    yield "attention_state with a state", lambda: ck.attention_state(query, key, key, state=state, impl="triton")
+    yield "attention_state with a state, keys a view", lambda: ck.attention_state(query, rows, rows, state=state, impl="triton")
+    yield "ridge_state", lambda: ck.ridge_state(key, key, impl="triton")
+    yield "ridge_state with a state", lambda: ck.ridge_state(key, key, state=sums, impl="triton")
+    yield "iterative_pinv", lambda: ck.iterative_pinv(square, impl="triton")
+    for output in ("single", "retroactive"):
+        exact, nystrom = ck.continual_attention_init(window, window, window), ck.continual_nystrom_init(window, window, window, 16)
+        yield f"continual_attention_step, {output}", Stream(ck.continual_attention_step, exact, output)
+        yield f"continual_nystrom_step, {output}", Stream(ck.continual_nystrom_step, nystrom, output)
+
+
+def least(call: Callable[[], object]) -> float:
+    """The least time of a call, in microseconds."""
+    samples = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        samples.append(time.perf_counter() - begin)
+    return min(samples) / CALLS * 1e6
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with stub(90), torch.no_grad():
+        for name, call in calls():
+            call()
+            print(f"{name:44} {least(call):6.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
