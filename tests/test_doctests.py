@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import cmab_kernels
+import cmab_kernels.distributed
 import cmab_kernels.nn
 from cmab_kernels.intention import variants
 
-MODULES = (cmab_kernels, cmab_kernels.nn, variants)
+MODULES = (cmab_kernels, cmab_kernels.distributed, cmab_kernels.nn, variants)
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in MODULES for name in module.__all__}
 
 

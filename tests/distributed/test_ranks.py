@@ -30,6 +30,7 @@ def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess:
 LAUNCHES = {
     "two": (2, "cases_merge", "cases_gradients", "cases_modules"),
     "three": (3, "cases_merge", "cases_gradients", "cases_modules"),
+    "four": (4, "cases_levels"),
     "compiled": (2, "cases_compiled"),
 }
 """name -> the number of processes, and the modules whose cases they run"""
@@ -56,3 +57,10 @@ def test_case(outcomes: Callable[[str], list[dict[str, str]]], launch: str, case
     found = [each.get(case, "not run: a case before it failed, or another rank") for each in outcomes(launch)]
     failed = {rank: text for rank, text in enumerate(found) if text}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+def test_page() -> None:
+    """The programs of the page run on two processes; `test_docs.py` runs them on one."""
+    done = torchrun(2, "-m", "tests.distributed.page")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("`state` differs between ranks (rank 0: AttentionState with out (1, 4, 32, 16)") == 2
