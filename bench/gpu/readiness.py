@@ -29,10 +29,10 @@ from cmab_kernels.testing.cubin import Launch, machine_code
 
 from . import readiness_amd as amd
 from . import readiness_cuda as cuda
-from .readiness_cases import PASSES, WHOLE, Case, Pass, cases
+from .readiness_cases import PASSES, WHOLE, Case, MultiplyAdds, Pass, cases, counted
 from .readiness_model import CHIPS, WARP, occupancy, seconds
 from .readiness_page import page
-from .readiness_sass import Code, Counts, Loop
+from .readiness_sass import Code, Counts
 
 RESULTS = ROOT / "bench" / "results" / "gpu_readiness.json"
 PAGE = ROOT / "docs" / "gpu_readiness.md"
@@ -56,12 +56,8 @@ def key_of(row: Row) -> Key:
 def of_launch(launch: Launch, folder: Path, capability: int) -> Row:
     """The row of a launch, compiled now by Triton."""
     made = machine_code(launch, capability, folder)
-    passing = PASSES[launch.kernel.__name__](launch)
     code = Code(made.sass, made.warps)
-    counts = Counts()
-    loops: list[Loop | None] = [*code.main_loops(passing.loops)]
-    for loop in loops or [None]:
-        counts.add(code.count(loop, passing.trips, dict(passing.rare)), 1.0)
+    counts, passing = counted(code, PASSES[launch.kernel.__name__](launch))
     held = occupancy(capability, made.registers, made.shared, made.warps, made.tensor_columns)
     if held.blocks == 0:
         raise ValueError(f"a multiprocessor has not enough {held.limit} for one block: it cannot be launched")
@@ -74,8 +70,8 @@ def of_launch(launch: Launch, folder: Path, capability: int) -> Row:
 
 def of_nvcc(case: Case, one: cuda.Compiled, text: str) -> Row:
     """The row of a kernel that nvcc has compiled into the package."""
-    kernel = cuda.KERNELS[one.kernel]
-    counts, passing, code = cuda.counted(kernel, case.work, text)
+    kernel, code = cuda.KERNELS[one.kernel], Code(text, cuda.WARPS)
+    counts, passing = counted(code, MultiplyAdds(kernel.multiply_adds, case.work.bytes if case.work else 0.0))
     shared = kernel.shared(8 if one.dtype == "float64" else 4)
     held = occupancy(one.capability, one.registers, shared, cuda.WARPS)
     return {

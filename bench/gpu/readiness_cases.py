@@ -12,17 +12,24 @@ from unittest import mock
 import torch
 import triton
 
-from bench.floors import Work, attention_work, pinv_work, ridge_work, rows_work
+import cmab_kernels as ck
+from bench.floors import BYTES, Work, attention_work, pinv_work, ridge_work, rows_work, solve_work
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.kernels import launch as intention_launch
 from cmab_kernels.intention.kernels.sums import IN_FLOAT32
+from cmab_kernels.intention.solve import kernels as solve
+from cmab_kernels.intention.solve.kernels.solve import STEP
 from cmab_kernels.nystrom import kernels as nystrom
+from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.nystrom.kernels.blocks import BLOCK, multiply
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 
-ITERATIONS = 6
+from .readiness_model import WARP
+from .readiness_sass import Code, Counts, Loop
 
+ITERATIONS = 6
 
 WHOLE = (80, 90, 100)
 """Compute capabilities that all cases are compiled for: the GPUs of data centres."""
@@ -30,7 +37,10 @@ WHOLE = (80, 90, 100)
 EVERYWHERE = (
     *(f"{heads}, bfloat16" for heads in ("4 heads of 16, L 128, N 1e6", "8 heads of 64, L 512, N 1e6")),
     *("4 heads of 16, L 128, N 1e6, float32", "1 head of 64, L 128, N 1e6, float32"),
-    *("256 x (N 1,024, d 64), float32", "1 x (N 1e6, d 64), float32", "1,024 x (m 16), float32"),
+    *("256 x (N 1,024, d 64), float32", "1 x (N 1e6, d 64), float32", "1,024 x (m 16), float32", "64 x (m 256), float32"),
+    *(f"256 x (order {order}, 64 columns), {dtype}" for order in (64, 256) for dtype in ("float32", "float64")),
+    *(f"{shape}n 64, d 64, a block a head, float32" for shape in ("", "m 16, ")),
+    "m 256, n 256, d 64, a block a head, float32",
 )
 """The shapes that every GPU has figures of: each kernel is among them."""
 
@@ -156,6 +166,47 @@ def _differentiated(work: Work) -> Work:
     return replace(work, products=3 * work.products, bytes=2 * work.bytes)
 
 
+def _products(batch: int, m: int, dtype: str) -> Case:
+    """One of the products that all operators with more than 64 landmarks consist of."""
+    kind = getattr(torch, dtype)
+
+    def call() -> None:
+        multiply(torch.empty(batch, m, m, dtype=kind), torch.empty(batch, m, m, dtype=kind))
+
+    work = Work(0.0, 2 * batch * m**3, 3 * batch * m**2 * BYTES[dtype], dtype)
+    return Case("iterative_pinv", "one product", f"{batch} x (m {m})", dtype, m, call, work)
+
+
+# ---- solves, and steps of streams
+
+
+def _solve(systems: int, order: int, columns: int, dtype: str) -> Case:
+    kind = getattr(torch, dtype)
+
+    def call() -> None:
+        gram, rhs = (torch.empty(systems, order, n, dtype=kind) for n in (order, columns))
+        solve.regularised_solve(gram, rhs, gram[:, 0, 0])
+
+    shape, work = f"{systems} x (order {order}, {columns} columns)", solve_work(systems, order, columns, dtype)
+    return Case("regularised_solve", "in Triton", shape, dtype, order, call, work)
+
+
+def _step(landmarks: int | None, dtype: str) -> Case:
+    """The newest output after one token: Nyström attention through landmarks, or exact attention."""
+    window, width = max(landmarks or 0, 64), 64
+
+    def call() -> None:
+        with torch.device("cpu"):  # a stream begins with a window that is there
+            rows, token = (torch.zeros(1, 1, n, width, dtype=getattr(torch, dtype)) for n in (window, 1))
+            if landmarks is None:
+                continual.continual_attention_step(ck.continual_attention_init(rows, rows, rows), token, token, token, False)
+            else:
+                continual.continual_nystrom_step(ck.continual_nystrom_init(rows, rows, rows, landmarks), token, token, token, False)
+
+    operator, through = ("continual_attention_step", "") if landmarks is None else ("continual_nystrom_step", f"m {landmarks}, ")
+    return Case(operator, "in Triton", f"{through}n {window}, d {width}, a block a head", dtype, width, call, None)
+
+
 def cases() -> list[Case]:
     million = 10**6
     return [
@@ -177,6 +228,10 @@ def cases() -> list[Case]:
         *_nystrom(1024, 16, 64, "float32", "1,024 x (m 16)"),
         *_nystrom(1024, 64, 64, "float32", "1,024 x (m 64)"),
         *_nystrom(1024, 16, 64, "float64", "1,024 x (m 16)"),
+        *(_products(64, 256, dtype) for dtype in ("float32", "float64")),
+        *(_solve(256, order, 64, dtype) for order in (64, 256) for dtype in ("float32", "float64")),
+        *(_step(landmarks, dtype) for landmarks in (None, 16) for dtype in ("float32", "bfloat16", "float64")),
+        *(_step(landmarks, "float32") for landmarks in (64, 256)),
     ]
 
 
@@ -196,6 +251,29 @@ class Pass(NamedTuple):
     trips: float = 1.0
     loops: int = 1
     rare: tuple[tuple[str, float], ...] = ()
+
+
+class MultiplyAdds(NamedTuple):
+    """A kernel that is counted by its loop with the most multiply-adds: `count` of all blocks together, padding included, and bytes moved.
+
+    None for a step: it is a launch and its barriers, whose time no count implies.
+    """
+
+    count: float | None
+    moved: float = 0.0
+
+
+def counted(code: Code, passing: Pass | MultiplyAdds) -> tuple[Counts, Pass]:
+    """What a pass does, and how it is to be read."""
+    if isinstance(passing, MultiplyAdds):
+        loop = code.busiest()
+        each = code.multiply_adds(loop) * code.warps * WARP
+        return code.count(loop), Pass("multiply-add", each, (passing.count or 0.0) / each, passing.moved)
+    counts = Counts()
+    loops: list[Loop | None] = [*code.main_loops(passing.loops)]
+    for main in loops or [None]:
+        counts.add(code.count(main, passing.trips, dict(passing.rare)), 1.0)
+    return counts, passing
 
 
 def _scores(launch: Launch, moved: int) -> Pass:
@@ -260,7 +338,24 @@ def _squares(launch: Launch, loops: int) -> Pass:
     return Pass("element of a square", o["SIZE"] ** 2, launch.grid[0] * o["ITERATIONS"], moved, loops=loops)
 
 
-PASSES: dict[str, Callable[[Launch], Pass]] = {
+def _product(launch: Launch) -> Pass:
+    """One block of the left matrix times one of the right."""
+    block, (left, right, *_, out) = BLOCK.value, launch.args
+    return Pass(
+        "multiply-add", block**3, launch.grid[0] * triton.cdiv(launch.options["inner"], block), left.nbytes + right.nbytes + out.nbytes
+    )
+
+
+def _eliminations(launch: Launch) -> MultiplyAdds:
+    """The lines before each tile are eliminated from it, and then its own: in the factor, and twice in each piece of [s I, B]."""
+    o, (gram, rhs, _, weight, *_) = launch.options, launch.args
+    tiles, step = triton.cdiv(o["D"], STEP.value), STEP.value
+    sweep = o["COLUMNS"] * (step**2 * tiles * (tiles - 1) / 2 + tiles * step * (step - 1) / 2)
+    pieces = triton.cdiv(o["D"] + o["E"], o["COLUMNS"])
+    return MultiplyAdds(o["systems"] * (1 + 2 * pieces) * sweep, gram.nbytes + rhs.nbytes + weight.nbytes)
+
+
+PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_forward": lambda launch: _scores(launch, 1),
     "_merge": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["E"]),
     "_row_terms": _row_terms,
@@ -277,9 +372,12 @@ PASSES: dict[str, Callable[[Launch], Pass]] = {
     "_pinv_backward": lambda launch: _squares(launch, 2),
     "_landmark_values": lambda launch: _squares(launch, 1),
     "_landmark_values_backward": lambda launch: _squares(launch, 2),
+    "_multiply": _product,
+    "_solve": _eliminations,
+    "_attention_step": lambda _: MultiplyAdds(None),
+    "_nystrom_step": lambda _: MultiplyAdds(None),
 }
 """Name of a kernel -> what one pass through its main loop does."""
 
-LEFT_OUT = ("_vet", "_attention_step", "_nystrom_step", "_multiply", "_solve")
-"""Kernels without figures: the check of a packed set's offsets, and those whose time no loop's count implies (steps of streams, solves,
-products beyond 64 landmarks). Their own test_cubin.py checks registers, spills and shared memory."""
+LEFT_OUT = ("_vet",)
+"""Kernels without figures: the check of a packed set's offsets."""

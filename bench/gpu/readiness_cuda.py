@@ -12,9 +12,7 @@ from bench.floors import Work, ridge_work, solve_work
 from cmab_kernels.extension import build_report
 from cmab_kernels.testing.cubin import cuobjdump
 
-from .readiness_cases import Case, Pass
-from .readiness_model import WARP
-from .readiness_sass import Code, Counts, Loop
+from .readiness_cases import Case
 
 DTYPES = {"f": "float32", "d": "float64", "NS_7Float16E": "float16", "NS_8BFloat16E": "bfloat16"}
 CAPABILITIES = {"sm_80": (80, 86, 89), "sm_90a": (90,), "sm_100": (100,), "sm_120": (120,)}
@@ -121,15 +119,3 @@ def disassembled() -> dict[tuple[str, str], str]:
         elif part.startswith("\t\tFunction : "):
             found[part.split()[2], target] = part
     return found
-
-
-def counted(kernel: Kernel, work: Work | None, text: str) -> tuple[Counts, Pass, Code]:
-    """Counts the innermost loop with the most multiply-adds, by which the rest is counted; of equal loops the shortest."""
-    code = Code(text, WARPS)
-
-    def multiply_adds(loop: Loop) -> int:
-        return sum(code.instructions[i].base in ("FFMA", "DFMA") for block in loop.blocks for i in code.blocks[block])
-
-    loop = max(code.innermost(), key=lambda loop: (multiply_adds(loop), -code.size(loop)))
-    each = multiply_adds(loop) * WARPS * WARP
-    return code.count(loop), Pass("multiply-add", each, (kernel.multiply_adds or 0) / each, work.bytes if work else 0.0), code

@@ -156,6 +156,15 @@ class Code:
         found = [loop for loop in self.loops if not self.is_wait(loop)]
         return [loop for loop in found if not any(loop.blocks > other.blocks for other in found)]
 
+    def multiply_adds(self, loop: Loop) -> int:
+        """Those of one thread that are no matrix product."""
+        each = {"FFMA": 1, "DFMA": 1, "FFMA2": 2}
+        return sum(each.get(self.instructions[i].base, 0) for block in loop.blocks for i in self.blocks[block])
+
+    def busiest(self) -> Loop:
+        """The innermost with the most multiply-adds; of equal ones the shortest."""
+        return max(self.innermost(), key=lambda loop: (self.multiply_adds(loop), -self.size(loop)))
+
     def main_loops(self, count: int = 1) -> list[Loop]:
         """The outermost with the most products, or else the most arithmetic; of equals, such as a loop and its ragged end, the first.
 
