@@ -60,11 +60,11 @@ def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype, landmarks, retroactive, capability", EVERY)
 def test_compiled_everywhere(dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path) -> None:
-    """The inverse of 64 landmarks takes all registers: what is kept from token to token is spilled around it, once a segment."""
+    """The inverse of 64 landmarks or more takes all registers: what is kept from token to token is spilled around it, once a segment."""
     with as_if_on(capability):
         launched = _launch(dtype, landmarks, retroactive)
     found = _check(launched, capability, tmp_path)
-    assert [fault for fault in found if landmarks != 64 or "spilled" not in fault] == []
+    assert [fault for fault in found if landmarks not in (64, 256) or "spilled" not in fault] == []
 
 
 def test_one_kernel_for_all_shapes() -> None:
