@@ -310,7 +310,7 @@ def _runs(launch: Launch, runs: int, width: int) -> Pass:
 def _gram(launch: Launch) -> Pass:
     """One tile of keys into one tile of a sum. Tiles above the diagonal are not formed."""
     o = launch.options
-    key, value, *_, gram, moment = launch.args
+    key, value, *_, gram, moment, _ = launch.args
     down = triton.cdiv(o["D"], o["TILE_D"])
     formed = (down + 1) / (2 * down) if gram is not None else 1.0
     loaded = o["TILE_D"] * (2 if gram is not None and down > 1 else 1) + (o["TILE_E"] if moment is not None else 0)
