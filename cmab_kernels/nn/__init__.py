@@ -10,6 +10,7 @@ from .nystrom_attention import NystromAttention
 from .positional import CircularPositionalEncoding
 from .replace import replace_modules
 from .stream import AttentionStream, RidgeStream
+from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
     "CMAB",
@@ -28,5 +29,7 @@ __all__ = [
     "MultiheadSigmaIntention",
     "NystromAttention",
     "RidgeStream",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
     "replace_modules",
 ]

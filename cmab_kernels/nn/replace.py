@@ -12,10 +12,12 @@ from ..checks import wrong
 from .informer import InformerEncoderLayer
 from .matrix_free import MatrixFreeAttention
 from .projections import MultiheadProjections
+from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
-_REPLACEABLE: dict[type[nn.Module], type[MultiheadProjections] | type[InformerEncoderLayer]] = {
-    nn.MultiheadAttention: MultiheadProjections,
-    nn.TransformerEncoderLayer: InformerEncoderLayer,
+_REPLACEABLE: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    nn.MultiheadAttention: (MultiheadProjections,),
+    nn.TransformerEncoderLayer: (InformerEncoderLayer, TransformerEncoderLayer),
+    nn.TransformerDecoderLayer: (TransformerDecoderLayer,),
 }
 
 _HOOKS = (
@@ -36,8 +38,9 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
     the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
     `MultiheadSigmaIntention`, `NystromAttention`, `ContinualAttention`, `ContinualNystromAttention`, or a `functools.partial` of one with
-    its options. `torch.nn.TransformerEncoderLayer` may be replaced by `InformerEncoderLayer`. Types match exactly: a subclass, which may
-    have a forward of its own, is not replaced.
+    its options. `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerDecoderLayer` may be replaced by the classes of these names in
+    `cmab_kernels.nn`, which compute the same, or the former by `InformerEncoderLayer`. Types match exactly: a subclass, which may have a
+    forward of its own, is not replaced.
 
     The new modules hold the parameters of the old ones, so optimizers go on working, and have their dtype, device and training mode. The
     modules of Intention have a new parameter `log_alpha`, which an optimizer must be given. A module that is used in two places is replaced
@@ -67,9 +70,10 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
         allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, is needed"
         raise TypeError(wrong("mapping", f"is {mapping!r}", allowed))
     for old, made in mapping.items():
-        base, new = _REPLACEABLE.get(old), _class_of(made)[0]
-        if base is None or not (isinstance(new, type) and issubclass(new, base)):
-            allowed = "only torch.nn.MultiheadAttention and torch.nn.TransformerEncoderLayer, by their counterparts in cmab_kernels.nn"
+        new = _class_of(made)[0]
+        if not (isinstance(new, type) and issubclass(new, _REPLACEABLE.get(old, ()))):
+            names = "MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer"
+            allowed = f"only {names} of torch.nn, by their counterparts in cmab_kernels.nn"
             raise TypeError(wrong("mapping", f"asks to replace {old!r} by {made!r}", allowed))
     if type(model) in mapping:
         allowed = "put it into a container, or make the new module and load its state_dict"
@@ -78,7 +82,7 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     replacements: dict[nn.Module, nn.Module] = {}
     for path, _, _, old_module in places:
         if old_module not in replacements:
-            _refuse_hooks(path, old_module)
+            _refuse_hooks(path, old_module, mapping[type(old_module)])
             replacements[old_module] = _sharing(path, old_module, mapping[type(old_module)])
     for _, parent, name, old_module in places:
         setattr(parent, name, replacements[old_module])
@@ -101,12 +105,14 @@ def _places(
             yield from _places(child, f"{path}{name}.", mapping, seen)
 
 
-def _refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise if the module has hooks, or the `self_attn` of an encoder layer has, which is replaced as well."""
-    lost = {path: module, f"{path}.self_attn": getattr(module, "self_attn", None)}
+def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
+    """Raise if the module has hooks, or its `self_attn` has, which an Informer's layer replaces as well."""
+    lost = {path: module}
+    if _class_of(made)[0] is InformerEncoderLayer:
+        lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
     for name, each in lost.items():
         for hooks in _HOOKS:
-            if each is not None and getattr(each, hooks):
+            if getattr(each, hooks):
                 raise ValueError(
                     wrong("model", f"has {hooks.strip('_').replace('_', ' ')} on {name!r}", "remove them, replace, register them again")
                 )

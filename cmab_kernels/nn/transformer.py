@@ -1,0 +1,230 @@
+"""torch's Transformer layers on the fused operators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ..layers import attention_layer, feed_forward_layer
+from .layers import bool_mask, check_features, fused_impl, plain_parameters
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
+Parameters = dict[str, nn.Parameter | None]
+
+
+def _activation(layer: nn.Module) -> str | None:
+    """Return the operator's name of the activation of torch's layer; None if it has none for it."""
+    made: Any = layer.activation
+    if type(made) is nn.ReLU:
+        return "relu"
+    if type(made) is nn.GELU:
+        return "gelu" if made.approximate == "none" else None
+    return _ACTIVATIONS.get(made) if callable(made) else None
+
+
+def _is_additive(mask: Tensor | None) -> bool:
+    """Return whether a float mask holds other numbers than 0 and -inf; False where values cannot be read, and `bool_mask` asserts it."""
+    if mask is None or not mask.is_floating_point() or mask.is_cuda or torch.compiler.is_compiling():
+        return False
+    return not bool(((mask == 0) | (mask == -torch.inf)).all())
+
+
+class _FusedLayer(nn.Module):
+    """What both layers share: when the operators run, and the calls."""
+
+    if TYPE_CHECKING:
+        norm_first: bool
+        self_attn: nn.MultiheadAttention
+        linear1: nn.Linear
+        linear2: nn.Linear
+
+    @classmethod
+    def sharing(cls, layer: nn.Module) -> Self:
+        """Make a layer with the configuration and the modules of torch's `layer`."""
+        shared = cls.__new__(cls)
+        shared.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()})
+        return shared
+
+    def _why_no_operator(self, x: Tensor) -> str | None:
+        """Return why torch's own code must run for `x` in every part of the layer; None if nothing speaks against the operators."""
+        if x.is_nested:
+            return "a nested tensor has no fused layer"
+        if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
+            return "dropout is on"
+        if fused_impl(x) is None:
+            return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
+        return None
+
+    def _why_no_attention(
+        self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.Module, attn_mask: Tensor | None, is_causal: bool, mask: Tensor | None
+    ) -> str | None:
+        """Return why torch's own code must run an attention and its norm."""
+        if attn_mask is not None or is_causal:
+            return "the operator has key padding masks, but no attention mask"
+        if _is_additive(mask):
+            return "the key padding mask is added to logits, and has other numbers than 0 and -inf"
+        if self.training and attention.dropout > 0:
+            return "dropout is on"
+        parts = (
+            plain_parameters(attention, nn.MultiheadAttention),
+            plain_parameters(attention.out_proj, NonDynamicallyQuantizableLinear),
+            plain_parameters(norm, nn.LayerNorm),
+        )
+        if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            return "a part of the attention does more than its kind, or has hooks"
+        return self._why_no_operator(x)
+
+    def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
+        """Return why torch's own code must run the feed-forward network and its norm."""
+        if _activation(self) is None:
+            return "the activation is neither relu nor gelu by the error function"
+        parts = *(plain_parameters(part, nn.Linear) for part in (self.linear1, self.linear2)), plain_parameters(norm, nn.LayerNorm)
+        return "a part of the feed-forward network does more than its kind, or has hooks" if None in parts else self._why_no_operator(x)
+
+    def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
+        """Return the operator's result, with `norm` before all else, inside the operator, or after it."""
+        if self.norm_first:
+            return operator(x, *weights, norm=(norm.weight, norm.bias, norm.eps), **options)
+        normed: Tensor = norm(operator(x, *weights, **options))
+        return normed
+
+    def _attend(self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any) -> Tensor:
+        """Return x after an attention over `context`, or over itself, by the operator."""
+        single, mask = x.dim() == 2, bool_mask(mask)
+
+        def batch_first(features: Tensor) -> Tensor:
+            """Change the layout of x into that of the operator, or back."""
+            return features if single or attention.batch_first else features.transpose(0, 1)
+
+        rows, others = (None if t is None else t.unsqueeze(0) if single else batch_first(t) for t in (x, context))
+        assert rows is not None
+        biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        y = self._around(
+            attention_layer,
+            norm,
+            rows,
+            *attention.in_proj_weight.chunk(3),
+            attention.out_proj.weight,
+            num_heads=attention.num_heads,
+            context=others,
+            **dict(zip(("query_bias", "key_bias", "value_bias"), biases, strict=True)),
+            output_bias=attention.out_proj.bias,
+            key_padding_mask=mask.unsqueeze(0) if single and mask is not None else mask,
+        )
+        return y.squeeze(0) if single else batch_first(y)
+
+    def _feed(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Return x after the feed-forward network, by the operator."""
+        first, second = self.linear1, self.linear2
+        options = {"expand_bias": first.bias, "contract_bias": second.bias, "activation": _activation(self)}
+        return self._around(feed_forward_layer, norm, x, first.weight, second.weight, **options)
+
+    def _check(self, **features: Tensor) -> None:
+        """Raise unless these fit the module, for which the operators are about to run."""
+        layout = "(B, N, C)" if self.self_attn.batch_first else "(N, B, C)"
+        dims: tuple[int, ...] = (2, 3)
+        for name, each in features.items():
+            check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, self.linear1.weight)
+            dims = (each.dim(),)
+
+
+class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` with one operator for its attention and one for its feed-forward network.
+
+    Constructor, parameters, `state_dict`, arguments and result are torch's; see there. Norms, projections and residual connections are
+    inside the operators (`cmab_kernels.attention_layer`, `cmab_kernels.feed_forward_layer`), which train as well. torch's own code runs
+    where they cannot: with a `src_mask` or `is_causal`, with dropout in training, with a float `src_key_padding_mask` that holds other
+    numbers than 0 and -inf (elsewhere than on the CPU, and under a compiler, such a mask fails an assertion), for an activation other than
+    relu and gelu by the error function, under autocast, for nested tensors, where no kernel runs (on a GPU), and where a part has hooks or
+    another type than torch gives it. `why_torch` says whether and why.
+
+    One difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
+
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
+
+    >>> theirs = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> ours = cmab_kernels.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(2, 10, 16)
+    >>> torch.allclose(ours(tokens), theirs(tokens), atol=1e-5)
+    True
+    >>> ours.why_torch(tokens), ours.why_torch(tokens, src_mask=torch.zeros(10, 10))
+    (None, 'the operator has key padding masks, but no attention mask')
+    """
+
+    def forward(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is not None:
+            theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            return theirs
+        self._check(src=src)
+        return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
+
+    def why_torch(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> str | None:
+        """Return why torch's own code runs for such a call; None if the operators do."""
+        attention = self._why_no_attention(src, self.self_attn, self.norm1, src_mask, is_causal, src_key_padding_mask)
+        return attention or self._why_no_feed_forward(src, self.norm2)
+
+
+class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` with one operator for each of its three parts.
+
+    Constructor, parameters, `state_dict`, arguments and result are torch's. Each part for itself runs torch's own code where the operator
+    cannot, as `TransformerEncoderLayer` says: with a causal `tgt_mask` the self-attention is torch's, and what follows it is not.
+
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
+
+    >>> layer = cmab_kernels.nn.TransformerDecoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> causal = torch.nn.Transformer.generate_square_subsequent_mask(10)
+    >>> layer(torch.randn(2, 10, 16), torch.randn(2, 50, 16), tgt_mask=causal).shape
+    torch.Size([2, 10, 16])
+    """
+
+    multihead_attn: nn.MultiheadAttention
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
+        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        if self._why_no_operator(tgt) is None:
+            self._check(tgt=tgt, memory=memory)
+        x = tgt
+        if self._why_no_attention(x, self.self_attn, self.norm1, *own) is None:
+            x = self._attend(x, self.self_attn, self.norm1, None, tgt_key_padding_mask)
+        else:
+            x = self._as_torch(lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, x)
+        if self._why_no_attention(x, self.multihead_attn, self.norm2, *cross) is None:
+            x = self._attend(x, self.multihead_attn, self.norm2, memory, memory_key_padding_mask)
+        else:
+            x = self._as_torch(lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal), self.norm2, x)
+        if self._why_no_feed_forward(x, self.norm3) is None:
+            return self._feed(x, self.norm3)
+        return self._as_torch(self._ff_block, self.norm3, x)
+
+    def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
+        """Return x after a block of torch's layer, with its norm and residual connection."""
+        result: Tensor = x + block(norm(x)) if self.norm_first else norm(x + block(x))
+        return result

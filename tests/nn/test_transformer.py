@@ -1,0 +1,183 @@
+"""The fused Transformer layers equal torch's, and say where torch's own code runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+import cmab_kernels
+from cmab_kernels.nn import TransformerDecoderLayer, TransformerEncoderLayer, replace_modules, transformer
+
+WIDTH, HEADS, BATCH, TOKENS, MEMORY = 12, 2, 2, 7, 9
+MAPPING = {nn.TransformerEncoderLayer: TransformerEncoderLayer, nn.TransformerDecoderLayer: TransformerDecoderLayer}
+BOTH = [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer]
+PADDING = torch.arange(TOKENS) >= torch.tensor([[7], [4]])
+PADDED_MEMORY = torch.arange(MEMORY) >= torch.tensor([[3], [9]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
+
+
+def pair(kind: type[nn.Module], **options: Any) -> tuple[Any, Any]:
+    """Return torch's layer, in which every parameter matters, and ours with its weights."""
+    theirs = kind(WIDTH, HEADS, 2 * WIDTH, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options})
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    holder = nn.ModuleList([copy.deepcopy(theirs)])
+    assert replace_modules(holder, MAPPING) == 1
+    return theirs, holder[0]
+
+
+def inputs(layer: nn.Module, batch_first: bool = True, single: bool = False) -> tuple[Tensor, ...]:
+    shapes = ((BATCH, TOKENS, WIDTH), (BATCH, MEMORY, WIDTH))[: 2 if isinstance(layer, nn.TransformerDecoderLayer) else 1]
+    made = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return tuple((t[0] if single else t if batch_first else t.transpose(0, 1).contiguous()).requires_grad_() for t in made)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12 * max(1.0, float(other.detach().abs().max())))
+
+
+def same(ours: nn.Module, theirs: nn.Module, given: tuple[Tensor, ...], **options: Any) -> None:
+    """Assert equal results and equal gradients of all inputs and parameters."""
+    found = []
+    for layer in (ours, theirs):
+        result = layer(*given, **options)
+        found.append((result, torch.autograd.grad(result.sin().sum(), [*given, *layer.parameters()])))
+    close(*found)
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the operators that are called from here on."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        operator = getattr(cmab_kernels, name)
+        return lambda *a, **k: calls.append(name) or operator(*a, **k)  # type: ignore[func-returns-value]
+
+    for name in ("attention_layer", "feed_forward_layer"):
+        monkeypatch.setattr(transformer, name, counted(name))
+    return calls
+
+
+OPTIONS = [
+    {"norm_first": norm_first, "activation": activation, "batch_first": batch_first, "bias": bias}
+    for norm_first, activation, batch_first, bias in itertools.product([False, True], ["relu", "gelu"], [False, True], [False, True])
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("kind", BOTH)
+def test_results_and_gradients_are_those_of_torch(kind: type[nn.Module], options: dict[str, Any], operators: list[str]) -> None:
+    theirs, ours = pair(kind, **options)
+    same(ours, theirs, inputs(theirs, options["batch_first"]))
+    assert operators == ["attention_layer"] * (1 if kind is BOTH[0] else 2) + ["feed_forward_layer"]
+    same(ours, theirs, inputs(theirs, single=True))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_padding(kind: type[nn.Module], additive: bool, batch_first: bool, operators: list[str]) -> None:
+    theirs, ours = pair(kind, batch_first=batch_first, norm_first=True)
+    names = ("src_key_padding_mask",) if kind is BOTH[0] else ("tgt_key_padding_mask", "memory_key_padding_mask")
+    masks: tuple[Tensor, ...] = (PADDING, PADDED_MEMORY)
+    if additive:
+        masks = tuple(torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf) for mask in masks)
+    same(ours, theirs, inputs(theirs, batch_first), **dict(zip(names, masks, strict=False)))
+    assert operators[-1] == "feed_forward_layer"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_whole_transformers(training: bool, operators: list[str]) -> None:
+    """A model of torch's computes what it did, padded, with a causal mask in the decoder, which then attends to itself by torch's code."""
+    model = nn.Transformer(WIDTH, HEADS, 2, 2, 24, 0.0, batch_first=True, dtype=torch.float64).train(training)
+    source, target = torch.randn(BATCH, MEMORY, WIDTH).double(), torch.randn(BATCH, TOKENS, WIDTH).double()
+    options = {"src_key_padding_mask": PADDED_MEMORY, "memory_key_padding_mask": PADDED_MEMORY, "tgt_mask": CAUSAL}
+    parameters = list(model.parameters())
+    found = []
+    for replaced in (0, 4):
+        if replaced:
+            assert replace_modules(model, MAPPING) == replaced
+            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        result = model(source, target, **options)
+        found.append((result, torch.autograd.grad(result.sin().sum(), parameters)))
+    close(*found)
+    assert (operators.count("attention_layer"), operators.count("feed_forward_layer")) == (4, 4)
+    with torch.no_grad():  # torch may make nested tensors of padded inputs here, which its own layers read
+        close(model.eval()(source, target, **options), found[0][0])
+
+
+def test_compiled() -> None:
+    theirs, ours = pair(nn.TransformerEncoderLayer, norm_first=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    same(compiled, theirs, inputs(theirs), src_key_padding_mask=PADDING)
+
+
+REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "an attention mask": ("no attention mask", lambda layer: layer, {"src_mask": CAUSAL, "is_causal": True}),
+    "an additive mask": ("added to logits", lambda layer: layer, {"src_key_padding_mask": -1.0 * PADDING.double()}),
+    "an activation": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", torch.tanh), {}),
+    "gelu by tanh": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", nn.GELU("tanh")), {}),
+    "a hook": ("feed-forward network does more", lambda layer: layer.linear1.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "a hook of the norm": ("attention does more", lambda layer: layer.norm1.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "a hook of the output": ("feed-forward network does more", lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o), {}),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_torchs_own_code_runs_with_a_reason(name: str, operators: list[str]) -> None:
+    reason, change, options = REASONS[name]
+    theirs, ours = pair(nn.TransformerEncoderLayer)
+    given = inputs(theirs)
+    assert ours.why_torch(*given) is None
+    for layer in (theirs, ours):
+        change(layer)
+    assert reason in ours.why_torch(*given, **options)
+    same(ours, theirs, given, **options)
+    assert not operators
+
+
+def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
+    _, ours = pair(nn.TransformerEncoderLayer, dropout=0.1)
+    given = inputs(ours)
+    assert ours.train().why_torch(*given) == "dropout is on" and ours.eval().why_torch(*given) is None
+    with cmab_kernels.use_impl("reference"):
+        assert "no kernel" in ours.why_torch(*given)
+        ours(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in ours.why_torch(given[0].float())
+    ours.train()(*given)
+    assert not operators
+    ours.eval()(*given)
+    assert operators
+
+
+def test_causal_decoder(operators: list[str]) -> None:
+    for norm_first in (False, True):
+        operators.clear()
+        theirs, ours = pair(nn.TransformerDecoderLayer, norm_first=norm_first)
+        same(ours, theirs, inputs(theirs), tgt_mask=CAUSAL, tgt_is_causal=True)
+        assert operators == ["attention_layer", "feed_forward_layer"]
+        same(ours, theirs, inputs(theirs), memory_mask=torch.zeros(TOKENS, MEMORY).bool())
+        assert operators[2:] == ["attention_layer", "feed_forward_layer"]
+
+
+def test_wrong_shapes_are_named() -> None:
+    _, ours = pair(nn.TransformerDecoderLayer)
+    target, memory = inputs(ours)
+    for name, given in {"tgt": (target[..., :3], memory), "memory": (target, memory[..., :3])}.items():
+        with pytest.raises(ValueError, match=f"`{name}` has shape"):
+            ours(*given)
+    with pytest.raises(TypeError, match=r"`memory` is torch\.float32"):
+        ours(target, memory.float())
+    with pytest.raises(ValueError, match="`key_padding_mask` has shape"):
+        ours(target, memory, memory_key_padding_mask=PADDING)
