@@ -9,6 +9,7 @@ from .attention import (
     merge_states,
     remove_from_state,
 )
+from .attention.projected import projected_attention_state
 from .backends import Explanation, explain, use_impl
 from .intention import (
     RidgeSolution,
@@ -69,6 +70,7 @@ __all__ = [
     "merge_states",
     "move_state",
     "nystrom_attention",
+    "projected_attention_state",
     "regularised_inverse",
     "regularised_solve",
     "remove_from_state",

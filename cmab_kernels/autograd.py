@@ -137,3 +137,15 @@ def folding_rule(operator: Callable, tensors: int) -> Callable:
         return unfolded, tuple(None if skip else 0 for skip in unneeded)
 
     return rule
+
+
+def looping_rule(operator: Callable, tensors: int) -> Callable:
+    """The vmap rule of an operator whose tensors cannot all be folded into a batch: it is called once for each mapped element."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        mapped = list(zip(args[:tensors], in_dims, strict=False))
+        calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]
+        outputs = [torch.stack(parts) for parts in zip(*(operator(*call, *args[tensors:]) for call in calls), strict=True)]
+        return tuple(outputs), (0,) * len(outputs)
+
+    return rule

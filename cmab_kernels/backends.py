@@ -19,7 +19,7 @@ from torch import Tensor
 from .checks import wrong
 from .tracing import traced_as_constant
 
-SETS = ("attention", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
+SETS = ("attention", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
 """The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
 
 ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
@@ -42,6 +42,7 @@ OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
     "attention_state": "attention",
     "remove_from_state": "attention",
+    "projected_attention_state": "attention.projected",
     "attention_layer": "layers",
     "feed_forward_layer": "layers",
     "nystrom_attention": "nystrom",
@@ -60,6 +61,7 @@ OPERATORS: dict[str, str] = {
 
 REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
+    "attention.projected": "is dense in the number of inputs",
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }

@@ -42,7 +42,7 @@ FAULTS = {
     ),
     "a dropped last block": Fault("csrc/common/plan.h", "ceil_div(count, unit) * i / pieces", "count / unit * i / pieces"),
     "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
-    "base 2 for base e": Fault("csrc/attention/forward.cpp", "merge.reference[row] * kLn2", "merge.reference[row]"),
+    "base 2 for base e": Fault("csrc/attention/merge.h", "at.reference[row] * kLn2", "at.reference[row]"),
     "a 32-bit offset": Fault("csrc/attention/plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),
     "a lost gradient through lse": Fault(
         "csrc/attention/backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"

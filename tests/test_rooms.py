@@ -79,6 +79,6 @@ def test_no_room_is_missing(name: str) -> None:
     for room in ("__init__", "api", "schema", "reference"):
         assert (folder / f"{room}.py").exists(), f"{name} has no {room}.py"
     assert FAMILIES[name].keys() >= {"native"}
-    known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in ("variants", "solve", "continual")}
+    known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in ("variants", "solve", "continual", "projected")}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]
     assert not strangers, f"{name} has rooms that are none: {strangers}"

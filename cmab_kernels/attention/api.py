@@ -173,7 +173,7 @@ def _inputs(
 ) -> _Inputs:
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
-    sets = key.shape[0] if cu_seqlens is None else _check_offsets_shape(cu_seqlens, key)
+    sets = key.shape[0] if cu_seqlens is None else check_offsets_shape(cu_seqlens, key, "key")
     query = over_batch(query, key, sets)
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
@@ -182,14 +182,14 @@ def _inputs(
     return _Inputs(query, key, value, key_padding_mask, cu_seqlens, float(scale))
 
 
-def _check_offsets_shape(cu_seqlens: Tensor, key: Tensor) -> int:
-    """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch, does not fit."""
+def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
+    """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(wrong("cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}", "(S + 1,) offsets of S sets are needed"))
-    if cu_seqlens.device != key.device:
-        raise ValueError(wrong("cu_seqlens", f"is on {cu_seqlens.device}", f"key is on {key.device}"))
-    if key.shape[0] != 1:
-        raise ValueError(wrong("key", f"has batch {key.shape[0]}", "cu_seqlens packs all sets into one row of keys, batch 1"))
+    if cu_seqlens.device != keys.device:
+        raise ValueError(wrong("cu_seqlens", f"is on {cu_seqlens.device}", f"{name} is on {keys.device}"))
+    if keys.shape[0] != 1:
+        raise ValueError(wrong(name, f"has batch {keys.shape[0]}", "cu_seqlens packs all sets into one row of keys, batch 1"))
     return cu_seqlens.shape[0] - 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, folding_rule, gradient_of_formula
+from ..autograd import Operator, folding_rule, gradient_of_formula, looping_rule
 from ..checks import wrong
 from ..dtypes import state_dtype
 from ..flops import flop_formula
@@ -33,19 +33,28 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens
     state_out, state_lse, scale = rest
     new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
     if cu_seqlens is not None:
-        bad = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != key.shape[2]) | (cu_seqlens.diff() < 0).any()
+        bad = refused_offsets(cu_seqlens, key.shape[2])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
     return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
 
 
-def _check_offsets(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
+def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Whether offsets do not rise from 0 to `length`, as a tensor on their device."""
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != length) | (cu_seqlens.diff() < 0).any()
+
+
+def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
     """Raise unless the offsets of packed sets rise from 0 to the number of keys; on a GPU, whose values one must wait for, do nothing."""
     if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
         return
-    offsets, length = cu_seqlens.tolist(), key.shape[2]
+    offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
+    check_offsets(cu_seqlens, key.shape[2])
 
 
 @torch.library.register_fake("cmab::attention", lib=LIB)
@@ -86,24 +95,18 @@ def _attention_backward_flops(
 # ---- vmap
 
 
-def _looping_rule(operator: Callable, tensors: int) -> Callable:
+def _vmap_rule(operator: Callable, tensors: int) -> Callable:
     """The vmap rule: `folding_rule`, except that packed sets, whose batch must be 1, are computed one after the other."""
-    folding = folding_rule(operator, tensors)
+    folding, looping = folding_rule(operator, tensors), looping_rule(operator, tensors)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        cu_seqlens = args[tensors - 3]
-        if cu_seqlens is None:
-            return folding(info, in_dims, *args)
-        mapped = list(zip(args[:tensors], in_dims, strict=False))
-        calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]
-        outputs = [torch.stack(parts) for parts in zip(*(operator(*call, *args[tensors:]) for call in calls), strict=True)]
-        return tuple(outputs), (0,) * len(outputs)
+        return (folding if args[tensors - 3] is None else looping)(info, in_dims, *args)
 
     return rule
 
 
-torch.library.register_vmap("cmab::attention", _looping_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
-torch.library.register_vmap("cmab::attention_backward", _looping_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
+torch.library.register_vmap("cmab::attention", _vmap_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
+torch.library.register_vmap("cmab::attention_backward", _vmap_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
 
 
 # ---- gradients
@@ -123,11 +126,11 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
         grads = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
     dstate = (None, None)
     if any(ctx.needs_input_grad[5:7]):
-        dstate = _state_gradient(dout, dlse, state_out, state_lse, out, lse)
+        dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse)
     return *grads, None, None, *dstate, None, None
 
 
-def _state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
+def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
     """The gradient of the incoming state, which is one more key with score state_lse and value state_out."""
     share = (state_lse - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     dout64 = dout.double()
@@ -158,6 +161,6 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attention_op = Operator(
-    LIB, "attention", "attention", 7, _save, _backward, reference=_definition, check=_check_offsets, function="attention_forward"
+    LIB, "attention", "attention", 7, _save, _backward, reference=_definition, check=_check, function="attention_forward"
 )
 _backward_op = Operator(LIB, "attention", "attention_backward", 9, _save_backward, _double_backward)

@@ -1,14 +1,13 @@
 // The forward driver: packs the queries, attends to each piece of the keys, merges the pieces.
 #include <omp.h>
 
+#include "attention/merge.h"
 #include "attention/plan.h"
-#include "attention/state.h"
 #include "common/instruction_sets.h"
 
 namespace cmab::cpu {
 namespace {
 
-constexpr double kLn2 = 0.69314718055994530942;
 constexpr int64_t kGroupRows = 1024;  // queries of a group, at most
 
 // The number of pieces of the keys. Each keeps its own partial states until they are merged, so many queries get fewer.
@@ -30,39 +29,17 @@ struct Task {
   int64_t piece, first_block, blocks;
 };
 
-// A thread's buffers while it merges one block.
-struct Merge {
-  Sums<double>* total;             // [rows]
-  double *reference, *sum, *part;  // [rows], [rows], [rows][E]: of one piece
-  double* acc;                     // [rows][E]: of all pieces so far
-
-  Merge(const Shape& shape, int rows, char* memory)
-      : total(reinterpret_cast<Sums<double>*>(memory)),
-        reference(reinterpret_cast<double*>(total + rows)),
-        sum(reference + rows),
-        part(sum + rows),
-        acc(part + rows * shape.value_width) {}
-
-  static size_t bytes(const Shape& shape, int rows) {
-    return rows * (sizeof(Sums<double>) + 2 * (1 + shape.value_width) * sizeof(double));
-  }
-};
-
 class Forward {
  public:
   Forward(const Inputs& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse, bool* reliable)
       : in_(in),
         kernel_(forward_kernel(in.shape.dtype)),
-        state_out_(state_out),
-        state_lse_(state_lse),
-        out_(out),
-        lse_(lse),
-        reliable_(reliable),
+        merger_(kernel_, in.shape, in.heads, in.queries, state_out, state_lse, out, lse, reliable),
         threads_(useful_threads(in)) {
     const int rows = int(std::min<int64_t>(kernel_.block, in.queries));
     packed_bytes_ = align(kernel_.packed_bytes(in.shape, rows));
     state_bytes_ = align(kernel_.state_bytes(in.shape, rows));
-    scratch_bytes_ = align(std::max(kernel_.scratch_bytes(in.shape), Merge::bytes(in.shape, kernel_.block)));
+    scratch_bytes_ = align(std::max(kernel_.scratch_bytes(in.shape), merger_.scratch_bytes()));
   }
 
   void run() {
@@ -177,90 +154,15 @@ class Forward {
       }
   }
 
-  // Writes the rows of one block: merges the pieces in ascending order, then the incoming state.
   void finish(const Group& group, int64_t block, char* scratch) const {
-    const int rows = rows_of_block(group, block), width = in_.shape.value_width;
-    const int64_t first = group.first_row + block * kernel_.block;
-    const Merge merge(in_.shape, kernel_.block, scratch);
-    if (group.pieces == 0) {
-      std::fill_n(merge.total, rows, Sums<double>());
-      std::fill_n(merge.acc, rows * width, 0.0);
-    }
-    for (int64_t piece = 0; piece < group.pieces; ++piece) {
-      double* part = piece == 0 ? merge.acc : merge.part;
-      kernel_.read(in_.shape, rows, state(group, piece, block), merge.reference, merge.sum, part);
-      for (int row = 0; row < rows; ++row) {
-        const Sums<double> sums{merge.reference[row] * kLn2, merge.sum[row]};
-        if (piece == 0)
-          merge.total[row] = sums;
-        else
-          absorb(merge.total[row], merge.acc + row * width, sums, part + row * width, width);
-      }
-    }
-    if (reliable_)
-      for (int row = 0; row < rows; ++row) remove_rows(merge, row, group, first + row);
-    else if (state_lse_.data)
-      for (int row = 0; row < rows; ++row) absorb_state(merge, row, group, first + row);
-    const int64_t at = (group.b * in_.heads + group.h) * in_.queries + first;
-    for (int row = 0; row < rows; ++row) {
-      lse_[at + row] = log_sum(merge.total[row]);
-      write_out((at + row) * width, normaliser(merge.total[row]), merge.acc + row * width);
-    }
-  }
-
-  // Reads a row of the incoming state into `merge.part`; returns its lse.
-  double read_state(const Merge& merge, const Group& group, int64_t at) const {
-    if (in_.shape.dtype == DType::kFloat64)
-      copy(state_out_.at<double>(group.b, group.h, at), state_out_.stride[3], merge.part, in_.shape.value_width);
-    else
-      copy(state_out_.at<float>(group.b, group.h, at), state_out_.stride[3], merge.part, in_.shape.value_width);
-    return *state_lse_.at<double>(group.b, group.h, at);
-  }
-
-  void absorb_state(const Merge& merge, int row, const Group& group, int64_t at) const {
-    const int width = in_.shape.value_width;
-    const double lse = read_state(merge, group, at);
-    absorb(merge.total[row], merge.acc + row * width, {lse, lse == -INFINITY ? 0.0 : 1.0}, merge.part, width);
-  }
-
-  // Replaces a row's sums by what is left of the incoming state without them.
-  void remove_rows(const Merge& merge, int row, const Group& group, int64_t at) const {
-    const int width = in_.shape.value_width;
-    double *const acc = merge.acc + row * width, lse = read_state(merge, group, at);
-    const bool held = lse != -INFINITY, empty = merge.total[row].empty();
-    const double left = remove_part(lse, merge.part, merge.total[row], acc, width);
-    const double eps = in_.shape.dtype == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
-    reliable_[(group.b * in_.heads + group.h) * in_.queries + at] = empty || (held && left >= std::sqrt(eps));
-    merge.total[row] = {lse, lse == -INFINITY ? 0.0 : 1.0};
-    std::copy_n(merge.part, width, acc);
-  }
-
-  template <class T>
-  static void copy(const T* from, int64_t stride, double* to, int count) {
-    if (stride == 1)
-      for (int i = 0; i < count; ++i) to[i] = from[i];
-    else
-      for (int i = 0; i < count; ++i) to[i] = from[i * stride];
-  }
-
-  void write_out(int64_t at, double factor, const double* acc) const {
-    if (in_.shape.dtype == DType::kFloat64)
-      write_row(static_cast<double*>(out_) + at, factor, acc, in_.shape.value_width);
-    else
-      write_row(static_cast<float*>(out_) + at, factor, acc, in_.shape.value_width);
-  }
-
-  template <class T>
-  static void write_row(T* to, double factor, const double* acc, int count) {
-    for (int i = 0; i < count; ++i) to[i] = T(acc[i] * factor);
+    merger_.finish(
+        group.b, group.h, group.first_row + block * kernel_.block, rows_of_block(group, block), group.pieces,
+        [&](int64_t piece) { return state(group, piece, block); }, scratch);
   }
 
   const Inputs& in_;
   const ForwardKernel& kernel_;
-  const Operand &state_out_, &state_lse_;
-  void* out_;
-  double* lse_;
-  bool* const reliable_;
+  const Merger merger_;
   const int threads_;
   size_t packed_bytes_, state_bytes_, scratch_bytes_;
   Workspace workspace_;

@@ -1,0 +1,187 @@
+"""Latent cross-attention over inputs that are projected to keys and values inside: what users call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends import choose
+from ...checks import as_autocast, as_they_are, check_mask, check_operands, wrong
+from ...dtypes import state_dtype
+from ..api import check_offsets_shape
+from ..state import AttentionState, check_state
+from .schema import projected_attention_op
+
+Norm = tuple[Tensor, Tensor, float]
+
+
+def projected_attention_state(
+    query: Tensor,
+    inputs: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+    *,
+    context_norm: Norm | None = None,
+    state: AttentionState | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> AttentionState:
+    """The attention state of keys and values that are projections of `inputs`, and that are never written, forward or backward.
+
+    It is `attention_state(query, heads(F.linear(x, key_weight, key_bias)), heads(F.linear(x, value_weight, value_bias)), ...)`, where x is
+    `inputs`, or `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs) from a
+    few hundred rows at a time, and once more in the backward pass, so that memory does not grow with N, except by the gradient of the
+    inputs if one is asked for. K stacked blocks, each with queries, projections and a norm of its own, read the inputs once for all.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B, H, L, D) or
+            (K, H, L, D).
+        inputs: (B, N, C), any strides; N may be 0.
+        key_weight: (H D, C) as in `torch.nn.Linear`. Stacked: (K, H D, C); a weight of three dimensions makes the call a stacked one.
+        value_weight: (H E, C). Stacked: (K, H E, C).
+        key_bias: (H D,), or None. Stacked: (K, H D).
+        value_bias: (H E,), or None. Stacked: (K, H E).
+        context_norm: (weight (C,), bias (C,), eps) of a LayerNorm of each row of the inputs; None: they are taken as they are. Stacked:
+            weight and bias (K, C).
+        state: the state of other inputs, to be merged with: out (B, H, L, E) in float32 (float64 for float64 inputs), lse (B, H, L) in
+            float64; stacked, both with a leading K. It is not changed.
+        key_padding_mask: (B, N) bool, True = ignore; the values of ignored rows do not matter, be they NaN.
+        cu_seqlens: (S + 1,) offsets of S sets packed into the rows of inputs of batch 1, as in `latent_attention`.
+        scale: factor of the scores; None means D ** -0.5.
+        impl: "auto", "reference" or "native".
+
+    Returns:
+        The state: out (B, H, L, E), lse (B, H, L); stacked: out (K, B, H, L, E), lse (K, B, H, L). Differentiable to any order in query,
+        inputs, weights, biases, norm and state.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
+        RuntimeError: `impl` cannot run here.
+
+    Source: Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 1000, 32)
+    >>> key_weight, value_weight = torch.randn(2, 32, 32) / 6
+    >>> state = cmab_kernels.projected_attention_state(latents, points, key_weight, value_weight)
+    >>> key, value = ((points @ weight.T).unflatten(-1, (4, 8)).transpose(1, 2) for weight in (key_weight, value_weight))
+    >>> torch.allclose(state.out, cmab_kernels.latent_attention(latents, key, value), atol=1e-4)
+    True
+    """
+    given = {"query": query, "inputs": inputs, "key_weight": key_weight, "value_weight": value_weight}
+    given |= {name: bias for name, bias in (("key_bias", key_bias), ("value_bias", value_bias)) if bias is not None}
+    given |= {} if context_norm is None else _norm_tensors(context_norm)
+    check_operands(**given)
+    stacked = key_weight.dim() == 3
+    shape = _check_shapes(given, stacked)
+    batch = inputs.shape[0] if cu_seqlens is None else check_offsets_shape(cu_seqlens, inputs, "inputs")
+    query = _over_batch(query, batch, stacked)
+    check_mask(key_padding_mask, inputs, inputs.shape[:2])
+    given = dict(zip(given, as_autocast(query, *list(given.values())[1:]), strict=True))
+    sums = state_dtype(given["inputs"].dtype)
+    if state is not None:
+        state = _check_incoming(state, (*query.shape[:-1], shape.value_width), sums, inputs.device, stacked)
+    with as_they_are(inputs.device):
+        weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
+    scale = shape.key_width**-0.5 if scale is None else scale
+    eps = None if context_norm is None else float(context_norm[2])
+    chosen = choose("attention.projected", impl, given["query"], given["inputs"], weight)
+    merged = projected_attention_op(
+        given["query"].to(sums),
+        given["inputs"],
+        weight,
+        bias,
+        key_padding_mask,
+        cu_seqlens,
+        *(state or (None, None)),
+        float(scale),
+        eps,
+        chosen,
+    )
+    return AttentionState(*(merged if stacked else (part.squeeze(0) for part in merged)))
+
+
+class _Shape(NamedTuple):
+    """The extents that the weights show."""
+
+    key_width: int
+    value_width: int
+
+
+def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
+    """The tensors of the norm by the names that errors give them; raise unless it is (weight, bias, eps)."""
+    if not isinstance(context_norm, tuple | list) or len(context_norm) != 3:
+        raise TypeError(wrong("context_norm", f"is a {type(context_norm).__name__}", "(weight, bias, eps) is needed"))
+    weight, bias, eps = context_norm
+    if not isinstance(eps, float | int) or not eps > 0:
+        raise ValueError(wrong("context_norm[2]", f"is {eps}", "eps, a number > 0, is needed"))
+    return {"context_norm[0]": weight, "context_norm[1]": bias}
+
+
+def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
+    """The widths of a key and of a value; raise unless all shapes fit the query, the inputs and each other."""
+    query, inputs, key_weight, value_weight = (given[name] for name in ("query", "inputs", "key_weight", "value_weight"))
+    lead = "K, " if stacked else ""
+    if inputs.dim() != 3 or inputs.shape[2] == 0:
+        raise ValueError(wrong("inputs", f"has shape {tuple(inputs.shape)}", "(B, N, C) with C >= 1 is needed"))
+    if query.dim() not in (3 + stacked, 4 + stacked) or 0 in (query.shape[-3], query.shape[-1]):
+        allowed = f"({lead}B, H, L, D), or ({lead}H, L, D) shared over the batch, is needed, with H, D >= 1"
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+    heads, width, columns = query.shape[-3], query.shape[-1], inputs.shape[2]
+    blocks = query.shape[:1] if stacked else ()
+    if blocks == (0,):
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "K >= 1 blocks are needed"))
+    rows = value_weight.shape[-2] if value_weight.dim() > 1 else 0
+    if rows == 0 or rows % heads:
+        allowed = f"({lead}H E, C) is needed, with H = {heads} heads and E >= 1"
+        raise ValueError(wrong("value_weight", f"has shape {tuple(value_weight.shape)}", allowed))
+    wanted = {
+        "key_weight": (*blocks, heads * width, columns),
+        "value_weight": (*blocks, rows, columns),
+        "key_bias": (*blocks, heads * width),
+        "value_bias": (*blocks, rows),
+        "context_norm[0]": (*blocks, columns),
+        "context_norm[1]": (*blocks, columns),
+    }
+    for name, tensor in given.items():
+        if name in wanted and tensor.shape != wanted[name]:
+            fitting = f"query {tuple(query.shape)} and inputs {tuple(inputs.shape)}"
+            raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", f"{wanted[name]} is needed, with {fitting}"))
+    return _Shape(width, rows // heads)
+
+
+def _over_batch(query: Tensor, batch: int, stacked: bool) -> Tensor:
+    """The query as (K, B, H, L, D), expanded over the batch; raise if it has another batch."""
+    given = query if stacked else query.unsqueeze(0)
+    if given.dim() == 4:
+        given = given.unsqueeze(1).expand(-1, batch, -1, -1, -1)
+    elif given.shape[1] != batch:
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"a batch of {batch} is needed, as inputs have, or none"))
+    return given
+
+
+def _check_incoming(
+    state: AttentionState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stacked: bool
+) -> AttentionState:
+    """The incoming state with a leading K; raise unless it has the shape (K, B, H, L, E), without K where blocks are not stacked."""
+    check_state(state, shape if stacked else shape[1:], dtype, device)
+    return state if stacked else AttentionState(*(part.unsqueeze(0) for part in state))
+
+
+def _folded(given: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight (K, H D + H E, C) and bias (K, H D + H E) in `dtype`, of keys and values together, with the norm folded in."""
+    weights = [given["key_weight"], given["value_weight"]]
+    weight = torch.cat(weights, 1).to(dtype)
+    biases = [given.get(name) for name in ("key_bias", "value_bias")]
+    filled = [w.new_zeros(w.shape[:2]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    bias = torch.cat(filled, 1).to(dtype)
+    if "context_norm[0]" in given:
+        scale, shift = (given[f"context_norm[{i}]"].to(dtype).unsqueeze(1) for i in range(2))
+        bias = bias + (weight * shift).sum(-1)
+        weight = weight * scale
+    return weight, bias

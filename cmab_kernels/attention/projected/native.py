@@ -1,0 +1,104 @@
+"""Attention over projected inputs on the CPU: calls into csrc/projected, which fills the tensors that are allocated here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...dtypes import FLOATING
+from ...extension import load
+
+_C = load()
+
+
+def unsupported(query: Tensor, inputs: Tensor, weight: Tensor) -> str | None:
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
+    if inputs.device.type != "cpu":
+        return f"native code runs on the CPU, inputs are on {inputs.device}"
+    if inputs.dtype not in FLOATING:
+        return f"no native kernel for {inputs.dtype}"
+    key, heads = query.shape[-1], query.shape[2]
+    value = weight.shape[1] // heads - key
+    if max(key, value) > _C.MAX_WIDTH:
+        return f"native kernels go up to a width of {_C.MAX_WIDTH}, keys are {key} wide, values {value}"
+    return None
+
+
+def _joined(stacked: Tensor | None) -> Tensor | None:
+    """A tensor (K, B, ...) with the blocks in its batch, (K B, ...)."""
+    return None if stacked is None else stacked.flatten(0, 1)
+
+
+def projected_attention_forward(
+    query: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    heads, width = query.shape[2], query.shape[4]
+    out = query.new_empty((*query.shape[:4], weight.shape[1] // heads - width))
+    lse = query.new_empty(query.shape[:4], dtype=torch.float64)
+    _C.projected_attention_forward(
+        query=_joined(query),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+        inputs=inputs,
+        key_padding_mask=key_padding_mask,
+        weight=weight.contiguous(),
+        bias=bias.contiguous(),
+        scale=scale,
+        normed=eps is not None,
+        eps=eps or 0.0,
+        state_out=_joined(state_out),
+        state_lse=_joined(state_lse),
+        out=_joined(out),
+        lse=_joined(lse),
+    )
+    return out, lse
+
+
+def projected_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    query: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    eps: float | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; an empty tensor for each that `needs` does not ask for."""
+    dquery, dinputs, dweight, dbias = (
+        x.new_empty(x.shape if need else 0) for x, need in zip((query, inputs, weight, bias), needs, strict=True)
+    )
+    _C.projected_attention_backward(
+        query=_joined(query),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+        inputs=inputs,
+        key_padding_mask=key_padding_mask,
+        weight=weight.contiguous(),
+        bias=bias.contiguous(),
+        scale=scale,
+        normed=eps is not None,
+        eps=eps or 0.0,
+        dout=_joined(dout),
+        dlse=_joined(dlse),
+        out=_joined(out.contiguous()),
+        lse=_joined(lse.contiguous()),
+        dquery=_joined(dquery) if needs[0] else None,
+        dinputs=dinputs if needs[1] else None,
+        dweight=dweight if needs[2] else None,
+        dbias=dbias if needs[3] else None,
+    )
+    return dquery, dinputs, dweight, dbias

@@ -1,0 +1,40 @@
+// Latent cross-attention over inputs that are projected to keys and values inside, on the CPU, over raw memory; the
+// caller allocates everything.
+#pragma once
+
+#include "attention/call.h"
+
+namespace cmab::cpu {
+
+// K blocks of queries read the same inputs. In what follows, P = H D + H E: the columns of the keys of all heads, then
+// those of their values.
+struct ProjectedInputs {
+  Inputs attention;  // without key and value; shape.dtype is that of sums. query (K * batch, H, L, D)
+  int64_t blocks;    // K
+  DType dtype;       // of the inputs
+  Operand inputs;    // (batch of the keys, N, C), in its first three strides
+  int columns;       // C
+  const void* weight;  // (K, P, C), contiguous, in the type of sums
+  const void* bias;    // (K, P)
+  bool normed;         // whether each row is normed first: (x - mean) / sqrt(variance + eps)
+  double eps;
+
+  int key_columns() const { return int(attention.heads) * attention.shape.key_width; }
+  int value_columns() const { return int(attention.heads) * attention.shape.value_width; }
+  int projected_columns() const { return key_columns() + value_columns(); }
+};
+
+// Fills out (K * batch, H, L, E), in the type of sums, and lse (K * batch, H, L); both are contiguous. state_out and
+// state_lse (width 1) are the incoming state; without data there is none.
+void projected_attention_forward(const ProjectedInputs&, const Operand& state_out, const Operand& state_lse, void* out,
+                                 double* lse);
+
+// Fills the gradients, contiguous, that of the inputs in their dtype and all others in the type of sums; null where not
+// needed. dout (K * batch, H, L, E), dlse (K * batch, H, L, 1); out and lse as forward wrote them.
+struct ProjectedGradients {
+  void *query, *inputs, *weight, *bias;
+};
+void projected_attention_backward(const ProjectedInputs&, const Operand& dout, const Operand& dlse, const void* out,
+                                  const double* lse, const ProjectedGradients&);
+
+}  // namespace cmab::cpu
