@@ -1,6 +1,7 @@
 """Modules built on the operators: attention of few queries over any number of keys, and streams that keep a state between calls."""
 
 from .cmab import CMAB, CMABRemoval, CMABUpdate
+from .cmab_stack import CMABStack
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import ContinualStream, FillingWindow
 from .informer import InformerEncoderLayer
@@ -17,6 +18,7 @@ __all__ = [
     "Attended",
     "AttentionStream",
     "CMABRemoval",
+    "CMABStack",
     "CMABUpdate",
     "CircularPositionalEncoding",
     "ContinualAttention",

@@ -50,8 +50,9 @@ class CMAB(nn.Module):
     `key_padding_mask` (B, N) bool is True at inputs to ignore; their values do not matter, be they NaN. A wrong shape, dtype or device is a
     `ValueError` or `TypeError` that names the argument, and leaves every state as it was.
 
-    With grad mode off (`torch.no_grad()`), inputs are projected in chunks, so that memory is constant in N. With it on they are projected
-    at once, since the backward pass needs the keys and values. The results agree to rounding.
+    Inputs are normed and projected inside the operator (`cmab_kernels.projected_attention_state`), so that memory is constant in N, in
+    training too, beyond the inputs' own gradient. On a GPU that holds with grad mode off only (`torch.no_grad()`): there keys and values
+    are written, in chunks, or all at once where the backward pass needs them.
 
     `update` and `remove` take a state and return the next. Without one they advance the module's own stream, `stream.state`: None before
     the first update and after `stream.state = None`, else a state that is part of the `state_dict`, in float32 even in a half-precision
@@ -95,7 +96,7 @@ class CMAB(nn.Module):
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
-        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask))
+        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask).out)
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -105,7 +106,7 @@ class CMAB(nn.Module):
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
         updated = self._read(new_inputs, latents, self.stream.held if state is None else state, key_padding_mask)
-        result = CMABUpdate(self._retrieve(latents, updated), updated)
+        result = CMABUpdate(self._retrieve(latents, updated.out), updated)
         if state is None:
             self.stream.state = updated
         return result
@@ -120,7 +121,7 @@ class CMAB(nn.Module):
         """
         before = self.stream.started(state)
         left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))
-        result = CMABRemoval(self._retrieve(latents, left), left, reliable)
+        result = CMABRemoval(self._retrieve(latents, left.out), left, reliable)
         if state is None:
             self.stream.state = left
         return result
@@ -131,15 +132,19 @@ class CMAB(nn.Module):
 
     def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
         """Check the arguments, and return the state of CA(L_B, X), which comes before the output projection."""
-        weight = self.latents
-        check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[1], weight)
-        check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[1], weight)
-        if latents.dim() == 3 and latents.shape[0] != inputs.shape[0]:
-            raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"inputs have batch {inputs.shape[0]}"))
-        check_mask(key_padding_mask, inputs, inputs.shape[:2])
-        return self.compress.cross_attention.read(weight, inputs, state, key_padding_mask)
+        check_inputs(inputs, latents, key_padding_mask, self.latents)
+        return self.compress.cross_attention.read(self.latents, inputs, state, key_padding_mask)
 
-    def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
-        """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the state of CA(L_B, X)."""
-        block = self.compress.after_context(self.compress.cross_attention.add(self.latents, state.out))
+    def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
+        """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
+        block = self.compress.after_context(self.compress.cross_attention.add(self.latents, out))
         return self.retrieve(latents, block)
+
+
+def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
+    """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
+    check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
+    check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
+    if latents.dim() == 3 and latents.shape[0] != inputs.shape[0]:
+        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"inputs have batch {inputs.shape[0]}"))
+    check_mask(key_padding_mask, inputs, inputs.shape[:2])

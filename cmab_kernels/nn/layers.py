@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionState, attention_state, latent_attention
+from ..attention.projected import projected_attention_state
 from ..backends import choose
 from ..checks import autocasts, wrong
 from ..layers.schema import attention, feed_forward
 
 CHUNK = 16_384
-"""Rows of a context that are normed and projected at a time where no gradient needs them later."""
+"""Rows that are read at a time where inputs come in chunks."""
 
 
 def split_heads(features: Tensor, heads: int) -> Tensor:
@@ -181,10 +182,34 @@ class CrossAttention(_Attention):
     ) -> AttentionState:
         """Return `state` updated with the context (B, N, C); a `state` of None is that of no rows.
 
-        With grad mode off, keys and values are computed chunk by chunk, so that nothing of size N is allocated. With it on they are
-        computed at once, because the backward pass needs them all.
+        Keys and values are computed inside the operator, so that nothing of size N is allocated.
         """
         query = self.heads(self.query, self.norm(latents))
+        projections = None if context.is_cuda else self.projections()
+        if projections is None:
+            return self._read_in_parts(query, context, state, key_padding_mask)
+        *weights, norm = projections
+        return projected_attention_state(query, context, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
+
+    def projections(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, float]] | None:
+        """Return the weights of keys and values and the context norm, as `projected_attention_state` takes them.
+
+        None if the modules must be called one by one.
+        """
+        parts: dict[str, Any] = self._modules
+        norm: Any = plain_parameters(parts["context_norm"], nn.LayerNorm)
+        key, value = (plain_parameters(parts[name], nn.Linear) for name in ("key", "value"))
+        if norm is None or key is None or value is None or key["bias"] is not None or value["bias"] is not None:
+            return None
+        return cast("Tensor", key["weight"]), cast("Tensor", value["weight"]), (norm["weight"], norm["bias"], parts["context_norm"].eps)
+
+    def _read_in_parts(
+        self, query: Tensor, context: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
+    ) -> AttentionState:
+        """Return what `read` does, with keys and values written to memory: on a GPU, where no kernel projects them, and for other modules.
+
+        With grad mode off they are computed chunk by chunk. With it on they are computed at once, because the backward pass needs them all.
+        """
         rows = context.shape[1] if torch.is_grad_enabled() else CHUNK
         chunks = context.split(rows, dim=1)
         masks = [None] * len(chunks) if key_padding_mask is None else key_padding_mask.split(rows, dim=1)

@@ -114,6 +114,8 @@ class Stream(Keeper[State]):
 
     weight_like: Tensor
     """A buffer without elements, which has the dtype and device of the module's weights after every cast, move and load."""
+    lead: tuple[int, ...] = ()
+    """The dimensions of a state that come before its batch."""
 
     def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -176,7 +178,9 @@ class Stream(Keeper[State]):
             entry = entries.get(name)
             if not isinstance(entry, Tensor) or entry.shape != shape or entry.dtype != dtype:
                 given = f"is {entry.dtype} {tuple(entry.shape)}" if isinstance(entry, Tensor) else f"is {entry!r}"
-                allowed = f"{dtype} ({', '.join(map(str, ('B', *shape[1:]) if shape else ()))}) is needed, with one B for all entries"
+                lead = len(self.lead)
+                shown = (*shape[:lead], "B", *shape[lead + 1 :]) if shape else ()
+                allowed = f"{dtype} ({', '.join(map(str, shown))}) is needed, with one B for all entries"
                 return wrong(prefix + name, given, allowed)
         return self._unlikely(prefix, entries)
 
@@ -205,11 +209,12 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
 
 
 class AttentionStream(Stream[AttentionState]):
-    """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None.
+    """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None; with `blocks` K, that of K stacked blocks.
 
     The state moves with the module between devices, and no cast changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
-    is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L); see `Stream`
-    for what loading does. It refuses a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is not 0 where `lse` is -inf.
+    is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L), with a leading
+    K for stacked blocks; see `Stream` for what loading does. It refuses a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is
+    not 0 where `lse` is -inf.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -222,10 +227,18 @@ class AttentionStream(Stream[AttentionState]):
     fields = AttentionState._fields
 
     def __init__(
-        self, heads: int, latents: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        heads: int,
+        latents: int,
+        width: int,
+        *,
+        blocks: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(device=device, dtype=dtype)
         self.shape = (heads, latents, width)
+        self.lead = () if blocks is None else (blocks,)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -234,17 +247,19 @@ class AttentionStream(Stream[AttentionState]):
 
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no keys for a batch, in the state dtype and on the device of the module."""
-        return empty_state(batch, *self.shape, dtype=self.state_dtype, device=self.weight_like.device)
+        state = empty_state(batch, *self.shape, dtype=self.state_dtype, device=self.weight_like.device)
+        return AttentionState(*(part.repeat(*self.lead, *(1 for _ in part.shape)) for part in state))
 
     def _check(self, state: AttentionState) -> None:
-        batch = state.lse.shape[0] if isinstance(state, AttentionState) and state.lse.dim() else 0
-        check_state(state, (batch, *self.shape), self.state_dtype, self.weight_like.device)
+        lead = len(self.lead)
+        batch = state.lse.shape[lead] if isinstance(state, AttentionState) and state.lse.dim() > lead else 0
+        check_state(state, (*self.lead, batch, *self.shape), self.state_dtype, self.weight_like.device)
 
     def _entries(self, value: AttentionState) -> dict[str, Tensor]:
         return value._asdict()
 
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        shape = (extent(entries, "out", 0), *self.shape)
+        shape = (*self.lead, extent(entries, "out", len(self.lead)), *self.shape)
         return {"out": Part(shape, self.state_dtype), "lse": Part(shape[:-1], torch.float64)}
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:

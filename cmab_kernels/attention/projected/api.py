@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from ...backends import choose
 from ...checks import as_autocast, as_they_are, check_mask, check_operands, wrong
 from ...dtypes import state_dtype
 from ..api import check_offsets_shape
+from ..schema import state_gradient
 from ..state import AttentionState, check_state
-from .schema import projected_attention_op
+from .schema import projected_attention_op, projected_backward_op
 
 Norm = tuple[Tensor, Tensor, float]
 
@@ -106,6 +108,91 @@ def projected_attention_state(
     return AttentionState(*(merged if stacked else (part.squeeze(0) for part in merged)))
 
 
+Chunks = Callable[[], Iterable[Tensor]]
+AfterChunk = Callable[[int, AttentionState], None]
+
+
+def attention_state_of_chunks(
+    query: Tensor,
+    chunks: Chunks,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    *,
+    context_norm: Norm,
+    state: AttentionState | None,
+    after: AfterChunk,
+) -> AttentionState:
+    """`projected_attention_state` of K stacked blocks over chunks of inputs (B, n, C), one after the other.
+
+    `chunks()` starts an iteration over tensors that fit the query (K, H, L, D). It is called once more for the gradients to the query, the
+    weights, the norm and the state, which are summed chunk by chunk: the share of a chunk follows from the final state alone. The inputs
+    themselves get no gradient. `after` is called with the number of chunks read and the state that they leave.
+    """
+    given = {"query": query, "key_weight": key_weight, "value_weight": value_weight, **_norm_tensors(context_norm)}
+    given = dict(zip(given, as_autocast(*given.values()), strict=True))
+    dtype = given["query"].dtype
+    with as_they_are(query.device):
+        weight, bias = _folded(given, state_dtype(dtype))
+    call = _OverChunks(chunks, after, dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
+    return AttentionState(*_OverChunksFunction.apply(call, given["query"].to(weight.dtype), weight, bias, *(state or (None, None))))
+
+
+class _OverChunks(NamedTuple):
+    """What a pass over chunks needs besides tensors; `dtype` is that in which the inputs are read."""
+
+    chunks: Chunks
+    after: AfterChunk
+    dtype: torch.dtype
+    scale: float
+    eps: float
+
+
+class _OverChunksFunction(torch.autograd.Function):
+    """The state of all chunks, and gradients by a second pass over them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, *before: Any) -> Any:
+        ctx.call, ctx.count, state = call, 0, before
+        for chunk in call.chunks():
+            stacked = _over_batch(query, chunk.shape[0], True)
+            chosen = choose("attention.projected", "auto", stacked, chunk, weight)
+            inputs = chunk.to(call.dtype)
+            state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, call.scale, call.eps, chosen)
+            ctx.count += 1
+            call.after(ctx.count, AttentionState(*state))
+        if state[0] is None:
+            raise ValueError(wrong("chunks", "holds no chunk", "at least one is needed, or a state"))
+        if ctx.count == 0:
+            state = tuple(part.clone() for part in state)
+        ctx.save_for_backward(query, weight, bias, *before, *state)
+        return state
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients through chunks are not supported: read all inputs in one call for these")
+        call, (query, weight, bias, state_out, state_lse, out, lse) = ctx.call, ctx.saved_tensors
+        needs = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[2:4])
+        sums = [torch.zeros_like(t, dtype=torch.float64) for t in (query, weight, bias)]
+        count = 0
+        for chunk in call.chunks() if any(needs) else ():
+            count += 1
+            stacked = _over_batch(query, chunk.shape[0], True)
+            chosen = choose("attention.projected", "auto", stacked, chunk, weight)
+            inputs = chunk.to(call.dtype)
+            dquery, _, *rest = projected_backward_op(
+                dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen
+            )
+            for total, part in zip(sums, (dquery.sum(1) if needs[0] else dquery, *rest), strict=True):
+                if part.shape == total.shape:  # else it is not needed
+                    total += part
+        if any(needs) and count != ctx.count:
+            raise RuntimeError(wrong("chunks", f"gave {ctx.count} chunks, and {count} when it was read again", "the same are needed"))
+        grads = [t.to(query.dtype) if need else None for t, need in zip(sums, (needs[0], *needs[2:]), strict=True)]
+        dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse) if any(ctx.needs_input_grad[4:]) else (None, None)
+        return None, *grads, *dstate
+
+
 class _Shape(NamedTuple):
     """The extents that the weights show."""
 
@@ -125,7 +212,7 @@ def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
 
 def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
     """The widths of a key and of a value; raise unless all shapes fit the query, the inputs and each other."""
-    query, inputs, key_weight, value_weight = (given[name] for name in ("query", "inputs", "key_weight", "value_weight"))
+    query, inputs, value_weight = (given[name] for name in ("query", "inputs", "value_weight"))
     lead = "K, " if stacked else ""
     if inputs.dim() != 3 or inputs.shape[2] == 0:
         raise ValueError(wrong("inputs", f"has shape {tuple(inputs.shape)}", "(B, N, C) with C >= 1 is needed"))

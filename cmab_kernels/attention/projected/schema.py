@@ -118,8 +118,9 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *before, mask, cu_seqlens, out, lse = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
 
-    def formula(*tensors: Tensor) -> list[Tensor]:
-        first = projected_attention_backward_reference(*tensors[:6], mask, cu_seqlens, *tensors[6:], ctx.scale, ctx.eps)
+    def formula(*tensors: Any) -> list[Tensor]:
+        every = (*tensors[:6], mask, cu_seqlens, *tensors[6:], ctx.scale, ctx.eps)
+        first = projected_attention_backward_reference(*every)
         return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
 
     partials = gradient_of_formula(formula, (*before, out, lse), needed)

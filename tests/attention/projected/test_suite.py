@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
-from cmab_kernels.testing import OperatorSuite, oracles
+from cmab_kernels.testing import Measured, OperatorSuite, oracles
 from cmab_kernels.testing.bounds import LAWS
 
 Results = tuple[Tensor, ...]
 EPS = 1e-3
-OFFSETS = torch.tensor([0, 2, 2, 5])
+
+
+def offsets(inputs: Any) -> Tensor:
+    """Return the offsets of three sets, of which the second is empty."""
+    length = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() > 1 else 5
+    return torch.tensor([0, 2 * length // 5, 2 * length // 5, length])
 
 
 def joined(weight: Any, dim: int = 0) -> Any:
@@ -66,7 +71,9 @@ class TestProjectedAttention(OperatorSuite):
     """The position of the heads in the shapes of the weights."""
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return weights that keep the size of a row, so that logits are those of the law."""
+        """Return weights that keep the size of a row, so that logits are those of the law; one outlier goes to the rows and queries."""
+        if law == "one outlier" and name not in ("query", "inputs"):
+            law = "normal"
         return LAWS[law](*shape) / (shape[-1] ** 0.5 if name.endswith("weight") and len(shape) > 2 else 1)
 
     def call(self, impl: str, norm_weight: Any, norm_bias: Any, **inputs: Any) -> Results:
@@ -94,7 +101,23 @@ class TestProjectedAttention(OperatorSuite):
         weights = {name: t for name, t in inputs.items() if name not in ("query", "inputs")}
         return oracles.largest_score(inputs["query"], self.key_and_value(inputs["inputs"], **weights)[0])
 
-    def check_rows(self, found: Any) -> None:
+    def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
+        """Leave gradients unchecked that vanish: all where the norm makes equal rows 0, and that of a bias which moves all scores alike."""
+        return not is_gradient or (law != "all equal" and name != "key_bias")
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        """Measure the rows of the gradients of queries and key weights by the terms that they add up, which may cancel."""
+        size = super().row_sizes(found)
+        if found.name not in ("query", "key_weight") or not found.is_gradient:
+            return size
+        weights = {name: t for name, t in found.inputs.items() if name not in ("query", "inputs")}
+        given = found.inputs["query"], *self.key_and_value(found.inputs["inputs"], **weights)
+        dquery, dkey, _ = oracles.attention_terms(found.cotangents[0].double(), *given, *oracles.attention(*given))
+        rows = F.layer_norm(found.inputs["inputs"], found.inputs["inputs"].shape[-1:], weights["norm_weight"], weights["norm_bias"], EPS)
+        term = dquery if found.name == "query" else torch.einsum("bhnd,bnc->hdc", dkey, rows.abs())
+        return torch.maximum(size, 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.max()))
+
+    def check_rows(self, found: Measured) -> None:
         """Check `lse` by its absolute error: 4 eps max abs(S) for the kernel, and as much for the oracle."""
         if found.name != "lse":
             return super().check_rows(found)
@@ -133,12 +156,16 @@ class TestStackedBlocks(TestProjectedAttention):
     extents = {**TestProjectedAttention.extents, "K": 3}
     small = {**TestProjectedAttention.small, "K": 2}
     shapes = ({},)
+    laws = ("normal",)
     bits = TestProjectedAttention.bits[:1]
     repeats = 100
     many = None
     compilers = ("aot_eager",)
     accepted = ()
     stacked = 1
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
 
     def call(self, impl: str, **inputs: Any) -> Results:
         return tuple(part.movedim(0, 1) for part in super().call(impl, **inputs))
@@ -184,6 +211,9 @@ class TestPlainProjections(Variant):
     def in_torch(self, query: Tensor, inputs: Tensor, **weights: Tensor) -> Results:
         return super().in_torch(query.expand(inputs.shape[0], -1, -1, -1), inputs, **weights)
 
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
     def score(self, inputs: dict[str, Tensor]) -> float:
         return super().score({**inputs, "query": inputs["query"][None]})
 
@@ -192,20 +222,23 @@ class TestPackedSets(Variant):
     """Sets of inputs packed into one row by offsets."""
 
     arguments = {**TestProjectedAttention.arguments, "query": "SHLD", "inputs": "ONC"}
-    extents = {"S": 3, "O": 1, "H": 2, "L": 3, "N": 5, "C": 4, "D": 4, "E": 3}
+    outputs = ("out",)
+    extents = {"S": 3, "O": 1, "H": 2, "L": 3, "N": 70, "C": 4, "D": 4, "E": 3}
     batch = ""
     empty = ""
     mask = None
 
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
     def call(self, impl: str, **inputs: Any) -> Results:
-        return super().call(impl, cu_seqlens=OFFSETS, **inputs)
+        return super().call(impl, cu_seqlens=offsets(inputs["inputs"]), **inputs)[:1]
 
     def oracle(self, query: Tensor, inputs: Tensor, **weights: Tensor) -> Results:
-        return oracles.attention(query, *self.key_and_value(inputs, **weights), None, OFFSETS)
+        return oracles.attention(query, *self.key_and_value(inputs, **weights), None, offsets(inputs))[:1]
 
     def in_torch(self, **inputs: Tensor) -> Results:
-        out, lse = self.oracle(**inputs)
-        return out.to(inputs["query"].dtype), lse.detach()
+        return (self.oracle(**inputs)[0].to(inputs["query"].dtype),)
 
 
 class TestIncomingState(Variant):
@@ -217,6 +250,9 @@ class TestIncomingState(Variant):
     empty = "BNM"
     mask = None
     autocast = ()
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
 
     def call(self, impl: str, others: Any, **inputs: Any) -> Results:
         state = ck.AttentionState(*super().call(impl, **{**inputs, "inputs": others}))

@@ -1,0 +1,107 @@
+"""Inputs that come in chunks: from an array, a table, a loader or any iterable, the next one fetched while one is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import wrong
+from .layers import CHUNK, check_features
+
+_END = object()
+
+
+def check_source(source: Any, read_twice: bool) -> None:
+    """Raise unless `source` can be cut into chunks or iterated, twice if gradients need it."""
+    if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
+        allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
+        raise TypeError(wrong("chunks", f"is a {type(source).__name__}", allowed))
+    if _is_array(source) and len(source.shape) not in (2, 3):
+        raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
+    if read_twice and isinstance(source, Iterator):
+        allowed = "gradients read the chunks a second time; pass a list, an array or a DataLoader, or use torch.no_grad()"
+        raise ValueError(wrong("chunks", f"is a {type(source).__name__}, which can be read once only", allowed))
+
+
+def read_chunks(source: Any, weight: Tensor) -> Iterator[Tensor]:
+    """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`; the next is fetched by a thread meanwhile.
+
+    `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first.
+    """
+    batch = None
+    for i, chunk in enumerate(_prefetched(_rows(chunk, weight) for chunk in _cut(source))):
+        name = f"chunks[{i}]"
+        if not isinstance(chunk, Tensor):
+            raise TypeError(wrong(name, f"is a {type(chunk).__name__}", "a tensor, an array or a batch of an Arrow table is needed"))
+        check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
+        chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
+        if batch not in (None, chunk.shape[0]):
+            raise ValueError(wrong(name, f"has batch {chunk.shape[0]}", f"the chunks before have batch {batch}"))
+        batch = chunk.shape[0]
+        yield chunk
+
+
+def _is_array(source: Any) -> bool:
+    """Whether it is a tensor or, as a memory-mapped file is, a NumPy array."""
+    return isinstance(source, Tensor) or type(source).__module__.partition(".")[0] == "numpy"
+
+
+def _is_table(source: Any) -> bool:
+    """Whether it is an Arrow table, or an open Arrow file."""
+    return hasattr(source, "to_batches") or hasattr(source, "num_record_batches")
+
+
+def _cut(source: Any) -> Iterable[Any]:
+    """The chunks of a source: of an array or a table `CHUNK` rows each, of an Arrow file its batches, and of any other what it yields."""
+    if _is_array(source):
+        return (source[..., first : first + CHUNK, :] for first in range(0, source.shape[-2], CHUNK))
+    if hasattr(source, "num_record_batches"):
+        return (source.get_batch(i) for i in range(source.num_record_batches))
+    return source.to_batches(max_chunksize=CHUNK) if _is_table(source) else source
+
+
+def _rows(chunk: Any, weight: Tensor) -> Any:
+    """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first."""
+    if isinstance(chunk, tuple | list) and chunk:
+        chunk = chunk[0]
+    if hasattr(chunk, "column_names"):
+        columns = [torch.tensor(column.to_numpy(zero_copy_only=False), dtype=weight.dtype) for column in chunk.columns]
+        chunk = torch.stack(columns, -1)
+    elif _is_array(chunk) and not isinstance(chunk, Tensor):
+        chunk = torch.tensor(chunk, dtype=weight.dtype)
+    return chunk.to(weight.device, non_blocking=True) if isinstance(chunk, Tensor) else chunk
+
+
+def _prefetched(chunks: Iterator[Any]) -> Iterator[Any]:
+    """Yield the chunks, each next one computed by another thread while the last is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, chunks, _END)
+        while (chunk := coming.result()) is not _END:
+            coming = thread.submit(next, chunks, _END)
+            yield chunk
+
+
+def progress_bar(source: Any) -> Callable[[int], None]:
+    """A function to be called after each chunk, which shows how many were read: with tqdm if it is there, else as a line of text."""
+    total = len(range(0, source.shape[-2], CHUNK)) if _is_array(source) else len(source) if hasattr(source, "__len__") else None
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+
+        def show(count: int) -> None:
+            print(f"\r{count} of {'?' if total is None else total} chunks", end="\n" if count == total else "", file=sys.stderr, flush=True)
+
+        return show
+    bar = tqdm(total=total, unit="chunk")
+
+    def advance(count: int) -> None:
+        bar.update(1)
+        if count == total:
+            bar.close()
+
+    return advance

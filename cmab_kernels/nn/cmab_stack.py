@@ -1,0 +1,193 @@
+"""A stack of Constant Memory Attention Blocks that reads its inputs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionState
+from ..attention.projected import projected_attention_state
+from ..attention.projected.api import attention_state_of_chunks
+from ..attention.state import subtract_state
+from ..checks import wrong
+from .chunks import check_source, progress_bar, read_chunks
+from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs
+from .stream import AttentionStream, follow_weights
+
+
+class CMABStack(nn.Module):
+    """The papers' stack of `CMAB`s: equal to its `blocks` one after the other, each with the latents of the one before.
+
+    Only the block latents of a `CMAB` read the inputs, and they do not depend on what the block before has made of the latents. So one pass
+    over the inputs serves the first cross-attentions of all blocks; what follows has a constant cost. Source: Memory Efficient Neural
+    Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+
+    Args:
+        dim, num_latents, num_heads, ff_dim, device, dtype: as in `CMAB`, the same for all blocks.
+        depth: K, the number of blocks, at least 1 (`ValueError` otherwise).
+
+    Arguments, errors and streams are those of `CMAB`. A state is that of all blocks: out (K, B, H, L_B, dim / H), lse (K, B, H, L_B).
+    Inputs are normed and projected inside the operator, so that memory does not grow with N, in training neither, except by the inputs'
+    own gradient (not so on a GPU: see `CMAB`).
+
+    `blocks` is a `torch.nn.ModuleList` of the `CMAB`s, with their parameters: `load_state_dict` takes `blocks.0.latents` and so on.
+
+    >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=3).eval()
+    >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
+    >>> with torch.no_grad():
+    ...     whole, one_by_one = stack(points, latents), latents
+    ...     for block in stack.blocks:
+    ...         one_by_one = block(points, one_by_one)
+    ...     for chunk in points.split(300, dim=1):
+    ...         streamed = stack.update(chunk, latents).latents
+    >>> torch.allclose(whole, one_by_one, atol=1e-5), torch.allclose(whole, streamed, atol=1e-5)
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_latents: int,
+        num_heads: int,
+        depth: int,
+        ff_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(wrong("depth", f"is {depth}", "at least one block is needed"))
+        self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype) for _ in range(depth))
+        self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
+
+    def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return the latents (B, L_I, dim) after all blocks. No state is read or written."""
+        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask))
+
+    def update(
+        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABUpdate:
+        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
+
+        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
+        """
+        updated = self._read(new_inputs, latents, self.stream.held if state is None else state, key_padding_mask)
+        result = CMABUpdate(self._retrieve(latents, updated), updated)
+        if state is None:
+            self.stream.state = updated
+        return result
+
+    def remove(
+        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABRemoval:
+        """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
+        before = self.stream.started(state)
+        left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))
+        result = CMABRemoval(self._retrieve(latents, left), left, reliable)
+        if state is None:
+            self.stream.state = left
+        return result
+
+    def init_state(self, batch: int) -> AttentionState:
+        """Return the state of no inputs, to start a stream that the caller keeps: out (K, batch, H, L_B, dim / H), lse without dim / H."""
+        return self.stream.init_state(batch)
+
+    def retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
+        """Return the latents (B, L_I, dim) after all blocks, from latents (B, L_I, dim) or (L_I, dim) and a state of the inputs.
+
+        `ValueError` or `TypeError` for a state or latents that do not fit the module.
+        """
+        self.stream._check(state)
+        check_inputs(latents.new_empty(state.lse.shape[1], 0, latents.shape[-1]), latents, None, self._blocks[0].latents)
+        return self._retrieve(latents, state)
+
+    def encode(
+        self,
+        chunks: Any,
+        state: AttentionState | None = None,
+        *,
+        progress: bool | Callable[[int, AttentionState], None] = False,
+    ) -> AttentionState:
+        """Return the state of inputs that come in chunks, all blocks in one pass; `retrieve` makes latents of it.
+
+        Args:
+            chunks: a tensor or a NumPy array (N, dim) or (B, N, dim), also a memory-mapped one; an Arrow table or an open Arrow file
+                (`pyarrow.ipc.open_file`), whose columns are the features; or any iterable of tensors, arrays or batches of a table
+                (n, dim) or (B, n, dim), such as a `DataLoader`, of whose tuples the first entry is taken. Arrays are cut, and are cast to
+                the module's dtype. A thread fetches the next chunk while one is computed.
+            state: the state of earlier inputs; None: there are none.
+            progress: True shows a bar, with tqdm if it is installed. A function is called after each chunk with the number of chunks
+                read and their state: save it there, and after a stop go on from it with the chunks that are left, to the same bits.
+
+        With grad mode on, the state has gradients to the parameters and to `state`, and none to the inputs. For them the chunks are read
+        a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be
+        read once only, is a `ValueError`. The module's own stream is neither read nor written; `stack.stream.state = stack.encode(...)`
+        under `torch.no_grad()` starts it. A chunk that does not fit is a `ValueError` or `TypeError` that names it; projections with hooks, or that are no
+        `torch.nn.Linear`, are a `RuntimeError`.
+
+        >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=2)
+        >>> data = torch.randn(10_000, 16).numpy()
+        >>> state = stack.encode(data)
+        >>> stack.retrieve(torch.randn(4, 16), state).sum().backward()
+        >>> state.out.shape, stack.blocks[1].latents.grad.abs().max() > 0
+        (torch.Size([2, 1, 2, 8, 8]), tensor(True))
+        """
+        weight = self._blocks[0].latents
+        check_source(chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters())))
+        if state is not None:
+            self.stream._check(state)
+        show = progress_bar(chunks) if progress is True else None
+
+        def after(count: int, reached: AttentionState) -> None:
+            if show:
+                show(count)
+            elif callable(progress):
+                progress(count, reached)
+
+        stacked = self._stacked()
+        if stacked is None:
+            raise RuntimeError(
+                wrong("blocks", "hold a module of another kind, or with hooks, among their projections", "use update() instead")
+            )
+        query, weights, norm = stacked
+        return attention_state_of_chunks(query, lambda: read_chunks(chunks, weight), *weights, context_norm=norm, state=state, after=after)
+
+    @property
+    def _blocks(self) -> list[CMAB]:
+        return cast("list[CMAB]", list(self.blocks))
+
+    def _stacked(self) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, float]] | None:
+        """Return the queries (K, H, L_B, D) of the first cross-attentions, and their projections and context norms stacked.
+
+        None if the modules of a block must be called one by one.
+        """
+        layers = [(block.latents, block.compress.cross_attention) for block in self._blocks]
+        parts = [layer.projections() for _, layer in layers]
+        if any(part is None for part in parts):
+            return None
+        keys, values, norms = zip(*parts, strict=True)  # type: ignore[misc]
+        scales, shifts, (eps, *_) = zip(*norms, strict=True)
+        query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
+        return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
+
+    def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Check the arguments, and return the states of CA(L_B, X) of all blocks."""
+        blocks = self._blocks
+        check_inputs(inputs, latents, key_padding_mask, blocks[0].latents)
+        stacked = None if inputs.is_cuda else self._stacked()
+        if stacked is None:
+            before = [None] * len(blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
+            each = [block._read(inputs, latents, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
+            return AttentionState(*(torch.stack(parts) for parts in zip(*each, strict=True)))
+        query, weights, norm = stacked
+        return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
+
+    def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
+        """Take the latents through what follows the first cross-attention in each block."""
+        for block, out in zip(self._blocks, state.out, strict=True):
+            latents = block._retrieve(latents, out)
+        return latents

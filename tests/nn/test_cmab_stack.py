@@ -1,0 +1,253 @@
+"""`nn.CMABStack` equals its blocks one after the other, as a stream, at once or over chunks, in constant memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.data import DataLoader, TensorDataset
+
+from cmab_kernels import AttentionState
+from cmab_kernels.nn import CMABStack, chunks
+
+DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
+
+
+def stack(dtype: torch.dtype = torch.float64) -> CMABStack:
+    """Return a stack in which every parameter matters."""
+    made = CMABStack(DIM, BLOCK, HEADS, DEPTH, dtype=dtype)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.6)
+    return made
+
+
+def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return torch.randn(BATCH, INPUTS, DIM, dtype=dtype), torch.randn(BATCH, LATENTS, DIM, dtype=dtype)
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max())))
+
+
+def same(ours: AttentionState, theirs: AttentionState) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def one_by_one(module: CMABStack, inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
+    for block in module.blocks:
+        latents = block(inputs, latents, key_padding_mask=ignore)
+    return latents
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_equals_its_blocks_with_all_gradients(masked: bool) -> None:
+    module = stack()
+    inputs, latents = (t.requires_grad_() for t in points())
+    ignore = torch.rand(BATCH, INPUTS) < 0.4 if masked else None
+    leaves = [inputs, latents, *module.parameters()]
+    ours, theirs = module(inputs, latents, key_padding_mask=ignore), one_by_one(module, inputs, latents, ignore)
+    close(ours, theirs)
+    close(torch.autograd.grad(ours.sin().sum(), leaves), torch.autograd.grad(theirs.sin().sum(), leaves))
+
+
+def test_one_pass_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, (inputs, latents) = stack(), points()
+    monkeypatch.setattr("cmab_kernels.nn.cmab.CMAB._read", None)
+    assert module(inputs, latents).shape == latents.shape
+
+
+def test_a_projection_with_a_hook_is_called() -> None:
+    module, (inputs, latents) = stack(), points()
+    expected, called = module(inputs, latents), []
+    module.blocks[1].compress.cross_attention.key.register_forward_hook(lambda *_: called.append(1))
+    close(module(inputs, latents), expected)
+    assert called
+    with pytest.raises(RuntimeError, match="`blocks` hold a module of another kind, or with hooks"):
+        module.encode([inputs])
+
+
+def test_updates_and_removals_equal_one_pass() -> None:
+    module = stack()
+    inputs, latents = (t.requires_grad_() for t in points())
+    state = module.init_state(BATCH)
+    for chunk in inputs.split(9, 1):
+        streamed, state = module.update(chunk, latents, state)
+    leaves, expected = [inputs, latents, *module.parameters()], module(inputs, latents)
+    close(streamed, expected)
+    close(torch.autograd.grad(streamed.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), 1e-11)
+    left, _, reliable = module.remove(inputs[:, :9], latents, module.update(inputs, latents, module.init_state(BATCH)).state)
+    close(left, module(inputs[:, 9:], latents), 1e-8)
+    assert reliable.shape == (DEPTH, BATCH, HEADS, BLOCK) and reliable.all()
+
+
+def test_the_own_stream_is_saved_and_loaded() -> None:
+    module, (inputs, latents) = stack(), points()
+    with torch.no_grad():
+        module.update(inputs[:, :20], latents)
+        saved, other = module.state_dict(), stack()
+        other.load_state_dict(saved)
+        assert saved["stream.out"].shape == (DEPTH, BATCH, HEADS, BLOCK, DIM // HEADS)
+        assert torch.equal(other.update(inputs[:, 20:], latents).latents, module.update(inputs[:, 20:], latents).latents)
+        other.remove(inputs, latents)
+    assert other.half().stream.state is not None and other.stream.state.out.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=rf"`?stream.out`? .*\({DEPTH}, B, {HEADS}, {BLOCK}"):
+        module.load_state_dict({**saved, "stream.out": saved["stream.out"][:1]})
+    with pytest.raises(ValueError, match=r"`state.out` has shape"):
+        module.update(inputs, latents, AttentionState(*(part[0] for part in module.init_state(BATCH))))
+
+
+def test_bad_arguments_leave_the_stream_as_it_was() -> None:
+    module, (inputs, latents) = stack(), points()
+    with torch.no_grad():
+        module.update(inputs, latents)
+        before = module.stream.state
+        for name, bad in (
+            ("inputs", (inputs[..., 1:], latents)),
+            ("latents", (inputs, latents[:1])),
+            ("inputs", (inputs.float(), latents)),
+        ):
+            with pytest.raises((ValueError, TypeError), match=f"^`{name}` "):
+                module.update(*bad)
+        with pytest.raises(ValueError, match=r"^`latents` has batch 1"):
+            module.retrieve(latents[:1], module.init_state(BATCH))
+    assert before is not None and module.stream.state is not None and same(before, module.stream.state)
+    with pytest.raises(ValueError, match="`depth` is 0"):
+        CMABStack(DIM, BLOCK, HEADS, 0)
+
+
+# Chunks -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def batch_of_arrow(inputs: Tensor) -> Any:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Arrow tables are not tested")
+    return arrow.table({f"c{i}": column.numpy() for i, column in enumerate(inputs.T)})
+
+
+def arrow_file(inputs: Tensor, folder: Path) -> Any:
+    table = batch_of_arrow(inputs)
+    import pyarrow
+
+    with pyarrow.OSFile(str(folder / "rows.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, 10)
+    return pyarrow.ipc.open_file(pyarrow.memory_map(str(folder / "rows.arrow")))
+
+
+def memory_mapped(inputs: Tensor, folder: Path) -> Any:
+    np.save(folder / "rows.npy", inputs.numpy())
+    return np.load(folder / "rows.npy", mmap_mode="r")
+
+
+SOURCES = {
+    "a tensor": lambda rows, _: rows,
+    "an array": lambda rows, _: rows.numpy(),
+    "a memory-mapped array": memory_mapped,
+    "an Arrow table": lambda rows, _: batch_of_arrow(rows),
+    "an Arrow file": arrow_file,
+    "a loader": lambda rows, _: DataLoader(TensorDataset(rows), batch_size=10),
+    "a list of arrays": lambda rows, _: np.array_split(rows.numpy(), 5),
+    "a list of tensors": lambda rows, _: rows.split(10),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_source_gives_the_state_and_its_gradients(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", 16)
+    module, (inputs, latents) = stack(), points()
+    given = SOURCES[source](inputs[0], tmp_path)
+    state, expected = module.encode(given), module.update(inputs[:1], latents[:1], module.init_state(1))
+    close(state, expected.state, 1e-11)
+    result, leaves = module.retrieve(latents[:1], state), list(module.parameters())
+    close(torch.autograd.grad(result.sin().sum(), leaves), torch.autograd.grad(expected.latents.sin().sum(), leaves), 1e-11)
+
+
+def test_gradients_flow_through_the_incoming_state() -> None:
+    module, (inputs, latents) = stack(), points()
+    first = AttentionState(*(part.detach().requires_grad_() for part in module.encode([inputs[:, :20]])))
+    leaves = [*first, *module.parameters()]
+    ours = module.retrieve(latents, module.encode(inputs[:, 20:].split(8, 1), first))
+    theirs = module.update(inputs[:, 20:], latents, first).latents
+    close(torch.autograd.grad(ours.sin().sum(), leaves), torch.autograd.grad(theirs.sin().sum(), leaves), 1e-11)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(module.encode([inputs]).out.sum(), leaves[2:], create_graph=True, allow_unused=True)
+
+
+@torch.no_grad()
+def test_stopped_and_resumed_it_has_the_same_bits() -> None:
+    module, (inputs, _) = stack(torch.float32), points(torch.float32)
+    parts, reached = inputs.split(7, 1), []
+
+    def stop(count: int, state: AttentionState) -> None:
+        reached.append(state)
+        if count == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        module.encode(parts, progress=stop)
+    assert same(module.encode(itertools.islice(parts, 3, None), reached[-1]), module.encode(parts))
+    assert same(module.encode([], reached[-1]), reached[-1])
+
+
+def test_the_next_chunk_is_fetched_meanwhile_and_no_more() -> None:
+    module, (inputs, _) = stack(), points()
+    parts = inputs.split(5, 1)
+    asked = [threading.Event() for _ in (*parts, None)]
+
+    def source() -> Iterator[Tensor]:
+        for chunk, event in zip(parts, asked, strict=False):
+            event.set()
+            yield chunk
+        asked[-1].set()
+
+    def meanwhile(count: int, _: AttentionState) -> None:
+        assert asked[count].wait(10) and not any(event.is_set() for event in asked[count + 1 :])
+
+    with torch.no_grad():
+        module.encode(source(), progress=meanwhile)
+
+
+@pytest.mark.parametrize("with_tqdm", [False, True])
+def test_progress(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if with_tqdm:
+        pytest.importorskip("tqdm", reason="tqdm is not installed: its bar is not tested")
+    else:
+        monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
+    module, (inputs, _) = stack(), points()
+    module.encode(inputs.split(9, 1), progress=True)
+    assert ("5/5" if with_tqdm else "5 of 5 chunks\n") in capsys.readouterr().err
+
+
+def test_chunks_that_do_not_fit_are_named() -> None:
+    module, (inputs, _) = stack(), points()
+    cases: dict[str, tuple[Any, type[Exception]]] = {
+        r"`chunks` is a int: ": (3, TypeError),
+        r"`chunks` has shape \(2, 2, 41, 12\): ": (inputs.expand(2, -1, -1, -1), ValueError),
+        r"`chunks` is a generator, which can be read once only: ": ((c for c in inputs.split(9, 1)), ValueError),
+        r"`chunks` holds no chunk: ": ([], ValueError),
+        r"`chunks\[1\]` has shape \(2, 41, 3\): ": ([inputs, inputs[..., :3]], ValueError),
+        r"`chunks\[1\]` has batch 1: ": ([inputs, inputs[:1]], ValueError),
+        r"`chunks\[0\]` is torch.float32: ": ([inputs.float()], TypeError),
+        r"`chunks\[0\]` is a str: ": (["rows"], TypeError),
+    }
+    for message, (given, error) in cases.items():
+        with pytest.raises(error, match=f"^{message}"):
+            module.encode(given)
+    with pytest.raises(ValueError, match=r"`state.out` has shape"):
+        module.encode([inputs], module.blocks[0].init_state(BATCH))
+
+
+def test_a_source_that_changes_is_refused() -> None:
+    module, (inputs, _) = stack(), points()
+    source = [inputs]
+    state = module.encode(source)
+    source.append(inputs)
+    with pytest.raises(RuntimeError, match="`chunks` gave 1 chunks, and 2 when it was read again"):
+        state.out.sum().backward()
