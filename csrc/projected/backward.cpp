@@ -87,7 +87,8 @@ class Backward {
         linear_.pack(projection_.sums(), projection_.weight_rows(k, parts_[i].first), parts_[i].columns, in.columns,
                      transposed_[0].of[i][k]);
     slopes_bytes_ = bytes_of<Slopes>(linear_, in);
-    attention_bytes_ = align(std::max(kernel_.scratch_bytes(shape_), 2 * sizeof(double) * kernel_.block * shape_.key_width));
+    attention_bytes_ =
+        align(std::max(kernel_.scratch_bytes(shape_), 2 * sizeof(double) * kernel_.block * shape_.key_width));
     blocks_bytes_ = align(ceil_div(in.attention.queries, kernel_.block) * sizeof(BackwardBlock));
     sums_bytes_ = bytes_of<Sums>(linear_, in);
   }

@@ -9,11 +9,11 @@ namespace cmab::cpu {
 // K blocks of queries read the same inputs. In what follows, P = H D + H E: the columns of the keys of all heads, then
 // those of their values.
 struct ProjectedInputs {
-  Inputs attention;  // without key and value; shape.dtype is that of sums. query (K * batch, H, L, D)
-  int64_t blocks;    // K
-  DType dtype;       // of the inputs
-  Operand inputs;    // (batch of the keys, N, C), in its first three strides
-  int columns;       // C
+  Inputs attention;    // without key and value; shape.dtype is that of sums. query (K * batch, H, L, D)
+  int64_t blocks;      // K
+  DType dtype;         // of the inputs
+  Operand inputs;      // (batch of the keys, N, C), in its first three strides
+  int columns;         // C
   const void* weight;  // (K, P, C), contiguous, in the type of sums
   const void* bias;    // (K, P)
   bool normed;         // whether each row is normed first: (x - mean) / sqrt(variance + eps)

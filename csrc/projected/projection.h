@@ -32,7 +32,8 @@ struct PackedWeights {
   std::vector<void*> weight, bias;  // of each block
   void *ones, *zeros;               // the weight and bias of the norm
 
-  PackedWeights(Taker& take, const ProjectedInputs& in) : ones(take.vector(in.columns)), zeros(take.vector(in.columns)) {
+  PackedWeights(Taker& take, const ProjectedInputs& in)
+      : ones(take.vector(in.columns)), zeros(take.vector(in.columns)) {
     for (int64_t k = 0; k < in.blocks; ++k) {
       weight.push_back(take.packed(in.columns, in.projected_columns()));
       bias.push_back(take.vector(in.projected_columns()));
@@ -67,7 +68,9 @@ class Projection {
   Matrix weight_rows(int64_t k, int64_t row) const {
     return {offset(in_.weight, (k * in_.projected_columns() + row) * in_.columns, sums_), in_.columns, 1};
   }
-  RowTile from_row(RowTile tile, int64_t row) const { return {offset(tile.data, row * tile.stride, sums_), tile.stride}; }
+  RowTile from_row(RowTile tile, int64_t row) const {
+    return {offset(tile.data, row * tile.stride, sums_), tile.stride};
+  }
 
   // Calls function(tile, first row, rows) for the tiles of a chunk.
   template <class Function>
