@@ -126,8 +126,8 @@ class CMABStack(nn.Module):
         With grad mode on, the state has gradients to the parameters and to `state`, and none to the inputs. For them the chunks are read
         a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be
         read once only, is a `ValueError`. The module's own stream is neither read nor written; `stack.stream.state = stack.encode(...)`
-        under `torch.no_grad()` starts it. A chunk that does not fit is a `ValueError` or `TypeError` that names it; projections with hooks, or that are no
-        `torch.nn.Linear`, are a `RuntimeError`.
+        under `torch.no_grad()` starts it. A chunk that does not fit is a `ValueError` or `TypeError` that names it;
+        projections with hooks, or that are no `torch.nn.Linear`, are a `RuntimeError`.
 
         >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=2)
         >>> data = torch.randn(10_000, 16).numpy()
@@ -169,7 +169,7 @@ class CMABStack(nn.Module):
         parts = [layer.projections() for _, layer in layers]
         if any(part is None for part in parts):
             return None
-        keys, values, norms = zip(*parts, strict=True)  # type: ignore[misc]
+        keys, values, norms = zip(*parts, strict=True)
         scales, shifts, (eps, *_) = zip(*norms, strict=True)
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)

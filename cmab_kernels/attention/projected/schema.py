@@ -10,7 +10,7 @@ from torch import Tensor
 from ...autograd import Operator, gradient_of_formula, looping_rule
 from ...flops import flop_formula
 from ..schema import check_offsets, refused_offsets, state_gradient
-from ..state import AttentionState, merge_states
+from ..state import AttentionState, merged
 from .reference import projected_attention_backward_reference, projected_attention_reference
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -32,7 +32,7 @@ def _definition(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mas
     if cu_seqlens is not None:
         bad = refused_offsets(cu_seqlens, inputs.shape[1])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
-    return new if state_out is None else merge_states(AttentionState(state_out, state_lse), new)
+    return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
 
 
 def _check(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
