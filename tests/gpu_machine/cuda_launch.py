@@ -25,6 +25,7 @@ from .parse import parse
 
 SOURCES = ("solve/regularised_solve", "gram/ridge_solve", "continual/nystrom_step", "continual/attention_step")
 HERE = Path(__file__).parent / "cuda"
+HOST = "launches.so"
 
 
 def nvcc() -> str | None:
@@ -44,23 +45,29 @@ def build(folder: Path) -> Built:
     """Compile the host's part into `folder`, and the kernels to PTX for compute capability 8.0."""
     import pybind11
 
-    library = folder / "launches.so"
     includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
-    subprocess.run([str(COMPILER), *flags, *includes, *CONSTANTS, str(HERE / "launches.cpp"), "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location("launches", library)
+    host = [str(HERE / "launches.cpp"), "-o", str(folder / HOST)]
+    subprocess.run([str(COMPILER), *flags, *includes, *CONSTANTS, *host], check=True)
+    for source in SOURCES:
+        _compile_ptx(folder, source)
+    return built_in(folder)
+
+
+def built_in(folder: Path) -> Built:
+    """Load what `build` has compiled into `folder`."""
+    spec = importlib.util.spec_from_file_location("launches", folder / HOST)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    texts = [_ptx(folder, source) for source in SOURCES]
+    texts = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
     return Built(module, {name: text for text in texts for name in parse(text)})
 
 
-def _ptx(folder: Path, source: str) -> str:
+def _compile_ptx(folder: Path, source: str) -> None:
     made = folder / f"{Path(source).name}.ptx"
     flags = ["-ptx", "-arch=sm_80", "-std=c++17", "-lineinfo", f"-I{ROOT / 'csrc'}", *CONSTANTS]
     subprocess.run([str(nvcc()), "-ccbin", str(COMPILER), *flags, str(ROOT / "csrc" / f"{source}.cu"), "-o", str(made)], check=True)
-    return made.read_text()
 
 
 @contextmanager

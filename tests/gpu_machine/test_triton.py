@@ -7,11 +7,13 @@ import pkgutil
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 import cmab_kernels
-from cmab_kernels.testing import OperatorSuite
+import cmab_kernels as ck
+from cmab_kernels.testing import OperatorSuite, oracles
 from cmab_kernels.triton_common import Kernel
 
 from ..attention import test_suite as attention
@@ -33,8 +35,6 @@ ATTENTION = {"_forward", "_row_terms", "_backward"}
 INTENTION = {"_gram", "_gram_backward", "_apply"}
 PINV = {"_pinv", "_pinv_backward"}
 NYSTROM = {"_landmark_values", "_landmark_values_backward", "_forward"}
-LATER = {"_multiply"}
-"""A kernel that is newer than these tests, and has not run on the machine yet."""
 EVERY = {
     "_solve",
     "_nystrom_step",
@@ -48,8 +48,9 @@ EVERY = {
     "_add_runs",
     *PINV,
     *NYSTROM,
+    "_multiply",
 }
-"""The other Triton kernels of the package; each is in what a test below says has run."""
+"""The Triton kernels of the package; each is in what a test below says has run."""
 
 
 def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2) -> set[str]:
@@ -65,7 +66,7 @@ def test_every_kernel_is_named_here() -> None:
         name for _, name, _ in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if "kernels." in name.removeprefix("cmab_")
     ]
     modules = [importlib.import_module(name) for name in names]
-    assert {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)} == EVERY | LATER
+    assert {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)} == EVERY
 
 
 # ---- latent cross-attention
@@ -142,6 +143,24 @@ def test_pinv(name: str) -> None:
     assert accuracy(nystrom.TestPinv, name, {"B": 2, "M": 5}) >= PINV
 
 
+class OneIteration(nystrom.TestPinv):
+    """The first step of the iteration, without gradients: of many landmarks the machine takes 20 seconds for a step with them."""
+
+    differentiable = ()
+
+    def call(self, impl: str, matrix: Tensor) -> tuple[Tensor, ...]:
+        return (ck.iterative_pinv(matrix, 1, impl=impl),)
+
+    def oracle(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        return (oracles.iterative_pinv(matrix, 1),)
+
+
+@pytest.mark.parametrize("name", ["fp32", *SLOW])
+def test_more_landmarks_than_registers_hold(name: str) -> None:
+    """Products of 65 x 65, in blocks of which the last are a row and a column."""
+    assert accuracy(OneIteration, name, {"B": 1, "M": 65}) == {"_multiply"}
+
+
 @pytest.mark.parametrize("name", ["fp32", *SLOW])
 def test_nystrom_attention(name: str) -> None:
     assert accuracy(nystrom.TestGivenLandmarks, name, LANDMARKS) >= NYSTROM
@@ -151,13 +170,15 @@ def test_nystrom_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64"])
-def test_solve(name: str) -> None:
-    assert accuracy(solve.TestRegularisedSolve, name, {"B": 1, "H": 1, "D": 9}) == {"_solve"}
+@pytest.mark.parametrize("width", [9, 33, *[pytest.param(width, marks=pytest.mark.nightly) for width in (16, 64, 70, 128)]])
+def test_solve(width: int, name: str) -> None:
+    assert accuracy(solve.TestRegularisedSolve, name, {"B": 1, "H": 1, "D": width}) == {"_solve"}
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", *SLOW])
 @pytest.mark.parametrize("suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")])
-def test_steps(suite: type[OperatorSuite], ran: str) -> None:
-    assert accuracy(suite, "fp32", {"B": 1, "H": 1}) == {ran}
+def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
+    assert accuracy(suite, name, {"B": 1, "H": 1}) == {ran}
 
 
 # ---- nightly: more shapes, in more orders
@@ -168,7 +189,8 @@ def test_steps(suite: type[OperatorSuite], ran: str) -> None:
 @pytest.mark.parametrize("width", [1, 8, 33, 64, 128])
 @pytest.mark.parametrize("latents", [3, 130])
 def test_attention_of_any_width(latents: int, width: int, name: str) -> None:
-    accuracy(attention.TestAttentionState, name, {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 1)}, orders=4)
+    """A row of the result is not a single number: that may vanish, and the definition in float32 then exceeds P2 as well."""
+    accuracy(attention.TestAttentionState, name, {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 5)}, orders=4)
 
 
 @pytest.mark.nightly
@@ -183,3 +205,10 @@ def test_intention_of_any_width(width: int, name: str) -> None:
 @pytest.mark.parametrize("landmarks", [1, 16, 17, 40])
 def test_pinv_of_any_size(landmarks: int, name: str) -> None:
     accuracy(nystrom.TestPinv, name, {"B": 1, "M": landmarks}, orders=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+def test_pinv_of_more_landmarks_than_registers_hold(name: str) -> None:
+    """With gradients."""
+    assert accuracy(nystrom.TestPinv, name, {"B": 1, "M": 65}) == {"_multiply"}
