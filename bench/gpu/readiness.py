@@ -137,6 +137,18 @@ def targets(case: Case) -> dict[str, tuple[int, Callable[..., Row]]]:
     return chips | ({amd.ARCH: (amd.TILES, amd.of_launch)} if case.everywhere else {})
 
 
+def launched() -> set[Key]:
+    """The keys of the rows that a whole record has."""
+    by_nvcc = {(case.name, name, f"sm_{number}") for name in cuda.KERNELS for case in cuda.cases_of(name) for number in CHIPS}
+    by_triton = (
+        (case.name, label, arch)
+        for case in cases()
+        for arch, (capability, _) in targets(case).items()
+        for label in case.launches(capability)
+    )
+    return by_nvcc.union(by_triton)
+
+
 def in_child(work: Callable[[Path], Row], limit: float) -> Row:
     """What `work(folder)` gives, or a row with its problem."""
     with tempfile.TemporaryDirectory() as folder:
@@ -285,8 +297,8 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{others} of them not compared: they were recorded with another compiler")
     if not wanted.write:
         return 1 if worse else 0
-    anew = {key_of(row): row for row in found}
-    kept = [anew.pop(key_of(row), row) for row in before] if wanted.kernels else []
+    anew, still = {key_of(row): row for row in found}, launched()
+    kept = [anew.pop(key_of(row), row) for row in before if key_of(row) in still] if wanted.kernels else []
     content = content_of([*kept, *anew.values()])
     record(content)
     print(f"written: {RESULTS.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")

@@ -87,8 +87,12 @@ def case(name: str, dtype: str) -> Case:
     return Case(kernel.operator, "in CUDA", kernel.shape, dtype, kernel.width, None, kernel.work and kernel.work(dtype))
 
 
+def cases_of(name: str) -> list[Case]:
+    return [case(name, dtype) for dtype in KERNELS[name].dtypes]
+
+
 def cases() -> list[Case]:
-    return [case(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
+    return [one for name in KERNELS for one in cases_of(name)]
 
 
 def compiler() -> str | None:
