@@ -38,6 +38,24 @@ def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[st
     return {n: p.contiguous() if p is not None and p.dim() == 1 else p for n, p in zip(names, parameters, strict=True)}
 
 
+# A streaming update calls seven layers of a few latents each, where an allocation costs as much as the arithmetic. So sizes are passed as
+# ints, which torch reads in half the time of a shape, and empty results are made once.
+
+_NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype) for _ in range(4)) for dtype in (torch.float32, torch.float64)}
+_NO_LSE = torch.empty(0, dtype=torch.float64)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return uninitialised memory of the shape of x, contiguous."""
+    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+
+
+def _sums(x: Tensor, *shape: int) -> Tensor:
+    """Return uninitialised memory in the dtype of sums over x."""
+    dtype = state_dtype(x.dtype)
+    return x.new_empty(*shape) if x.dtype == dtype else x.new_empty(*shape, dtype=dtype)
+
+
 def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Allocate gradients like x and the others: all of them, empty where not needed, and the same with None where not needed."""
     tensors = (x, *others)
@@ -48,11 +66,10 @@ def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]
 def feed_forward_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return (y, hidden) for rows x (R, C); hidden is empty unless it is to be kept."""
     *parameters, eps, activation, keep = rest
+    y, hidden = _like(x), _sums(x, x.shape[0], parameters[2].shape[0]) if keep else None
     named = _named(_FEED_FORWARD, parameters)
-    y = x.new_empty(x.shape)
-    hidden = x.new_empty((x.shape[0], parameters[2].shape[0]) if keep else 0, dtype=state_dtype(x.dtype))
-    _C.feed_forward_layer(x=x, **named, eps=eps, activation=_ACTIVATIONS[activation], y=y, hidden=hidden if keep else None)
-    return y, hidden
+    _C.feed_forward_layer(x=x, **named, eps=eps, activation=_ACTIVATIONS[activation], y=y, hidden=hidden)
+    return y, _NOTHING[state_dtype(x.dtype)][0] if hidden is None else hidden
 
 
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -68,61 +85,50 @@ def feed_forward_layer_backward(dy: Tensor, x: Tensor, hidden: Tensor, *rest: An
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor (B, N, C) as rows (B N, C)."""
-    return None if tensor is None else tensor.reshape(tensor.shape[0] * tensor.shape[1], tensor.shape[-1])
+    return None if tensor is None else tensor.flatten(0, 1)
 
 
 def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless they are to be kept."""
     *parameters, heads, scale, eps, context_eps, keep = rest
-    named = _named(_ATTENTION, parameters)
     batch, latents, _ = x.shape
     keys = latents if context is None else context.shape[1]
-    depth, width, sums = parameters[4].shape[0], parameters[8].shape[0], state_dtype(x.dtype)
-    kept = (
-        x.new_empty((batch, latents, depth), dtype=sums),
-        x.new_empty((batch, keys, depth), dtype=sums),
-        x.new_empty((batch, keys, width), dtype=sums),
-        x.new_empty((batch, heads, latents, width // heads), dtype=sums),
-        x.new_empty((batch, heads, latents), dtype=torch.float64),
-    )
-    y = x.new_empty(x.shape)
-    if x.numel():
-        _C.attention_layer(**_attention_inputs(x, context, mask, named, heads, scale, eps, context_eps), **_kept(kept), y=_rows(y))
-    return y, *(kept if keep else (t.new_empty(0) for t in kept))
+    depth, width, rows, others = parameters[4].shape[0], parameters[8].shape[0], batch * latents, batch * keys
+    query, key, value = _sums(x, rows, depth), _sums(x, others, depth), _sums(x, others, width)
+    out, lse, y = _sums(x, batch, heads, latents, width // heads), x.new_empty(batch, heads, latents, dtype=torch.float64), _like(x)
+    if y.numel():
+        inputs = _attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps)
+        _C.attention_layer(**inputs, query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1))
+    if not keep:
+        return y, *_NOTHING[query.dtype], _NO_LSE
+    return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
 
 
 def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
     *parameters, heads, scale, eps, context_eps, query, key, value, out, lse, needs = rest
-    named = _named(_ATTENTION, parameters)
     results, wanted = _gradients(x, (context, *parameters), needs)
     if not x.numel():
         return tuple(r.zero_() for r in results)
     names = ("dx", "dcontext", *("d" + name for name in _ATTENTION))
     gradients = dict(zip(names, (_rows(wanted[0]), _rows(wanted[1]), *wanted[2:]), strict=True))
     _C.attention_layer_backward(
-        **_attention_inputs(x, context, mask, named, heads, scale, eps, context_eps),
-        **_kept((query, key, value, out, lse)),
+        **_attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps),
+        query=_rows(query.contiguous()),
+        key=_rows(key.contiguous()),
+        value=_rows(value.contiguous()),
+        out=out.contiguous(),
+        lse=lse.contiguous(),
         dy=_rows(dy),
         **gradients,
     )
     return tuple(results)
 
 
-def _attention_inputs(x: Tensor, context: Any, mask: Any, named: Any, heads: int, scale: float, eps: float, context_eps: float) -> Any:
-    return {
-        "x": _rows(x),
-        "context": _rows(context),
-        "key_padding_mask": None if mask is None else mask.reshape(-1),
-        **named,
-        "eps": eps,
-        "context_eps": context_eps,
-        "scale": scale,
-        "batch": x.shape[0],
-        "num_heads": heads,
-    }
-
-
-def _kept(kept: Sequence[Tensor]) -> dict[str, Tensor]:
-    query, key, value, out, lse = (t.contiguous() for t in kept)
-    return {"query": query.flatten(0, 1), "key": key.flatten(0, 1), "value": value.flatten(0, 1), "out": out, "lse": lse}
+def _attention_inputs(
+    x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], heads: int, scale: float, eps: float, context_eps: float
+) -> dict[str, Any]:
+    named: dict[str, Any] = _named(_ATTENTION, parameters)
+    named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.reshape(-1))
+    named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads)
+    return named

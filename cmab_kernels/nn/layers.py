@@ -87,12 +87,9 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
     A module with hooks, a parametrization, or an adapter in its place is not just that.
     """
     state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
-    if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"]:
+    if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
-    if state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return None
-    parameters: dict[str, nn.Parameter | None] = state["_parameters"]
-    return parameters
+    return None if state["_backward_pre_hooks"] else state["_parameters"]
 
 
 class FeedForward(nn.Module):
@@ -114,7 +111,7 @@ class FeedForward(nn.Module):
             return latents + contract(features * F.gelu(gate))
         rows = latents.flatten(0, -2)
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
-        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", impl=impl).view(latents.shape)
+        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", impl=impl).view_as(latents)
 
 
 class _Attention(nn.Module):
