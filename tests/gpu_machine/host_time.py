@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 import cmab_kernels as ck
+from cmab_kernels.nystrom.continual import kernels
 
 from .driver import stub
 
@@ -23,30 +25,37 @@ CALLS, ROUNDS = 30, 400
 class Stream:
     """Steps of a stream, whose state nothing else refers to."""
 
-    def __init__(self, step: Callable[..., ck.StepResult], state: object, output: str) -> None:
-        self._step, self._state, self._output = step, state, output
-        self._token = torch.randn(1, 4, 1, 16)
+    def __init__(self, step: Callable[..., Any], state: Any, *arguments: Any, **options: Any) -> None:
+        self._step, self._state, self._arguments, self._options = step, state, arguments, options
 
     def __call__(self) -> None:
-        token = self._token
-        _, self._state = self._step(self._state, token, token, token, output=self._output, impl="triton")
+        _, self._state = self._step(self._state, *self._arguments, **self._options)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls by name: one key or token, 4 heads of 16, in float32."""
-    query, key, window, square = torch.randn(1, 4, 128, 16), torch.randn(1, 4, 1, 16), torch.randn(1, 4, 64, 16), torch.rand(4, 16, 16)
+    query, key, square = torch.randn(1, 4, 128, 16), torch.randn(1, 4, 1, 16), torch.rand(4, 16, 16)
     state, sums = ck.attention_state(query, key, key, impl="native"), ck.ridge_state(key, key, impl="native")
-    rows = window[:, :, 3:4]
+    rows = torch.randn(1, 4, 64, 16)[:, :, 3:4]
     yield "attention_state", lambda: ck.attention_state(query, key, key, impl="triton")
     yield "attention_state with a state", lambda: ck.attention_state(query, key, key, state=state, impl="triton")
     yield "attention_state with a state, keys a view", lambda: ck.attention_state(query, rows, rows, state=state, impl="triton")
     yield "ridge_state", lambda: ck.ridge_state(key, key, impl="triton")
     yield "ridge_state with a state", lambda: ck.ridge_state(key, key, state=sums, impl="triton")
     yield "iterative_pinv", lambda: ck.iterative_pinv(square, impl="triton")
-    for output in ("single", "retroactive"):
-        exact, nystrom = ck.continual_attention_init(window, window, window), ck.continual_nystrom_init(window, window, window, 16)
-        yield f"continual_attention_step, {output}", Stream(ck.continual_attention_step, exact, output)
-        yield f"continual_nystrom_step, {output}", Stream(ck.continual_nystrom_step, nystrom, output)
+    for name in ("attention", "nystrom"):
+        for output in ("single", "retroactive"):
+            options = {"output": output, "impl": "triton"}
+            yield f"continual_{name}_step, {output}", Stream(getattr(ck, f"continual_{name}_step"), stream(name), key, key, key, **options)
+        begun = stream(name)._replace(position=torch.full((1, 4), 64))
+        yield f"    its kernel's function alone, {name}", Stream(getattr(kernels, f"continual_{name}_step"), begun, key, key, key, False)
+
+
+def stream(name: str) -> Any:
+    """The state of a stream after its first window of 64 tokens; of Nyström attention with 16 landmarks."""
+    window = torch.randn(1, 4, 64, 16)
+    landmarks = (16,) if name == "nystrom" else ()
+    return getattr(ck, f"continual_{name}_init")(window, window, window, *landmarks)
 
 
 def least(call: Callable[[], object]) -> float:

@@ -159,11 +159,11 @@ class StepOperator:
 
 def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
     """Whether a step records a gradient or runs under a transform of `torch.func`."""
-    return is_differentiated(*tokens, *(field for field in state if isinstance(field, Tensor)))
+    return is_differentiated(*tokens, *[field for field in state if isinstance(field, Tensor)])
 
 
 def _is_plain(state: Any, *tokens: Tensor) -> bool:
-    return is_plain(*tokens, *(field for field in state if isinstance(field, Tensor)))
+    return is_plain(*tokens, *[field for field in state if isinstance(field, Tensor)])
 
 
 def _place(state: Any) -> tuple[Tensor | None, int]:

@@ -134,14 +134,17 @@ def move_state(state: State, device: torch.device | str) -> State:
 
 def own_memory(state: State) -> State:
     """Return the state with all tensors contiguous and without gradients: itself if they are, else with clones of those that are not."""
-    fields: Any = [_plain(field) if isinstance(field, Tensor) else field for field in state]
-    return state if all(new is old for new, old in zip(fields, state, strict=True)) else type(state)._make(fields)
+    if all(map(_is_own, state)):
+        return state
+    return type(state)._make(map(_owned, state))
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def _is_own(field: Any) -> bool:
+    return not isinstance(field, Tensor) or (field.is_contiguous() and not field.requires_grad)
+
+
+def _owned(field: Any) -> Any:
+    return field if _is_own(field) else field.detach().clone(memory_format=torch.contiguous_format)
 
 
 # ---- which memory the next state takes
@@ -159,14 +162,16 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
     """
     fields: tuple[Any, ...] = state
-    sole = all(sys.getrefcount(fields[i]) == _ONCE and not fields[i].requires_grad for i in range(5))
+    sole = True
+    for i in range(5):
+        sole = sole and sys.getrefcount(fields[i]) == _ONCE and not fields[i].requires_grad
     changes: dict[str, Any] = {}
     batch, heads, capacity, _ = state.keys.shape
     if not sole or capacity < state.window + tokens:
         capacity = state.window + min(tokens, state.window)
         for name in ("queries", "keys", "values"):
             ring = getattr(state, name)
-            changes[name] = ring.new_empty((batch, heads, capacity, ring.shape[3]))
+            changes[name] = ring.new_empty(batch, heads, capacity, ring.shape[3])
     before = state.sums.shape[2]
     rows = before if isinstance(state, ContinualNystromState) else state.window if retroactive else 0
     if sole and rows == before > 0:
@@ -190,13 +195,17 @@ def refuse_other_output(state: State, retroactive: bool) -> None:
         raise RuntimeError(wrong("output", f"is {kinds[retroactive]!r}, and the state is that of {kinds[known]} steps", allowed))
 
 
+_HOST = torch.device("cpu")
+
+
 def check_state(state: State, kind: type[State], name: str = "state") -> None:
     """Raise unless `state` is of this kind and its parts fit together."""
     if not isinstance(state, kind):
         made_by = "continual_nystrom_init" if kind is ContinualNystromState else "continual_attention_init"
         raise TypeError(wrong(name, f"is a {type(state).__name__}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
     _check_counts(state, name)
-    for part, (shape, dtype) in _parts(state, name).items():
+    parts, home = _parts(state, name), state.keys.device
+    for part, (shape, dtype) in parts.items():
         tensor = getattr(state, part)
         if not isinstance(tensor, Tensor):
             raise TypeError(wrong(f"{name}.{part}", f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
@@ -204,7 +213,7 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{shape} is needed"))
         if tensor.dtype != dtype:
             raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
-        device = torch.device("cpu") if part == "scale" else state.keys.device
+        device = _HOST if part == "scale" else home
         if tensor.device != device:
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"{device} is needed; `move_state` moves a state"))
 

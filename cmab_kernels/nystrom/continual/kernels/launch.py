@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ....constants import SCHEDULE
 from ....dtypes import FLOATING, state_dtype
-from ....tiles import padded
-from ....triton_common import device_problem, on_device, triton_dtype
+from ....tiles import chosen_once, padded
+from ....triton_common import Kernel, device_problem, on_device, triton_dtype
 from ...kernels.blocks import SQUARES
 from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
 from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
@@ -38,68 +38,56 @@ def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
     """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
-    after = _after(state, key.shape[2], retroactive)
-    landmarks = state.landmark_keys.shape[-2]
-    size = padded(landmarks)
-    chosen = products(state.inverse.dtype, size, key.device)
-    scratch = state.sums.new_empty((*value.shape[:2], landmarks if retroactive else 0, value.shape[-1]))
-    out = value.new_empty((*value.shape[:2], state.window if retroactive else value.shape[2], value.shape[-1]))
-    in_registers = landmarks * state.inverse.element_size() <= 4 * MOST_IN_REGISTERS  # float64 of 64 takes 128 KiB of shared memory
-    in_blocks = 0 if in_registers or state.fixed else landmarks
-    squares = state.inverse.new_empty((*value.shape[:2], SQUARES.value * in_blocks, in_blocks))
-    pairs = _both(state, after, "sums", "landmark_queries", "landmark_keys", "inverse")
+    (B, H, t, D), (*_, E), landmarks = key.shape, value.shape, state.sums.shape[2]
+    after = _after(state, t, retroactive)
+    step, in_registers = _nystrom(value.dtype, key.device, E, landmarks, state.pinv_iterations, retroactive)
+    unused = state.inverse  # in place of memory that this step does not touch
     with on_device(key):
-        _nystrom_step(
-            key.shape[0] * key.shape[1],
-            *_tokens(query, key, value),
+        out = value.new_empty(B, H, state.window if retroactive else t, E)
+        scratch = unused.new_empty(B, H, landmarks, E) if retroactive else unused
+        squares = unused if in_registers or state.fixed else unused.new_empty(B, H, SQUARES.value * landmarks, landmarks)
+        step(
+            B * H,
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
             out,
             scratch,
             squares,
-            *_both(state, after, "queries", "keys", "values"),
-            *pairs,
+            *_in_turn((*state[:4], *state[5:8]), (*after[:4], *after[5:8])),
             *_positions(state, after),
             state.scale.item(),
-            *_extents(state, after, key, value),
+            *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
             landmarks,
             state.fixed,
             int(after.keys is not state.keys),
-            RETROACTIVE=retroactive,
-            ITERATIONS=state.pinv_iterations,
-            SCHEDULE=SCHEDULE,
-            SIZE=size,
-            IN_REGISTERS=in_registers,
-            PRECISION=chosen.input_precision,
-            **_constants("nystrom", value.dtype, value.shape[3], landmarks),
-            num_warps=warps("nystrom.forward", chosen, key.device, size),
-            num_stages=1,
         )
-    return out, _advanced(after, key.shape[2])
+    return out, _advanced(after, t)
 
 
 def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
     """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
-    after = _after(state, key.shape[2], retroactive)
-    out = value.new_empty((*value.shape[:2], state.window if retroactive else value.shape[2], value.shape[-1]))
+    (B, H, t, D), (*_, E) = key.shape, value.shape
+    after = _after(state, t, retroactive)
+    step = _attention(value.dtype, E, state.window, retroactive)
     with on_device(key):
-        _attention_step(
-            key.shape[0] * key.shape[1],
-            *_tokens(query, key, value),
+        out = value.new_empty(B, H, state.window if retroactive else t, E)
+        step(
+            B * H,
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
             out,
-            *_both(state, after, "queries", "keys", "values", "sums"),
+            *_in_turn(state[:4], after[:4]),
             *_positions(state, after),
             state.scale.item(),
-            *_extents(state, after, key, value),
-            int(state.sums.shape[-2] > 0),
+            *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
+            int(state.sums.shape[2] > 0),
             int(after.keys is not state.keys),
-            RETROACTIVE=retroactive,
-            SCHEDULE=SCHEDULE,
-            **_constants("attention", value.dtype, value.shape[3], state.window),
-            num_warps=4,
-            num_stages=1,
         )
-    return out, _advanced(after, key.shape[2])
+    return out, _advanced(after, t)
 
 
 def _after(state: State, tokens: int, retroactive: bool) -> State:
@@ -115,12 +103,9 @@ def _captures(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _tokens(*tokens: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.contiguous() for t in tokens)
-
-
-def _both(state: State, after: State, *fields: str) -> list[Tensor]:
-    return [getattr(one, field) for field in fields for one in (state, after)]
+def _in_turn(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
+    """Each field of a state before the step, and the same after it."""
+    return [field for both in zip(before, after, strict=True) for field in both]
 
 
 def _positions(state: State, after: State) -> tuple[Tensor, Tensor]:
@@ -135,19 +120,42 @@ def _advanced(after: State, tokens: int) -> State:
     return after if isinstance(after.position, Tensor) else after._replace(position=after.position + tokens)
 
 
-def _extents(state: State, after: State, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    return key.shape[2], state.window, state.keys.shape[2], after.keys.shape[2], key.shape[3], value.shape[3]
+@chosen_once
+def _nystrom(
+    dtype: torch.dtype, device: torch.device, value_width: int, landmarks: int, iterations: int, retroactive: bool
+) -> tuple[Kernel, bool]:
+    """`_nystrom_step` for such a state, and whether it inverts in registers, not in memory: 64 of float64 take 128 KiB of shared memory."""
+    size, wide = padded(landmarks), state_dtype(dtype)
+    in_registers = landmarks * wide.itemsize <= 4 * MOST_IN_REGISTERS
+    chosen = products(wide, size, device)
+    step = _nystrom_step.given(
+        RETROACTIVE=retroactive,
+        ITERATIONS=iterations,
+        SIZE=size,
+        IN_REGISTERS=in_registers,
+        PRECISION=chosen.input_precision,
+        **_constants("nystrom", dtype, value_width, landmarks),
+        num_warps=warps("nystrom.forward", chosen, device, size),
+    )
+    return step, in_registers
 
 
 @functools.cache
+def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: bool) -> Kernel:
+    """`_attention_step` for such a state."""
+    return _attention_step.given(RETROACTIVE=retroactive, **_constants("attention", dtype, value_width, window), num_warps=4)
+
+
 def _constants(kernel: str, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
-    """Block sizes: powers of two by the width of the values, and by the number of rows of sums where there are few."""
+    """What both kernels share. Block sizes are powers of two by the width of the values, and by the number of rows of sums where few."""
     width = padded(value_width)
     block = min(max(ELEMENTS[kernel] // width, 4), 128)
     return {
+        "SCHEDULE": SCHEDULE,
         "WIDTH": width,
         "BLOCK_N": max(block, 16),
         "ROWS": min(block, padded(rows)),
         "LARGEST": torch.finfo(state_dtype(dtype)).max,
         "OPERAND": triton_dtype(state_dtype(dtype)),
+        "num_stages": 1,
     }
