@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cmab_kernels as ck
-from cmab_kernels import checks
+from cmab_kernels import checks, nn
+from cmab_kernels.intention import variants
 from cmab_kernels.intention.solve.api import penalty_of
 
 
@@ -72,3 +73,32 @@ def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytes
     weights[1, 3] = weights[2, 5] = -1.0
     out = ck.intention(key, key, value, 0.1, form=form, weights=weights, key_padding_mask=mask, impl="reference")
     assert torch.equal(out.isnan().flatten(1).all(1), torch.tensor([False, True, False])) and not out[[0, 2]].isnan().any()
+
+
+def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the classes it spoils its head, not the others, and not under the mask; nothing is gathered out of bounds."""
+    monkeypatch.setattr(checks, "_is_read", lambda tensor: False)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    key, labels = torch.randn(4, 1, 9, 2), torch.arange(9).expand(4, 9) % 3
+    labels, mask = labels.clone(), torch.zeros(4, 9, dtype=torch.bool)
+    labels[1, 3], labels[2, 4], labels[3, 5] = 3, -1, 2**40
+    mask[3, 5] = True
+    for pooled in (False, True):
+        moments = variants.class_moments(key, labels, 3, pooled=pooled, key_padding_mask=mask, impl="reference")
+        for part in moments:
+            assert torch.equal(part.isnan().flatten(1).all(1), torch.tensor([False, True, True, False])) and not part[[0, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("module", [nn.MultiheadIntention, nn.MultiheadSigmaIntention, nn.NystromAttention])
+def test_a_float_mask_that_is_not_read_is_nan(module: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is neither 0 nor -inf, which is refused where it is read, makes every result NaN, with no assertion on the device."""
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    options = {"num_landmarks": 3} if module is nn.NystromAttention else {}
+    layer, points, mask = module(8, 2, batch_first=True, **options), torch.randn(2, 6, 8), torch.zeros(2, 6)
+    mask[1, 4] = -torch.inf
+    ignored = layer(points, points, points, key_padding_mask=mask == -torch.inf)[0]
+    assert torch.equal(layer(points, points, points, key_padding_mask=mask)[0], ignored)
+    mask[0, 2] = -1e4
+    with Launched() as launched:
+        assert layer(points, points, points, key_padding_mask=mask)[0].isnan().all()
+    assert "_assert_async" not in launched.names

@@ -78,7 +78,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
-        mask = bool_mask(src_key_padding_mask)
+        mask, src = bool_mask(src_key_padding_mask, src)
         self.self_attn._check(mask, src=src)
         if mask is not None:  # a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T

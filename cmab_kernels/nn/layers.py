@@ -40,22 +40,24 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 
-def bool_mask(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf.
+def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
 
-    `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or,
-    where its values cannot be read (under a compiler, on a GPU), an assertion on the device.
+    `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or in a
+    compiled call a `RuntimeError`. On a GPU, where its values are not read, it makes the whole key NaN, and with it every result.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
-        return key_padding_mask
+        return key_padding_mask, key
     ignore = key_padding_mask == -torch.inf
     sound = (ignore | (key_padding_mask == 0)).all()
+    if key_padding_mask.is_cuda:  # an assertion on the device would end every other use of it
+        return ignore, key.masked_fill(~sound, torch.nan)
     message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
-    if key_padding_mask.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         torch._assert_async(sound, message)
     elif not sound:
         raise ValueError(message)
-    return ignore
+    return ignore, key
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:

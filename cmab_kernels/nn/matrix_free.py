@@ -41,10 +41,10 @@ class MatrixFreeAttention(MultiheadProjections):
         """Return (out, weights), with torch's arguments and shapes; the docstring of the class says what the weights are.
 
         `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be a float mask of 0 and -inf, as torch's transformer
-        layers pass it on.
+        layers pass it on; other numbers are a `ValueError`, and on a GPU, where they are not read, make every result NaN.
         """
         self._refuse_masks("attn_mask", attn_mask, is_causal)
-        key_padding_mask = bool_mask(key_padding_mask)
+        key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, query=query, key=key, value=value)
         q, (k, v, mask) = self._project_query(query, key_padding_mask), self._project_pair(key, value, key_padding_mask)
         out = self._output(self._attend(q, k, v, mask), query)

@@ -166,7 +166,7 @@ class MultiheadIntention(LearnedRidge):
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
         """Return keys and values, projected to heads, and the mask, as keyword arguments of the operators on states."""
         value = key if value is None else value
-        key_padding_mask = bool_mask(key_padding_mask)
+        key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, key=key, value=value)
         return dict(zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True))
 

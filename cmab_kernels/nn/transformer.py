@@ -32,7 +32,7 @@ def _activation(layer: nn.Module) -> str | None:
 
 
 def _is_additive(mask: Tensor | None) -> bool:
-    """Return whether a float mask holds other numbers than 0 and -inf; False where values cannot be read, and `bool_mask` asserts it."""
+    """Return whether a float mask holds other numbers than 0 and -inf; False where `bool_mask` cannot read values either."""
     if mask is None or not mask.is_floating_point() or mask.is_cuda or torch.compiler.is_compiling():
         return False
     return not bool(((mask == 0) | (mask == -torch.inf)).all())
@@ -99,7 +99,11 @@ class _FusedLayer(nn.Module):
 
     def _attend(self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any) -> Tensor:
         """Return x after an attention over `context`, or over itself, by the operator."""
-        single, mask = x.dim() == 2, bool_mask(mask)
+        single = x.dim() == 2
+        if context is None:
+            mask, x = bool_mask(mask, x)
+        else:
+            mask, context = bool_mask(mask, context)
 
         def batch_first(features: Tensor) -> Tensor:
             """Change the layout of x into that of the operator, or back."""

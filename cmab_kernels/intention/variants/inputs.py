@@ -40,6 +40,14 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
     return labels
 
 
+def without_strays(labels: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """On a GPU, where labels are not read: labels outside the classes as 0, and NaN for their weights. On the CPU both as they are."""
+    if not labels.is_cuda:
+        return labels, weights
+    stray = (labels < 0) | (labels >= num_classes)
+    return labels.masked_fill(stray, 0), weights.masked_fill(stray, torch.nan)
+
+
 def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
     """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as float64 (B, H, 1, 1); `like` is any (B, H, ...) tensor."""
     if not isinstance(given, Tensor):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...checks import wrong
 from ..api import ridge_state
 from ..reference import rows_of
-from .inputs import check_labels, check_rows, divided
+from .inputs import check_labels, check_rows, divided, without_strays
 
 ROWS = 4096
 """The number of rows that are converted to float64 at a time."""
@@ -50,7 +50,8 @@ def class_moments(
 
     Args:
         key: (B, H, N, D), any strides; N may be 0. float64, float32, bfloat16 or float16.
-        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored.
+        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored. Another number is a `ValueError`; on
+            a GPU, where labels are not read, it makes the moments of its head NaN.
         pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes; all but `qda` need no more.
         state: the moments of earlier rows, with the same `pooled`. It is not changed.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 counts as two rows.
@@ -132,7 +133,7 @@ def _block_moments(rows: Tensor, labels: Tensor, weights: Tensor, mask: Tensor, 
     """The moments of a block of rows: class sums by `ridge_state` with one-hot labels as keys, scatters as Grams of centred rows."""
     rows = rows_of(rows, mask, torch.float64)
     weights = weights.double().masked_fill(mask[:, None], 0.0)
-    labels = labels.masked_fill(mask[:, None], 0)
+    labels, weights = without_strays(labels.masked_fill(mask[:, None], 0), weights, classes)
     member = (labels.unsqueeze(-1) == torch.arange(classes, device=rows.device)).double()
     sums = ridge_state(member, rows, weights=weights, impl=impl)
     weight = sums.gram.diagonal(dim1=-2, dim2=-1)
