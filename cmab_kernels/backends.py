@@ -214,7 +214,7 @@ def explain(operator: str, *tensors: Any) -> list[Explanation]:
     """Which implementations of `operator` can run these inputs, and why the others cannot, in the order in which "auto" tries them.
 
     `operator` is the name of a public operator (`ValueError` otherwise). `tensors` are its query, key and value; for a solve, gram and rhs;
-    for `iterative_pinv`, the matrix.
+    for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

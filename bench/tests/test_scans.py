@@ -13,7 +13,7 @@ import cmab_kernels
 from bench import devices, harness
 from bench.report import measured
 from bench.runs import is_ours
-from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, scans
+from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, projected, scans
 from bench.scans.attention import NAIVE, SDPA
 from bench.scans.case import DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
 from bench.scans.intention import CHOLESKY, CHUNKED, INVERSE
@@ -41,6 +41,8 @@ SMALL = [
     *of_dtypes(attention.update(keys=40, new=3), DTYPES[:1]),
     attention.update(keys=40, new=3, removes=True),
     attention.merge(3, batch=2),
+    projected.projected(2, 2, 16, 40, 5),
+    projected.projected(2, 2, 16, 40, 5, backward=True),
     modules.cross_attention(keys=40),
     modules.cross_attention(keys=40, backward=True),
     modules.block(keys=40),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def projected_attention_state(
         weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
     scale = shape.key_width**-0.5 if scale is None else scale
     eps = None if context_norm is None else float(context_norm[2])
-    chosen = choose("attention.projected", impl, given["query"], given["inputs"], weight)
+    chosen = choose("attention.projected", impl, *list(given.values())[:4])
     merged = projected_attention_op(
         given["query"].to(sums),
         given["inputs"],
@@ -133,7 +133,7 @@ def attention_state_of_chunks(
     dtype = given["query"].dtype
     with as_they_are(query.device):
         weight, bias = _folded(given, state_dtype(dtype))
-    call = _OverChunks(chunks, after, dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
+    call = _OverChunks(chunks, after, (key_weight.detach(), value_weight.detach()), dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
     return AttentionState(*_OverChunksFunction.apply(call, given["query"].to(weight.dtype), weight, bias, *(state or (None, None))))
 
 
@@ -142,9 +142,16 @@ class _OverChunks(NamedTuple):
 
     chunks: Chunks
     after: AfterChunk
+    weights: tuple[Tensor, Tensor]
     dtype: torch.dtype
     scale: float
     eps: float
+
+    def read(self, query: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Yield the query over the batch of each chunk, the chunk, and the implementation to run."""
+        for chunk in self.chunks():
+            inputs = chunk.to(self.dtype)
+            yield _over_batch(query, chunk.shape[0], True), inputs, choose("attention.projected", "auto", query, inputs, *self.weights)
 
 
 class _OverChunksFunction(torch.autograd.Function):
@@ -153,10 +160,7 @@ class _OverChunksFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, *before: Any) -> Any:
         ctx.call, ctx.count, state = call, 0, before
-        for chunk in call.chunks():
-            stacked = _over_batch(query, chunk.shape[0], True)
-            chosen = choose("attention.projected", "auto", stacked, chunk, weight)
-            inputs = chunk.to(call.dtype)
+        for stacked, inputs, chosen in call.read(query):
             state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, call.scale, call.eps, chosen)
             ctx.count += 1
             call.after(ctx.count, AttentionState(*state))
@@ -175,11 +179,8 @@ class _OverChunksFunction(torch.autograd.Function):
         needs = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[2:4])
         sums = [torch.zeros_like(t, dtype=torch.float64) for t in (query, weight, bias)]
         count = 0
-        for chunk in call.chunks() if any(needs) else ():
+        for stacked, inputs, chosen in call.read(query) if any(needs) else ():
             count += 1
-            stacked = _over_batch(query, chunk.shape[0], True)
-            chosen = choose("attention.projected", "auto", stacked, chunk, weight)
-            inputs = chunk.to(call.dtype)
             dquery, _, *rest = projected_backward_op(
                 dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen
             )

@@ -11,14 +11,13 @@ from ...extension import load
 _C = load()
 
 
-def unsupported(query: Tensor, inputs: Tensor, weight: Tensor) -> str | None:
+def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight: Tensor) -> str | None:
     """The reason why this implementation cannot run these inputs, as a phrase; None if it can run them."""
     if inputs.device.type != "cpu":
         return f"native code runs on the CPU, inputs are on {inputs.device}"
     if inputs.dtype not in FLOATING:
         return f"no native kernel for {inputs.dtype}"
-    key, heads = query.shape[-1], query.shape[2]
-    value = weight.shape[1] // heads - key
+    key, value = query.shape[-1], value_weight.shape[-2] // query.shape[-3]
     if max(key, value) > _C.MAX_WIDTH:
         return f"native kernels go up to a width of {_C.MAX_WIDTH}, keys are {key} wide, values {value}"
     return None

@@ -313,3 +313,11 @@ def test_bad_shapes_are_named() -> None:
         ck.projected_attention_state(query, inputs, key_weight, value_weight, state=state)
     with pytest.raises(ValueError, match=r"`cu_seqlens` is \[0, 10\]"):
         ck.projected_attention_state(query, inputs, key_weight, value_weight, cu_seqlens=torch.tensor([0, 10]))
+
+
+def test_explain_says_which_can_run() -> None:
+    assert [row.usable for row in ck.explain("projected_attention_state", *_calls())] == [True, True]
+    query, inputs, *_ = _calls()
+    wide = torch.randn(2 * 257, 5)
+    row = ck.explain("projected_attention_state", query, inputs, torch.randn(8, 5), wide)[0]
+    assert not row.usable and "keys are 4 wide, values 257" in row.reason

@@ -1,0 +1,102 @@
+"""Attention of stacked blocks over inputs that each norms and projects, beside torch's LayerNorm, linear layers and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cmab_kernels import projected_attention_state
+
+from ..devices import device, generator, lacking_memory, normal
+from ..floors import BYTES, Work, attention_work
+from .attention import SDPA
+from .case import Case, Results, declared, direction, kernels
+
+SCAN = "projected_attention_state"
+LINEAR = f"linear layers and {SDPA}"
+EPS = 1e-5
+
+
+class Stacked(NamedTuple):
+    """The inputs, and the queries, weights and norms of K blocks."""
+
+    inputs: Tensor
+    query: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+
+
+def one_by_one(given: Stacked) -> Tensor:
+    """The attention of each block in torch: out (K, B, H, L, E)."""
+    heads, found = given.query.shape[1], []
+    for query, *weights, scale, shift in zip(*given[1:], strict=True):
+        rows = F.layer_norm(given.inputs, given.inputs.shape[-1:], scale, shift, EPS)
+        key, value = (F.linear(rows, weight).unflatten(-1, (heads, -1)).transpose(1, 2) for weight in weights)
+        found.append(F.scaled_dot_product_attention(query.expand(len(rows), -1, -1, -1), key, value))
+    return torch.stack(found)
+
+
+def in_one_pass(impl: str, given: Stacked) -> Tensor:
+    inputs, query, *weights, scale, shift = given
+    return projected_attention_state(query, inputs, *weights, context_norm=(scale, shift, EPS), impl=impl).out
+
+
+def _run(name: str, backward: bool, given: Stacked) -> Results:
+    """The result, and backward its gradients to queries, weights and norms, as training has them."""
+    attend = one_by_one if name == LINEAR else partial(in_one_pass, name)
+    if not backward:
+        with torch.no_grad():
+            return (attend(given),)
+    leaves = [part.detach().requires_grad_() for part in given[1:]]
+    out = attend(Stacked(given.inputs, *leaves))
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+
+@declared(threads=None)
+def projected(blocks: int = 6, heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False) -> Case:
+    """A stack of blocks over `keys` rows of inputs."""
+    each, scores = width // heads, blocks * heads * latents * keys
+    passes = (False, True)[: 1 + backward]
+    attend = [attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in passes]
+    projections = (2 if backward else 1) * 4 * blocks * keys * width**2  # backward to the weights
+    moved = len(passes) * keys * width * BYTES["float32"]
+    names = (*kernels(SCAN, definition=False), LINEAR)
+
+    def inputs(seed: int) -> Stacked:
+        random = generator(seed)
+        weights = (width**-0.5 * normal(random, blocks, width, width) for _ in range(2))
+        return Stacked(
+            normal(random, 1, keys, width), normal(random, blocks, heads, latents, each), *weights, *normal(random, 2, blocks, width)
+        )
+
+    def oracle(given: Stacked) -> Results:
+        return _run(LINEAR, backward, Stacked(*(part.double() for part in given)))
+
+    implementations: Mapping[str, partial[Results]] = {name: partial(_run, name, backward) for name in names}
+    return Case(
+        scan=SCAN,
+        name=f"projected-{direction(backward)}-float32-K{blocks}-{heads}-heads-C{width}-L{latents}-N{keys}",
+        sizes={"pass": direction(backward), "K": blocks, "H": heads, "L": latents, "N": keys, "C": width},
+        inputs=inputs,
+        implementations=implementations,
+        oracle=oracle,
+        baselines=(LINEAR,),
+        work=Work(sum(w.exponentials for w in attend), sum(w.products for w in attend) + projections, moved),
+        refusal=lambda name: lacking_memory(40 * (blocks if backward else 1) * width * keys),
+        smaller={"keys": min(keys, 4096)},
+    )
+
+
+def cases() -> Iterator[Case]:
+    if not kernels(SCAN, definition=False):
+        return
+    yield from (projected(keys=keys, quick=keys in (10_000, 100_000)) for keys in (1000, 10_000, 100_000, 1_000_000))
+    yield from (projected(keys=keys, backward=True) for keys in (1000, 10_000, 100_000))
+    yield from (projected(blocks) for blocks in (1, 2))
