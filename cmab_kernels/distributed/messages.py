@@ -57,11 +57,11 @@ class _Agreement:
 _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 
 
-def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup) -> tuple[Tensor, bool]:
+def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False) -> tuple[Tensor, bool]:
     """The packed states (W, bytes) of all ranks, and whether any of them wants a gradient; raise on all ranks if they do not fit.
 
     On a GPU the program does not wait to see headers of shapes that were agreed on before: should they differ now, the result is NaN. Only
-    a rank that wants no gradient, and could have one, has to see whether others do.
+    a rank that wants no gradient, and could have one, has to see whether others do. `alike`: it is an error if only some want one.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
@@ -72,7 +72,7 @@ def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup) -> tu
         unlike = (headers[:, 1:] != own[1:]).any() | ((headers[:, 0] - own[0]).abs() == WANTED - _GRAD_MODE_OFF).any()
         return rows.masked_fill(unlike, 255), gradient == WANTED  # eight bytes of 255 are a NaN
     found = headers.tolist()
-    _compare(found)
+    _compare(found, alike)
     agreement.shapes.add(shape)
     agreement.largest = max(agreement.largest, size)
     return rows if fits else _all_gather(packed, group), any(each[0] == WANTED for each in found)
@@ -133,7 +133,7 @@ def _padded(*numbers: int) -> tuple[int, ...]:
     return (*numbers, *[0] * (NUMBERS - len(numbers)))
 
 
-def _compare(headers: list[list[int]]) -> None:
+def _compare(headers: list[list[int]], alike: bool) -> None:
     """Raise unless the states of all ranks have one type, shape and dtype, and all that is needed for a gradient that one of them wants."""
     gradients, kinds, sizes, *_ = zip(*headers, strict=True)
     if _FAILED in kinds:
@@ -144,10 +144,12 @@ def _compare(headers: list[list[int]]) -> None:
         given = "; ".join(f"{_ranks(other == each for other in brought)}: {each}" for each in dict.fromkeys(brought))
         error = ValueError if len(set(kinds)) == len(set(sizes)) == 1 else TypeError
         raise error(wrong("state", f"differs between ranks ({given})", "one type, shape and dtype is needed on all"))
+    wanting = f"requires a gradient on {_ranks(each == WANTED for each in gradients)}"
     if WANTED in gradients and _GRAD_MODE_OFF in gradients:
         off = _ranks(each == _GRAD_MODE_OFF for each in gradients)
-        allowed = f"but grad mode is off on {off}; every rank takes part in the backward pass"
-        raise RuntimeError(wrong("state", f"requires a gradient on {_ranks(each == WANTED for each in gradients)}", allowed))
+        raise RuntimeError(wrong("state", wanting, f"grad mode is off on {off}, and every rank takes part in the backward pass"))
+    if alike and WANTED in gradients and _UNWANTED in gradients:
+        raise RuntimeError(wrong("state", wanting, "in compiled graphs that of all ranks must, or of none"))
 
 
 def _ranks(chosen: Iterable[bool]) -> str:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cmab_kernels as ck
+from cmab_kernels import AttentionState
 from cmab_kernels.distributed import ShardedCMAB, all_merge_state
 from cmab_kernels.nn import CMAB
 
@@ -31,6 +32,13 @@ def case_compiled() -> None:
     ragged = torch.randn(1, 2 + (rank == 0), 5, 4)
     with torch.no_grad(), raises(ValueError, "`state` differs between ranks"):
         torch.compile(lambda own: all_merge_state(ck.ridge_state(own, own)), fullgraph=True, backend="aot_eager")(ragged)
+
+
+def case_compiled_on_ranks_of_which_one_wants_a_gradient() -> None:
+    """A graph is compiled with a backward pass or without, so all ranks raise."""
+    part = AttentionState(torch.randn(1, 2, 3, 4).requires_grad_(dist.get_rank() == 0), torch.randn(1, 2, 3).double())
+    with raises(RuntimeError, "`state` requires a gradient on rank 0", "compiled graphs"):
+        torch.compile(all_merge_state, backend="aot_eager")(part)
 
 
 def case_compiled_module() -> None:
