@@ -76,8 +76,9 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
         rows, gradient = gathered(packed_bytes(fields), header, group)
     if not gradient:
         return _merged(type(state), rows, fields)
-    attached = (field if field.requires_grad or not field.is_floating_point() else field.detach().requires_grad_() for field in state)
-    return type(state)(*_Merge.apply(type(state), group.group_name, rows, *attached))
+    if header[0] != WANTED:  # others want one: this rank takes part in the backward pass
+        state = type(state)(*(field.requires_grad_() if field.is_floating_point() else field for field in fields))
+    return type(state)(*_Merge.apply(type(state), group.group_name, rows, *state))
 
 
 def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:
