@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..attention import AttentionState, merge_states
 from ..checks import wrong
 from ..intention import RidgeState, merge_ridge, ridge_state
-from ..nn import CMAB, Attended, CMABUpdate, MultiheadAttention, MultiheadIntention
+from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
 from .merge import State, all_merge_state
 from .messages import announced, members
 
@@ -47,14 +47,15 @@ class ContextSharded(nn.Module, Generic[State]):
 
 
 class ShardedCMAB(ContextSharded[AttentionState]):
-    """A `nn.CMAB` whose inputs are spread over the ranks of a group: what it returns is what one process returns that has read all inputs.
+    """A `nn.CMAB` or `nn.CMABStack` whose inputs are spread over the ranks of a group: it returns what one process returns that has read
+    all inputs.
 
     Each rank reads its own part of the inputs, of any length, also 0. One collective merges the states. The rest, whose cost does not
     depend on the inputs, runs on every rank, so every rank has the same result and the same state. Latents, batch and weights must be the
     same on all ranks.
 
     Args:
-        module: the block; it is the attribute `module`, so that names in the `state_dict` begin with "module.".
+        module: the block or stack; it is the attribute `module`, so that names in the `state_dict` begin with "module.".
         group: a process group; None is the default one.
 
     The loss of every rank counts, as in `all_merge_state`. Where every rank takes the same loss from the result, `DistributedDataParallel`
@@ -71,9 +72,9 @@ class ShardedCMAB(ContextSharded[AttentionState]):
     >>> dist.destroy_process_group()
     """
 
-    wraps = (CMAB,)
+    wraps = (CMAB, CMABStack)
     merge = staticmethod(merge_states)
-    module: CMAB
+    module: CMAB | CMABStack
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to the inputs of all ranks; arguments as in `CMAB.forward`."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cmab_kernels.distributed import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention
-from cmab_kernels.nn import CMAB, MultiheadAttention, MultiheadIntention
+from cmab_kernels.distributed import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention, all_merge_state
+from cmab_kernels.nn import CMAB, CMABStack, MultiheadAttention, MultiheadIntention
 
-from .common import close, counted, own, raises, same_bits_on_all_ranks
+from .common import close, counted, own, raises, same_bits_on_all_ranks, summed
 
 POINTS, DIM, HEADS = 11, 12, 3
 
@@ -34,6 +34,12 @@ def data() -> tuple[Tensor, Tensor, Tensor]:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..., Any], type]] = {
     "block": (
         lambda: CMAB(DIM, 5, HEADS),
+        lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
+        lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
+        ShardedCMAB,
+    ),
+    "stack": (
+        lambda: CMABStack(DIM, 5, HEADS, depth=2),
         lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
         lambda module, inputs, query, mask: module(inputs, query, key_padding_mask=mask),
         ShardedCMAB,
@@ -89,13 +95,15 @@ def case_updates() -> None:
     inputs, query, mask = data()
     parts, masked = [own(part, 1) for part in (inputs, 3 - inputs)], own(mask, 1)
     both = torch.cat([inputs, 3 - inputs], 1)
-    block, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
+    block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
 
-    sharded, state = ShardedCMAB(block), block.init_state(2)
-    for part in parts:
-        result, state = sharded.update(part, query, state, key_padding_mask=masked)
-    close((result, state), tuple(block.update(both, query, block.init_state(2), key_padding_mask=torch.cat([mask, mask], 1))))
-    same_bits_on_all_ranks((result, state))
+    for module in (block, stack):
+        sharded, state = ShardedCMAB(module), module.init_state(2)
+        for part in parts:
+            result, state = sharded.update(part, query, state, key_padding_mask=masked)
+        whole = module.update(both, query, module.init_state(2), key_padding_mask=torch.cat([mask, mask], 1))
+        close((result, state), tuple(whole), 1e-11)
+        same_bits_on_all_ranks((result, state))
 
     stream, state = ShardedMultiheadAttention(attention), None
     for part in parts:
@@ -113,7 +121,7 @@ def case_updates() -> None:
 def case_own_streams_are_the_same_on_all_ranks() -> None:
     """A module's own stream advances on all ranks alike, and is saved and loaded; an error leaves it."""
     inputs, query, _ = data()
-    for make, *_, wrapper in (MODULES["block"], MODULES["intention"]):
+    for make, *_, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
         module = shaken(make())
         sharded = wrapper(module)
         extra = (query,) if wrapper is ShardedCMAB else ()
@@ -135,14 +143,27 @@ def case_own_streams_are_the_same_on_all_ranks() -> None:
         assert all(a is b for a, b in zip(module.stream.state, before, strict=True))
 
 
+def case_encoded_files() -> None:
+    """Each rank encodes chunks of its own; merged, the states give the result and the gradients of all chunks."""
+    stack, (inputs, query, _) = shaken(CMABStack(DIM, 5, HEADS, depth=2)), data()
+    whole = stack(inputs, query)
+    wanted = torch.autograd.grad(whole.sin().sum(), list(stack.parameters()))
+    state = all_merge_state(stack.encode(list(own(inputs, 1).split(2, 1)), stack.init_state(2)))
+    out = stack.retrieve(query, state)
+    close(out, whole, 1e-11)
+    found = summed(torch.autograd.grad(out.sin().sum(), list(stack.parameters())))
+    close([gradient / dist.get_world_size() for gradient in found], list(wanted), 1e-9)
+
+
 def case_an_error_on_one_rank_is_raised_on_all() -> None:
     """No rank waits for one that refuses its inputs, and states stay as they were."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     inputs, query, mask = data()
-    block, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
+    block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
     calls: list[Callable[[Tensor, Tensor], Any]] = [
         lambda part, masked: ShardedCMAB(block)(part, query, key_padding_mask=masked),
         lambda part, masked: ShardedCMAB(block).update(part, query, key_padding_mask=masked),
+        lambda part, masked: ShardedCMAB(stack).update(part, query, key_padding_mask=masked),
         lambda part, masked: ShardedMultiheadAttention(attention)(query, part, part, masked),
         lambda part, masked: ShardedMultiheadAttention(attention).attend_state(query, part, key_padding_mask=masked),
         lambda part, masked: ShardedMultiheadIntention(fit)(query, part, part, masked),
@@ -156,13 +177,13 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
         ):
             with torch.no_grad(), raises(error) if rank == last else raises(RuntimeError, f"missing from rank {last}"):
                 call(*((part, masked) if rank == last else (inputs, mask)))
-    assert block.stream.state is None and fit.stream.state is None
+    assert block.stream.state is None and stack.stream.state is None and fit.stream.state is None
     with raises(ValueError, "differs between ranks", "(1, 3, 5, 4)"):
         ShardedCMAB(block)(inputs[: 1 if rank == last else 2], query[: 1 if rank == last else 2])
 
 
 def case_construction() -> None:
-    with raises(TypeError, "`module` is a Linear: a CMAB"):
+    with raises(TypeError, "`module` is a Linear: a CMAB or a CMABStack is needed"):
         ShardedCMAB(nn.Linear(2, 2))
     dropping = ShardedMultiheadAttention(MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True).double())
     inputs, query, _ = data()
