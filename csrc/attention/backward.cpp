@@ -195,8 +195,9 @@ class Backward {
     for (int row = 0; row < rows; ++row) {
       const T* dout = dout_.at<T>(head.b, head.h, first + row);
       const T* out = out_ + row_index(head, first + row) * width;
-      delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);
-      for (int e = 0; e < width; ++e) delta[row] += double(dout[e * dout_.stride[3]]) * out[e];
+      double parts[4] = {-*dlse_.at<double>(head.b, head.h, first + row)};  // a single sum would wait for itself
+      for (int e = 0; e < width; ++e) parts[e % 4] += double(dout[e * dout_.stride[3]]) * out[e];
+      delta[row] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     }
     const QueryRows rows_in{rows_of(in_, in_.query, head.b, head.h, first),
                             dout_.at<T>(head.b, head.h, first),

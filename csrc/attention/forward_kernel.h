@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "common/lanes.h"
 #include "common/tile.h"
 
 namespace cmab::cpu {
@@ -46,17 +47,44 @@ constexpr int padded_rows(int rows) {
   return block_vectors<T>(rows) * kVectorLanes<T>;
 }
 
+// factor * x, rounded once.
+template <class V>
+CMAB_INLINE V scaled(V x, double factor) {
+  typedef double Wide __attribute__((vector_size(lanes<V>() * sizeof(double))));
+  return __builtin_convertvector(__builtin_convertvector(x, Wide) * factor, V);
+}
+
+// As pack_columns below, for rows of the compute type whose elements are contiguous: by squares of registers.
+template <class T>
+inline void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int width, double factor, T* columns) {
+  using V = Vector<T>;
+  constexpr int kLanes = lanes<V>();
+  const int stride = padded_rows<T>(rows);
+  for (int row = 0; row < stride; row += kLanes)
+    for (int d = 0; d < width; d += kLanes) {
+      const int count = width - d < kLanes ? width - d : kLanes;
+      V square[kLanes];
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r)
+        square[r] = row + r < rows ? scaled(load_first<V>(from + (row + r) * row_stride + d, count), factor) : V{};
+      transpose(square);
+      for (int c = 0; c < count; ++c) store(columns + (d + c) * stride + row, square[c]);
+    }
+}
+
 // columns[d][row] = factor * matrix[row][d], zero past the last row.
 template <class T>
 inline void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* columns) {
   const int stride = padded_rows<T>(rows);
   with_elements<T>(dtype, matrix, [&](const auto* from) {
+    if constexpr (std::is_same_v<decltype(from), const T*>)
+      if (matrix.col_stride == 1) return pack_squares(from, matrix.row_stride, rows, width, factor, columns);
     for (int row = 0; row < rows; ++row)
       for (int d = 0; d < width; ++d)
         columns[d * stride + row] = T(widen(from[row * matrix.row_stride + d * matrix.col_stride]) * factor);
+    for (int d = 0; d < width; ++d)
+      for (int row = rows; row < stride; ++row) columns[d * stride + row] = 0;
   });
-  for (int d = 0; d < width; ++d)
-    for (int row = rows; row < stride; ++row) columns[d * stride + row] = 0;
 }
 
 // out[:rows] += a' b for the columns of one register tile, over `steps` keys; `rows` is a multiple of 4.

@@ -166,13 +166,12 @@ class Backward {
       const Matrix kept{offset(hidden_, row * stride + part * in_.inner, sums), stride, 1};
       kernel_.load(sums, kept, count, in_.inner, nullptr, 0, tiles.hidden[part]);
     }
-    if (sums_.needed(contract_)) {
-      kernel_.activate(in_.activation, tiles.hidden[0], tiles.hidden[1], count, in_.inner, tiles.active);
-      kernel_.add_products(tiles.dy, in_.width, tiles.active, in_.inner, count, sum(contract_));
-    }
     if (sums_.needed(contract_bias_)) kernel_.add_rows(tiles.dy, count, in_.width, sum(contract_bias_).data);
     kernel_.multiply(tiles.dy, count, in_.width, parameters.contract, in_.inner, nullptr, false, tiles.dactive);
-    kernel_.activate_backward(in_.activation, tiles.hidden[0], tiles.hidden[1], tiles.dactive, count, in_.inner);
+    kernel_.activate_backward(in_.activation, tiles.hidden[0], tiles.hidden[1], tiles.dactive, count, in_.inner,
+                              tiles.active);
+    if (sums_.needed(contract_))
+      kernel_.add_products(tiles.dy, in_.width, tiles.active, in_.inner, count, sum(contract_));
     for (int part = 0; part < parts_of(in_); ++part) {
       const RowTile dhidden = tiles.hidden[part];
       if (sums_.needed(expand_[part]))

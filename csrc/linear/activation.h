@@ -26,9 +26,11 @@ CMAB_INLINE Normal<T> normal(Vector<T> x) {
                                 -0.16559097090774405, 0.008332636453890525, 0.4949462881697768,   -1.2797872151112215,
                                 1.8650996091155583,   -1.8095227994221288,  1.2196892698619723,   -0.5702730857664103,
                                 0.1778367057722489,   -0.03346095212311818, 0.002885639474020734};
+  constexpr int kSmallest = sizeof(T) == 4 ? -100 : -1000;  // products with smaller powers would be subnormal, and slow
   constexpr T kRootHalf = T(0.70710678118654752440), kDensity = T(0.39894228040143267794);
   const V z = magnitude(x) * kRootHalf;
-  const V decay = exp2(z * z * T(-kLog2E));
+  const V power = z * z * T(-kLog2E);
+  const V decay = power < T(kSmallest) ? V{} : exp2(power);
   V tail{};
   if constexpr (sizeof(T) == 4) {
     const V t = T(1) / (T(1) + z * T(0.3));
@@ -69,24 +71,30 @@ struct Activations {
     }
   }
 
-  static void backward(Activation activation, RowTile features, RowTile gate, RowTile dresult, int count, int width) {
+  static void backward(Activation activation, RowTile features, RowTile gate, RowTile dresult, int count, int width,
+                       RowTile result) {
+    const auto give = [&](int row, int d, V y) { store(row_of<T>(result, row) + d, y); };
     switch (activation) {
       case Activation::kGeglu:
         return each(count, width, [&](int row, int d) {
           const V x = Tiles<T>::load_at(features, row, d), g = Tiles<T>::load_at(gate, row, d);
           const V dy = Tiles<T>::load_at(dresult, row, d);
           const Normal<T> at = normal<T>(g);
+          give(row, d, x * (g * at.below));
           store(row_of<T>(features, row) + d, dy * (g * at.below));
           store(row_of<T>(gate, row) + d, dy * x * slope(g, at));
         });
       case Activation::kGelu:
         return each(count, width, [&](int row, int d) {
           const V x = Tiles<T>::load_at(features, row, d);
-          store(row_of<T>(features, row) + d, Tiles<T>::load_at(dresult, row, d) * slope(x, normal<T>(x)));
+          const Normal<T> at = normal<T>(x);
+          give(row, d, x * at.below);
+          store(row_of<T>(features, row) + d, Tiles<T>::load_at(dresult, row, d) * slope(x, at));
         });
       case Activation::kRelu:
         return each(count, width, [&](int row, int d) {
           const V x = Tiles<T>::load_at(features, row, d);
+          give(row, d, x <= V{} ? V{} : x);
           store(row_of<T>(features, row) + d, x <= V{} ? V{} : Tiles<T>::load_at(dresult, row, d));
         });
     }

@@ -77,8 +77,9 @@ struct LinearKernels {
                              RowTile drows, void* dweight, void* dbias);
 
   void (*activate)(Activation, RowTile features, RowTile gate, int count, int width, RowTile to);
-  // Overwrites features and gate by their gradients, given that of the result.
-  void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width);
+  // Overwrites features and gate by their gradients, given that of the result, which it computes again.
+  void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width,
+                            RowTile result);
 
   // Writes `count` elements of a sum of `pieces` parts, `step` bytes apart, in ascending order.
   void (*sum_parts)(const void* parts, size_t step, int pieces, int64_t count, DType, void* to);

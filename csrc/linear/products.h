@@ -35,22 +35,35 @@ struct Products {
       const int column = first * kLanes;
       const T* matrix = static_cast<const T*>(packed) + ptrdiff_t(column) * depth;
       const T* addend = bias ? static_cast<const T*>(bias) + column : nullptr;
-      for (int row = 0; row < count; row += kRowStep)
-        multiply_tile<C>(row_of<T>(rows, row), rows.stride, depth, matrix, addend, add, row_of<T>(to, row) + column,
-                         to.stride);
+      for_each_step<C>(count, [&](int row, auto step) {
+        multiply_tile<decltype(step)::value, C>(row_of<T>(rows, row), rows.stride, depth, matrix, addend, add,
+                                                row_of<T>(to, row) + column, to.stride);
+      });
     });
   }
 
   static void add_products(RowTile left, int left_width, RowTile right, int right_width, int count, RowTile sums) {
-    for (int row = 0; row < left_width; row += kRowStep)
-      for_each_panel(Tiles<T>::vectors(right_width), [&](int first, auto columns) {
-        add_columns<decltype(columns)::value>(row_of<T>(sums, row) + first * kLanes, sums.stride,
+    for_each_panel(Tiles<T>::vectors(right_width), [&](int first, auto columns) {
+      constexpr int C = decltype(columns)::value;
+      for_each_step<C>(left_width, [&](int row, auto step) {
+        add_columns<decltype(step)::value, C>(row_of<T>(sums, row) + first * kLanes, sums.stride,
                                               row_of<T>(left, 0) + row, left.stride,
                                               row_of<T>(right, 0) + first * kLanes, right.stride, count);
       });
+    });
   }
 
  private:
+  // Cuts rows into steps of kRowStep; with a single column of vectors, of twice as many, which hides the latency of
+  // their additions.
+  template <int C, class Function>
+  static CMAB_INLINE void for_each_step(int rows, Function function) {
+    int row = 0;
+    if constexpr (C == 1)
+      for (; row + kRowStep < rows; row += 2 * kRowStep) function(row, Constant<2 * kRowStep>());
+    for (; row < rows; row += kRowStep) function(row, Constant<kRowStep>());
+  }
+
   // Panels of a transposed matrix, whose columns are contiguous, are read by column.
   template <int kColumns, class From>
   static void pack_panel(const From* from, const Matrix& matrix, int depth, int width, T* to) {
@@ -65,16 +78,16 @@ struct Products {
           to[d * kColumns + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
   }
 
-  template <int C>
+  template <int R, int C>
   static __attribute__((noinline)) void multiply_tile(const T* rows, ptrdiff_t stride, int depth, const T* matrix,
                                                       const T* bias, bool add, T* to, ptrdiff_t to_stride) {
-    V sums[kRowStep][C] = {};
-    multiply_add<V, kRowStep, C>(sums, rows, stride, 1, matrix, C * kLanes, depth);
+    V sums[R][C] = {};
+    multiply_add<V, R, C>(sums, rows, stride, 1, matrix, C * kLanes, depth);
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       const V addend = bias ? load<V>(bias + c * kLanes) : V{};
-#pragma GCC unroll 8
-      for (int r = 0; r < kRowStep; ++r) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
         T* at = to + r * to_stride + c * kLanes;
         const V sum = sums[r][c] + addend;
         store(at, add ? load<V>(at) + sum : sum);
@@ -82,10 +95,10 @@ struct Products {
     }
   }
 
-  template <int C>
+  template <int R, int C>
   static __attribute__((noinline)) void add_columns(T* sums, ptrdiff_t stride, const T* left, ptrdiff_t left_stride,
                                                     const T* right, ptrdiff_t right_stride, int count) {
-    accumulate<V, kRowStep, C>(sums, stride, left, 1, left_stride, right, right_stride, count);
+    accumulate<V, R, C>(sums, stride, left, 1, left_stride, right, right_stride, count);
   }
 };
 
