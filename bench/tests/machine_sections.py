@@ -44,7 +44,7 @@ KEYS = 21
 SMALL = {"B": 1, "H": 1, "L": 5, "N": KEYS, "M": 5, "D": 9, "E": 8}
 SOME = ("TestAttentionState", "TestRidgeState", "TestRegularisedSolve")
 RATES = Rates(4e12, 4e12, {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "float16": 8e14})
-"""Of no GPU."""
+"""The rates of no GPU that exists."""
 Tasks = list[Task] | Callable[[Perform], None]
 
 

@@ -50,7 +50,7 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
             under a transform of `torch.func` or in forward mode, for which there are no rules.
         TypeError, ValueError: `state` is no state, or its type, shapes or dtypes are not those of the other ranks. Every rank raises. On a
             GPU, where a look at the other ranks' shapes would make the program wait, a rank whose own state has the shapes and dtypes of an
-            earlier call gets NaN in place of the error.
+            earlier call gets NaN in place of an error.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
@@ -142,7 +142,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
-# For compilers, to whom a collective is one operator -------------------------
+# ---- for compilers, to whom a collective is one operator
 
 
 @torch.library.impl(LIB, "gather_states", "CompositeExplicitAutograd")

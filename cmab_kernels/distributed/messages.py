@@ -117,7 +117,7 @@ def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
         raise
 
 
-# The header of a state
+# ---- the header of a state
 
 
 def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def _described(header: Sequence[int]) -> str:
     return f"{name} with {part} {tuple(shape[:dims])} torch.float{8 * size}"
 
 
-# One state, checked, packed and unpacked
+# ---- one state, checked, packed and unpacked
 
 
 def check(state: AttentionState | RidgeState) -> None:
