@@ -135,7 +135,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests for a GPU, those of accuracy: of all operators in two dtypes, or of some operators in one."""
+    """The accuracy tests of a GPU: of all operators in two dtypes, or of some operators in one."""
     dtypes = (torch.float32, torch.bfloat16) if WHOLE else (torch.float32,)
     tests = [item for item in items if isinstance(item, pytest.Function) and item.originalname == "test_accuracy"]
     items[:] = [item for item in tests if item.callspec.params["dtype"] in dtypes and (WHOLE or item.cls.__name__ in SOME)]
