@@ -13,7 +13,19 @@ import cmab_kernels
 from bench import devices, harness
 from bench.report import measured
 from bench.runs import is_ours
-from bench.scans import all_cases, attention, continual, continual_modules, intention, intention_state, modules, nystrom, projected, scans
+from bench.scans import (
+    all_cases,
+    attention,
+    continual,
+    continual_modules,
+    intention,
+    intention_state,
+    layers,
+    modules,
+    nystrom,
+    projected,
+    scans,
+)
 from bench.scans.attention import NAIVE, SDPA
 from bench.scans.case import DTYPES, EAGER, MODULES, PACKAGE, Case, kernels
 from bench.scans.intention import CHOLESKY, CHUNKED, INVERSE
@@ -46,6 +58,12 @@ SMALL = [
     modules.cross_attention(keys=40),
     modules.cross_attention(keys=40, backward=True),
     modules.block(keys=40),
+    layers.feed_forward(5, 8),
+    layers.feed_forward(5, 8, backward=True),
+    layers.attention_layer(4, 8, 2, keys=6, batch=3),
+    layers.attention_layer(4, 8, 2, keys=6, batch=3, backward=True),
+    layers.stack(4, 8, 2, depth=2, batch=2, points=6, backward=False),
+    layers.stack(4, 8, 2, depth=2, batch=2, points=6),
     modules.intention_module(100, 2, 16),
     modules.intention_module(100, 2, 16, batch=3, backward=True),
     modules.nystrom_module(64, 2, 16, landmarks=8),
@@ -161,7 +179,15 @@ def test_groups_without_an_axis_are_seen():
 
 WITHOUT_WORK = {"empty_ridge", "empty_state", "explain", "move_state", "use_impl"}
 """Public functions that compute nothing."""
-MODULE_SCANS = {"MultiheadAttention", "CMAB", "MultiheadIntention", "NystromAttention", "ContinualNystromAttention", "ContinualAttention"}
+MODULE_SCANS = {
+    "MultiheadAttention",
+    "CMAB",
+    "CMABStack",
+    "MultiheadIntention",
+    "NystromAttention",
+    "ContinualNystromAttention",
+    "ContinualAttention",
+}
 
 
 def test_every_public_operator_is_scanned():
@@ -225,6 +251,8 @@ def test_peers_are_peers():
         (intention.solve(6, 4, 5), CHOLESKY, 0),
         (intention.solve(6, 4, 5, backward=True), CHOLESKY, 0),
         (intention.solve_state(6, 4, 5), CHOLESKY, 0),
+        (layers.feed_forward(5, 8), EAGER, 0),
+        (layers.attention_layer(4, 8, 2, keys=6, batch=3), EAGER, 0),
         (modules.intention_module(100, 2, 16), EAGER, 2 * 100 * 64),
         (nystrom.layer(64, 2, 16, 8, batch=3), EAGER, 0),
         (nystrom.pinv(8, 5), EAGER, 0),
