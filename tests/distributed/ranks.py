@@ -28,7 +28,7 @@ def cases(*modules: str) -> dict[str, Callable[[], None]]:
 
 
 def main(folder: Path, *modules: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     outcomes: dict[str, str] = {}
     for name, case in cases(*modules).items():
         torch.manual_seed(0)
