@@ -59,6 +59,22 @@ def _layer() -> dict[str, Any]:
     return {"x": _rows(B * L, D), "context": _rows(B * 2, 9), "key_padding_mask": mask, **norms, **weights, **numbers}
 
 
+def _projected() -> dict[str, Any]:
+    """Two blocks of queries over the same inputs, of D columns."""
+    tensors = {"query": _rows(2 * B, H, L, D), "cu_seqlens": None, "inputs": _rows(B, N, D), "weight": _rows(2, H * (D + E), D)}
+    mask = torch.zeros(B, N, dtype=torch.bool)
+    return {**tensors, "bias": _rows(2, H * (D + E)), "key_padding_mask": mask, "scale": 0.4, "normed": True, "eps": 1e-5}
+
+
+def _projected_state() -> dict[str, Any]:
+    return {"out": _rows(2 * B, H, L, E), "lse": _wide(2 * B, H, L)}
+
+
+def _projected_slopes() -> dict[str, Any]:
+    needed = {name: t for name, t in _projected().items() if name in ("query", "inputs", "weight", "bias")}
+    return _projected_state() | {f"d{name}": t for name, t in {**_projected_state(), **needed}.items()}
+
+
 def _kept() -> dict[str, Any]:
     rows = {"query": _rows(B * L, H * D), "key": _rows(B * 2, H * D), "value": _rows(B * 2, H * E)}
     return {**rows, "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
@@ -92,6 +108,11 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "attention": ("attention_forward", lambda: _attention() | _state()),
     "attention of packed sets": ("attention_forward", lambda: _packed() | _state()),
     "gradient of attention": ("attention_backward", lambda: _attention() | _slopes()),
+    "attention over projected inputs": (
+        "projected_attention_forward",
+        lambda: _projected() | _projected_state() | {f"state_{name}": t for name, t in _projected_state().items()},
+    ),
+    "gradient of attention over projected inputs": ("projected_attention_backward", lambda: _projected() | _projected_slopes()),
     "removal": ("attention_forward", lambda: _attention() | _state() | {"reliable": torch.zeros(B, H, L, dtype=torch.bool)}),
     "merge": ("merge_states", _merged),
     "feed-forward": ("feed_forward_layer", lambda: _feed_forward() | {"y": _rows(N, D), "hidden": _rows(N, 2 * E)}),
@@ -130,7 +151,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
-    *("gram", "moment", "dquery", "dkey", "dvalue", "dweights"),
+    *("gram", "moment", "dquery", "dkey", "dvalue", "dweights", "dinputs", "dweight", "dbias"),
     *("reliable", "hidden", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
     *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),
     *_gradients(_layer() | _feed_forward()),

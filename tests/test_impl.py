@@ -25,6 +25,7 @@ LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 2]])
 CALLS: dict[str, Callable[[str], Any]] = {
     "latent_attention": lambda impl: ck.latent_attention(Q, K, V, impl=impl),
     "attention_state": lambda impl: ck.attention_state(Q, K, V, impl=impl),
+    "projected_attention_state": lambda impl: ck.projected_attention_state(Q, TOKENS, torch.eye(16, 8), torch.eye(6, 8), impl=impl),
     "remove_from_state": lambda impl: ck.remove_from_state(SEEN, Q, K, V, impl=impl),
     "attention_layer": lambda impl: ck.attention_layer(TOKENS, *(WEIGHTS,) * 4, num_heads=2, impl=impl),
     "feed_forward_layer": lambda impl: ck.feed_forward_layer(TOKENS, WEIGHTS, WEIGHTS, activation="gelu", impl=impl),

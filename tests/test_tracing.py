@@ -21,6 +21,11 @@ SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
 """Shapes of query, key and value."""
 
 
+def _projected(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = k[0, :, :8].flatten(0, 1), k[1, :, :3].flatten(0, 1)
+    return tuple(ck.projected_attention_state(q, k[:, 0], *weights, context_norm=(k[0, 0, 0], k[0, 0, 1], 1e-3)))
+
+
 def _remove(q: Tensor, k: Tensor, v: Tensor) -> Any:
     (out, lse), reliable = ck.remove_from_state(ck.attention_state(q, k, v), q, k[:, :, :2], v[:, :, :2])
     return out, lse, reliable
@@ -42,6 +47,7 @@ def _system(k: Tensor) -> Tensor:
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "latent_attention": lambda q, k, v: ck.latent_attention(q, k, v),
     "attention_state": lambda q, k, v: tuple(ck.attention_state(q, k, v, state=ck.attention_state(q, k[:, :, :4], v[:, :, :4]))),
+    "projected_attention_state": _projected,
     "remove_from_state": _remove,
     "nystrom_attention": lambda q, k, v: ck.nystrom_attention(q, k, v, 3),
     "iterative_pinv": lambda q, k, v: ck.iterative_pinv((q @ q.mT).softmax(-1)),
@@ -72,6 +78,7 @@ class SelfAttended(nn.Module):
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "CMAB": (lambda: modules.CMAB(16, num_heads=2, num_latents=4), 2),
+    "CMABStack": (lambda: modules.CMABStack(16, num_latents=4, num_heads=2, depth=2), 2),
     "InformerEncoderLayer": (lambda: modules.InformerEncoderLayer(16, 2, 32, batch_first=True), 1),
     "MultiheadAttention": (lambda: SelfAttended(modules.MultiheadAttention(16, 2, batch_first=True)), 1),
     "MultiheadIntention": (lambda: SelfAttended(modules.MultiheadIntention(16, 2, batch_first=True)), 1),
