@@ -59,7 +59,7 @@ def _sums(x: Tensor, *shape: int) -> Tensor:
 def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Allocate gradients like x and the others: all of them, empty where not needed, and the same with None where not needed."""
     tensors = (x, *others)
-    results = [t.new_empty(t.shape) if need and t is not None else x.new_empty(0) for t, need in zip(tensors, needs, strict=True)]
+    results = [_like(t) if need and t is not None else x.new_empty(0) for t, need in zip(tensors, needs, strict=True)]
     return results, [r if need and t is not None else None for r, t, need in zip(results, tensors, needs, strict=True)]
 
 

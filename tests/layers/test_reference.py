@@ -78,3 +78,19 @@ def test_flops(native: str) -> None:
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 2 * 10 * 2 * 4 * (6 + 3)
+
+
+def test_gradients_of_weights_for_each_sample(impl: str) -> None:
+    """vmap over samples with weights in common gives each sample its own gradients of them."""
+    x, context = torch.randn(3, 2, 5, 4, dtype=torch.float64), torch.randn(3, 2, 6, 4, dtype=torch.float64)
+    square, expand = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 4), (8, 4)))
+
+    def loss(square: Tensor, expand: Tensor, x: Tensor, context: Tensor) -> Tensor:
+        attended = ck.attention_layer(x, *(square,) * 4, context=context, num_heads=2, impl=impl)
+        return ck.feed_forward_layer(attended, expand, square, impl=impl).square().sum()
+
+    gradient = torch.func.grad(loss, (0, 1))
+    each = torch.vmap(gradient, in_dims=(None, None, 0, 0))(square, expand, x, context)
+    for i in range(3):
+        for ours, right in zip(each, gradient(square, expand, x[i], context[i]), strict=True):
+            _close(ours[i], right)
