@@ -62,6 +62,7 @@ class Planted(Machine):
                 ptx = ptx.replace("\tret;", "$hangs:\n\tbra.uni $hangs;\n\tret;")
             if name == "_solve":
                 os.kill(os.getpid(), signal.SIGSEGV)
+        self.lenient = "solve_kernel" in name or "ridge_kernel" in name  # of csrc, as docs/gpu_machine.md says
         super().launch(ptx, name, grid, threads, shared_bytes, parameters)
 
 
@@ -75,7 +76,7 @@ def in_place_of_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def cuda_on(machine: Machine) -> Iterator[None]:
-    launchers = [backends.implementation(name, "cuda") for name in ("intention", "intention.solve", "nystrom.continual")]
+    launchers = [backends.implementation(name, "cuda") for name in ("intention", "intention.solve")]
     with ExitStack() as patched:
         for launcher in launchers:
             patched.enter_context(mock.patch.object(launcher, "unsupported", lambda *tensors: None))
@@ -126,7 +127,8 @@ def pytest_configure() -> None:
 
     def move(suite: type[OperatorSuite]) -> None:
         plain(suite)
-        suite.extents = {**suite.extents, **{letter: size for letter, size in SMALL.items() if letter in suite.extents}}
+        if suite.batch:  # packed sets say themselves how many keys they have
+            suite.extents = {**suite.extents, **{letter: size for letter, size in SMALL.items() if letter in suite.extents}}
         suite.shapes, suite.laws = ({},), ("normal",)
 
     plain = OperatorSuite._move_to_gpu.__func__
@@ -135,9 +137,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The accuracy tests of a GPU: of all operators in two dtypes, or of some operators in one."""
+    """The accuracy tests of a GPU: of all operators in two dtypes, or of some operators in one.
+
+    CUDA's steps are left out, whose streams have their position on the GPU: tests/gpu_machine/test_cuda.py runs them.
+    """
     dtypes = (torch.float32, torch.bfloat16) if WHOLE else (torch.float32,)
     tests = [item for item in items if isinstance(item, pytest.Function) and item.originalname == "test_accuracy"]
+    tests = [item for item in tests if item.callspec.params["impl"] == "triton" or "continual" not in item.nodeid]
     items[:] = [item for item in tests if item.callspec.params["dtype"] in dtypes and (WHOLE or item.cls.__name__ in SOME)]
 
 
@@ -192,7 +198,9 @@ def nystrom_times(device: str, before: Mapping[str, list[Row]]) -> Tasks:
 
 
 def continual_times(device: str, before: Mapping[str, list[Row]]) -> Tasks:
+    """Steps are timed as "auto" takes them, which takes other kernels for tensors on the CPU."""
     _small_times()
+    backends.use_impl("triton")
     return _there(timings.continual_tasks(device, before))
 
 

@@ -29,7 +29,7 @@ STANDS_FOR = {
     "tuned_timings": "tuned_times",
     "compiled_timings": "compiled_times",
 }
-LIMIT = 90.0
+LIMIT = 60.0
 
 
 class Limited(Section):
@@ -119,10 +119,11 @@ def test_a_check_from_start_to_end(folder: Path, tmp_path: Path, capsys: pytest.
     assert code == 1 and found.keys() == STANDS_FOR.keys() and "not done yet" not in said
     for section in ("suite", "tuned_suite"):
         _are_reported(_problems(found[section]))
-        assert len(found[section]) > 40 and not any("attention/" in key for key in _problems(found[section]))
+        assert len(found[section]) > 35 and not any("attention/" in key for key in _problems(found[section]))
     assert "1 of 1 block sizes are better" in said and [row["sound"] for row in found["candidates"].values()] == 3 * [True]
     assert any("triton" in key and "floor" in row for key, row in found["timings"].items())
-    assert {row["problem"] for key, row in found["ridge_timings"].items() if key.endswith("; triton")}
+    crashed, hung = (row for name in ("ridge_timings", "continual_timings") for key, row in found[name].items() if key.endswith("; triton"))
+    assert "exit code -11" in crashed["problem"] and "stopped after" in hung["problem"]
     (folder / "mended").touch()
     code, said = call()
     assert code == 0 and "WRONG" not in said and not any(_problems(rows) for rows in _rows(output).values())
