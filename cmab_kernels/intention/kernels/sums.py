@@ -249,22 +249,25 @@ def _sums(
 ) -> Sums:
     """The `parts` of the sums, added to those `before`, which are sums and a number of keys or None; `count` is filled with the latter."""
     mask = mask_bytes(key_padding_mask)
-    D, E = key.shape[-1], value.shape[-1]
+    shape = *key.shape, value.shape[-1]
+    *_, D, E = shape
     launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
     inputs = key, value, weights, mask
     with on_device(key):
         if tiles.TILE_D >= D and tiles.TILE_E >= E:
-            return _in_one_pass(launch, tiles, inputs, parts, before, count)
+            return _in_one_pass(launch, tiles, inputs, shape, parts, before, count)
         gram_before, moment_before, count_before = before
-        gram = _in_one_pass(launch, tiles, inputs, (True, False), (gram_before, None, count_before), count)[0] if parts[0] else None
-        moment = _in_one_pass(launch, tiles, inputs, (False, True), (None, moment_before, None), None)[1] if parts[1] else None
+        gram = _in_one_pass(launch, tiles, inputs, shape, (True, False), (gram_before, None, count_before), count)[0] if parts[0] else None
+        moment = _in_one_pass(launch, tiles, inputs, shape, (False, True), (None, moment_before, None), None)[1] if parts[1] else None
     return gram, moment
 
 
-def _in_one_pass(launch: Kernel, tiles: GramTiles, inputs: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None) -> Sums:
-    """As `_sums`, reading the keys once. What was before is added by the same kernel if the keys are one run."""
+def _in_one_pass(
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None
+) -> Sums:
+    """As `_sums`, reading the keys once; `shape` is B, H, N, D, E. What was before is added by the same kernel if the keys are one run."""
     key, value, weights, mask = inputs
-    (B, H, N, D), E = key.shape, value.shape[-1]
+    B, H, N, D, E = shape
     down, across = -(-D // tiles.TILE_D), -(-E // tiles.TILE_E)
     programs = down * (down if parts[0] else across)
     runs, length = cut_keys(N, D, programs)

@@ -19,10 +19,10 @@ WIDEST_TILE = 32
 
 
 @triton.jit
-def _present(absent, strides, number, M: tl.constexpr, SIZE: tl.constexpr):
-    """A bool for each of SIZE rows: it is one of the M landmarks, and not absent."""
+def _present(absent, strides, number, m, SIZE: tl.constexpr):
+    """A bool for each of SIZE rows: it is one of the m landmarks, and not absent."""
     row = tl.arange(0, SIZE)
-    present = row < M
+    present = row < m
     if absent is not None:
         at = absent + (number.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1])
         present = tl.load(at, mask=present, other=1) == 0
@@ -74,6 +74,7 @@ def _landmark_values(
     out,
     scale: tl.float64,
     strides: tl.int64,
+    m: tl.int32,
     D: tl.constexpr,
     E: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -81,18 +82,17 @@ def _landmark_values(
     LARGEST: tl.constexpr,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
-    M: tl.constexpr,
     SIZE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     number = tl.program_id(0)
-    present = _present(absent, strides[3], number, M, SIZE)
+    present = _present(absent, strides[3], number, m, SIZE)
     a = _softmax(query, key, strides, number, present, scale, D, TILE_D, ALIGN, LARGEST, OPERAND, PRECISION)
     inverse = iterate(a, ITERATIONS, OPERAND, PRECISION)
     for column in range(0, E, TILE_E):
         v = _rows(values, strides[2], number, present, column, E, TILE_E, ALIGN[2])
-        store_rows(out, number, product(inverse, v, OPERAND, PRECISION), column, M, E)
+        store_rows(out, number, product(inverse, v, OPERAND, PRECISION), column, m, E)
 
 
 @kernel("dout", "query", "key", "values", "absent")
@@ -108,6 +108,7 @@ def _landmark_values_backward(
     scratch,
     scale: tl.float64,
     strides: tl.int64,
+    m: tl.int32,
     SCRATCH: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -116,14 +117,13 @@ def _landmark_values_backward(
     LARGEST: tl.constexpr,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
-    M: tl.constexpr,
     SIZE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     number = tl.program_id(0)
     scratch += number.to(tl.int64) * SCRATCH
-    present = _present(absent, strides[3], number, M, SIZE)
+    present = _present(absent, strides[3], number, m, SIZE)
     a = _softmax(query, key, strides, number, present, scale, D, TILE_D, ALIGN, LARGEST, OPERAND, PRECISION)
     iterate_in_scratch(a, scratch, ITERATIONS, OPERAND, PRECISION)
     inverse = get(scratch, Z + ITERATIONS, SIZE)
@@ -131,16 +131,16 @@ def _landmark_values_backward(
     for column in range(0, E, TILE_E):
         v = _rows(values, strides[2], number, present, column, E, TILE_E, ALIGN[2])
         slope = _rows(dout, strides[4], number, present, column, E, TILE_E, ALIGN[3])
-        store_rows(dvalues, number, product(tl.trans(inverse), slope, OPERAND, PRECISION), column, M, E)
+        store_rows(dvalues, number, product(tl.trans(inverse), slope, OPERAND, PRECISION), column, m, E)
         dinverse += product(slope, tl.trans(v), OPERAND, PRECISION)
     da = differentiate(dinverse, scratch, ITERATIONS, OPERAND, PRECISION)
     a = get(scratch, A, SIZE)
     dlogits = a * (da - tl.sum(a * da, 1)[:, None]) * tl.full([1, 1], scale, tl.float64).to(OPERAND)
     for column in range(0, D, TILE_D):
         k = _rows(key, strides[1], number, present, column, D, TILE_D, ALIGN[1])
-        store_rows(dquery, number, product(dlogits, k, OPERAND, PRECISION), column, M, D)
+        store_rows(dquery, number, product(dlogits, k, OPERAND, PRECISION), column, m, D)
         q = _rows(query, strides[0], number, present, column, D, TILE_D, ALIGN[0])
-        store_rows(dkey, number, product(tl.trans(dlogits), q, OPERAND, PRECISION), column, M, D)
+        store_rows(dkey, number, product(tl.trans(dlogits), q, OPERAND, PRECISION), column, m, D)
 
 
 def _tile(width: int) -> int:
@@ -169,6 +169,7 @@ def landmark_values(
             out,
             scale,
             (*map(strides, given), (0, 0) if absent is None else absent.stride()),
+            values.shape[1],
             ALIGN=alignment(*given),
             **_common(landmark_query, values, iterations, "nystrom.forward"),
         )
@@ -197,6 +198,7 @@ def landmark_values_backward(
             scratch,
             scale,
             (*map(strides, given), (0, 0) if absent is None else absent.stride(), strides(dout)),
+            values.shape[1],
             SCRATCH=scratch.stride(0),
             ALIGN=alignment(*given, dout),
             **chosen,

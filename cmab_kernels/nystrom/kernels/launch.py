@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ...tiles import BLACKWELL, capability_of, has_little_shared_memory, tuned
-from ...triton_common import Products, triton_dtype
+from ...triton_common import Products, alignment, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
 
@@ -57,17 +57,22 @@ def warps(kernel: str, products: Products, device: torch.device, size: int) -> i
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:
-    """The launch options that all kernels share: the size m, the padded size, the precision of products, and the number of warps."""
+    """The launch options that all kernels share: the padded size, the precision of products, and the number of warps."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
     chosen = products(like.dtype, size, like.device)
     return {
-        "M": like.shape[-2],
         "SIZE": size,
         "OPERAND": triton_dtype(chosen.operand),
         "PRECISION": chosen.input_precision,
         "num_warps": warps(kernel, chosen, like.device, size),
         "num_stages": 1,
     }
+
+
+def whole_alignment(*matrices: Tensor) -> tuple[int, ...]:
+    """The `alignment` of matrices (M, m, m) if it is 16 bytes, else nothing: there are two programs for all m."""
+    known = alignment(*matrices)
+    return known if all(a * t.element_size() == 16 for a, t in zip(known, matrices, strict=True)) else (0,) * len(known)
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int, int]:

@@ -5,24 +5,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kernel, load_tile, on_device, rows_at, tile_at
+from ...triton_common import kernel, on_device, tile_at
 from . import large
-from .launch import in_one_program, options, scratch_squares, strides
+from .launch import in_one_program, options, scratch_squares, strides, whole_alignment
 from .squares import differentiate, iterate, iterate_in_scratch
 
 
 @triton.jit
-def load_square(base, strides, number, M: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
-    return load_tile(tile_at(base, strides, number, 0, 0, SIZE, SIZE, ALIGN), tl.arange(0, SIZE) < M, M)
+def load_square(base, strides, number, m, SIZE: tl.constexpr, ALIGN: tl.constexpr):
+    """Matrix `number` (m, m), with zeros around it."""
+    there = tl.arange(0, SIZE) < m
+    return tl.load(tile_at(base, strides, number, 0, 0, SIZE, SIZE, ALIGN), mask=there[:, None] & there[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(base, number, tile, column, M: tl.constexpr, WIDTH: tl.constexpr):
-    """Store a tile, from `column` on, to matrix `number` of contiguous matrices (M, WIDTH); padding is not stored."""
+def store_rows(base, number, tile, column, m, width):
+    """Store a tile, from `column` on, to matrix `number` of contiguous matrices (m, width); padding is not stored."""
     row = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, tile.shape[1])
-    to = rows_at(base + number.to(tl.int64) * (M * WIDTH), row, WIDTH, tile.shape[1], column)
-    tl.store(to, tile, mask=(row < M)[:, None] & (columns < WIDTH)[None, :])
+    to = base + number.to(tl.int64) * (m * width) + (row.to(tl.int64)[:, None] * width + columns[None, :])
+    tl.store(to, tile, mask=(row < m)[:, None] & (columns < width)[None, :])
 
 
 @kernel("matrix")
@@ -30,16 +32,16 @@ def _pinv(
     matrix,
     inverse,
     strides: tl.int64,
+    m: tl.int32,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
-    M: tl.constexpr,
     SIZE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     number = tl.program_id(0)
-    a = load_square(matrix, strides, number, M, SIZE, ALIGN[0])
-    store_rows(inverse, number, iterate(a, ITERATIONS, OPERAND, PRECISION), 0, M, M)
+    a = load_square(matrix, strides, number, m, SIZE, ALIGN[0])
+    store_rows(inverse, number, iterate(a, ITERATIONS, OPERAND, PRECISION), 0, m, m)
 
 
 @kernel("dinverse", "matrix")
@@ -49,20 +51,20 @@ def _pinv_backward(
     dmatrix,
     scratch,
     strides: tl.int64,
+    m: tl.int32,
     SCRATCH: tl.constexpr,
     ITERATIONS: tl.constexpr,
     ALIGN: tl.constexpr,
-    M: tl.constexpr,
     SIZE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     number = tl.program_id(0)
     scratch += number.to(tl.int64) * SCRATCH
-    a = load_square(matrix, strides[1], number, M, SIZE, ALIGN[1])
+    a = load_square(matrix, strides[1], number, m, SIZE, ALIGN[1])
     iterate_in_scratch(a, scratch, ITERATIONS, OPERAND, PRECISION)
-    g = load_square(dinverse, strides[0], number, M, SIZE, ALIGN[0])
-    store_rows(dmatrix, number, differentiate(g, scratch, ITERATIONS, OPERAND, PRECISION), 0, M, M)
+    g = load_square(dinverse, strides[0], number, m, SIZE, ALIGN[0])
+    store_rows(dmatrix, number, differentiate(g, scratch, ITERATIONS, OPERAND, PRECISION), 0, m, m)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -72,7 +74,16 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
         chosen = options(matrix, "nystrom.forward")
-        _pinv(matrix.shape[0], matrix, inverse, strides(matrix), ITERATIONS=iterations, ALIGN=alignment(matrix), **chosen)
+        _pinv(
+            matrix.shape[0],
+            matrix,
+            inverse,
+            strides(matrix),
+            matrix.shape[1],
+            ITERATIONS=iterations,
+            ALIGN=whole_alignment(matrix),
+            **chosen,
+        )
     return inverse
 
 
@@ -91,9 +102,10 @@ def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -
             dmatrix,
             scratch,
             (strides(dinverse), strides(matrix)),
+            matrix.shape[1],
             SCRATCH=scratch.stride(0),
             ITERATIONS=iterations,
-            ALIGN=alignment(dinverse, matrix),
+            ALIGN=whole_alignment(dinverse, matrix),
             **chosen,
         )
     return dmatrix
