@@ -7,6 +7,7 @@ from .attention import (
     empty_state,
     latent_attention,
     merge_states,
+    prefix_attention_states,
     remove_from_state,
 )
 from .attention.projected import projected_attention_state
@@ -71,6 +72,7 @@ __all__ = [
     "move_state",
     "nystrom_attention",
     "projected_attention_state",
+    "prefix_attention_states",
     "regularised_inverse",
     "regularised_solve",
     "remove_from_state",

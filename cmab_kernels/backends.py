@@ -19,7 +19,7 @@ from torch import Tensor
 from .checks import wrong
 from .tracing import traced_as_constant
 
-SETS = ("attention", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
+SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
 """The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
 
 ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
@@ -45,6 +45,7 @@ OPERATORS: dict[str, str] = {
     "projected_attention_state": "attention.projected",
     "attention_layer": "layers",
     "feed_forward_layer": "layers",
+    "prefix_attention_states": "attention.prefix",
     "nystrom_attention": "nystrom",
     "iterative_pinv": "nystrom",
     "continual_nystrom_step": "nystrom.continual",
@@ -62,6 +63,7 @@ OPERATORS: dict[str, str] = {
 REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
     "attention.projected": "is dense in the number of inputs",
+    "attention.prefix": "is dense in the number of keys times that of prefixes",
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }

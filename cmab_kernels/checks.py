@@ -76,6 +76,14 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
 
 
+def check_every(every: int) -> None:
+    """Raise unless the number of keys from one prefix to the next is an int >= 1."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(wrong("every", f"is a {type(every).__name__}", "an int >= 1 is needed"))
+    if every < 1:
+        raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
+
+
 def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
     if weights is None:

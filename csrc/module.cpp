@@ -19,5 +19,6 @@ PYBIND11_MODULE(_C, module) {
   cmab::bind_layers(module);
   cmab::bind_pinv(module);
   cmab::bind_projected(module);
+  cmab::bind_prefix(module);
   cmab::bind_solve(module);
 }

@@ -29,6 +29,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "remove_from_state": lambda impl: ck.remove_from_state(SEEN, Q, K, V, impl=impl),
     "attention_layer": lambda impl: ck.attention_layer(TOKENS, *(WEIGHTS,) * 4, num_heads=2, impl=impl),
     "feed_forward_layer": lambda impl: ck.feed_forward_layer(TOKENS, WEIGHTS, WEIGHTS, activation="gelu", impl=impl),
+    "prefix_attention_states": lambda impl: ck.prefix_attention_states(Q, K, V, every=4, impl=impl),
     "nystrom_attention": lambda impl: ck.nystrom_attention(K, K, V, 3, impl=impl),
     "iterative_pinv": lambda impl: ck.iterative_pinv(SYSTEM, impl=impl),
     "continual_nystrom_step": lambda impl: ck.continual_nystrom_step(NYSTROM, TOKEN, TOKEN, TOKEN, impl=impl),

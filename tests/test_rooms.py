@@ -79,6 +79,7 @@ def test_no_room_is_missing(name: str) -> None:
     for room in ("__init__", "api", "schema", "reference"):
         assert (folder / f"{room}.py").exists(), f"{name} has no {room}.py"
     assert FAMILIES[name].keys() >= {"native"}
-    known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in ("variants", "solve", "continual", "projected")}
+    inner = ("variants", "solve", "continual", "prefix", "projected")
+    known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in inner}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]
     assert not strangers, f"{name} has rooms that are none: {strangers}"

@@ -1,6 +1,7 @@
 """Latent cross-attention with a mergeable log-sum-exp state."""
 
 from .api import attention_state, latent_attention, merge_states, remove_from_state
+from .prefix import prefix_attention_states
 from .state import AttentionState, Removal, empty_state
 
 __all__ = [
@@ -10,5 +11,6 @@ __all__ = [
     "empty_state",
     "latent_attention",
     "merge_states",
+    "prefix_attention_states",
     "remove_from_state",
 ]

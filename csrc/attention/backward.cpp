@@ -45,16 +45,6 @@ struct Unit {
   int64_t index;
 };
 
-template <class T>
-void narrow_to(DType dtype, T x, void* to, int64_t at) {
-  if constexpr (sizeof(T) == 8) {
-    if (dtype == DType::kFloat64) return narrow(x, static_cast<double*>(to) + at);
-  }
-  if (dtype == DType::kFloat32) return narrow(float(x), static_cast<float*>(to) + at);
-  if (dtype == DType::kBFloat16) return narrow(float(x), static_cast<BFloat16*>(to) + at);
-  narrow(float(x), static_cast<Float16*>(to) + at);
-}
-
 // A backward call; T is the type of sums.
 template <class T>
 class Backward {

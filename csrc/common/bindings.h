@@ -29,6 +29,7 @@ void bind_gram(pybind11::module_&);
 void bind_layers(pybind11::module_&);
 void bind_pinv(pybind11::module_&);
 void bind_projected(pybind11::module_&);
+void bind_prefix(pybind11::module_&);
 void bind_solve(pybind11::module_&);
 
 }  // namespace cmab

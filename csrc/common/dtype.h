@@ -72,4 +72,15 @@ static inline void narrow(float x, Float16* to) {
   to->bits = uint16_t(sign | (magnitude >= 0x477ff000u ? overflow : finite));
 }
 
+// Writes x to element `at` of `to`, which has this type; T is float or double, and double for kFloat64.
+template <class T>
+static inline void narrow_to(DType dtype, T x, void* to, int64_t at) {
+  if constexpr (sizeof(T) == 8) {
+    if (dtype == DType::kFloat64) return narrow(x, static_cast<double*>(to) + at);
+  }
+  if (dtype == DType::kFloat32) return narrow(float(x), static_cast<float*>(to) + at);
+  if (dtype == DType::kBFloat16) return narrow(float(x), static_cast<BFloat16*>(to) + at);
+  narrow(float(x), static_cast<Float16*>(to) + at);
+}
+
 }  // namespace cmab

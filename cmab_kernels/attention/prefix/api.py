@@ -1,0 +1,71 @@
+"""The attention states of all prefixes of a row of keys: what users call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...backends import choose
+from ...checks import as_autocast, check_every, check_key_value, check_mask, check_operands, over_batch
+from ...dtypes import state_dtype
+from ..state import AttentionState, check_state
+from .schema import prefix_attention_op
+
+
+def prefix_attention_states(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    every: int = 1,
+    state: AttentionState | None = None,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> AttentionState:
+    """The attention state after every `every` keys, and after the last: what a stream of updates would go through, in one call.
+
+    State t is that of `attention_state` for the first (t + 1) `every` keys. A loss can then be taken at every length of the context at the
+    cost of one pass over the keys, forward and backward.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16.
+        key: (B, H, N, D), any strides; N may be 0.
+        value: (B, H, N, E).
+        every: the number of keys between one state and the next, >= 1. The last chunk may have fewer.
+        state: the state of earlier keys, which every result includes: out (B, H, L, E) in float32 (float64 for float64 inputs), lse
+            (B, H, L) in float64. It is not changed.
+        key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: a chunk has `every` keys with them.
+        scale: factor of the scores; None means D ** -0.5.
+        impl: "auto", "reference", "native" or "triton".
+
+    Returns:
+        out (B, H, T, L, E) in float32 (float64 for float64 inputs) and lse (B, H, T, L) in float64, T = ceil(N / every); out 0 and lse -inf
+        where no key has been seen yet. Differentiable to any order in query, key, value and the state. The results take T L E numbers, and
+        the gradient needs no N x L matrix.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
+        RuntimeError: `impl` cannot run here.
+
+    Source: Attention as an RNN (Feng et al., 2024), for the scan over prefixes; the gradient stands in
+    `cmab_kernels/attention/prefix/reference.py`.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
+    >>> states = cmab_kernels.prefix_attention_states(latents, points, points, every=100)
+    >>> states.out.shape
+    torch.Size([2, 4, 10, 16, 8])
+    >>> third = cmab_kernels.attention_state(latents, points[:, :, :300], points[:, :, :300])
+    >>> torch.allclose(states.out[:, :, 2], third.out, atol=1e-5)
+    True
+    """
+    check_operands(query=query, key=key, value=value)
+    check_key_value(key, value)
+    query = over_batch(query, key, key.shape[0])
+    check_every(every)
+    check_mask(key_padding_mask, key)
+    query, key, value = as_autocast(query, key, value)
+    if state is not None:
+        check_state(state, (*query.shape[:-1], value.shape[-1]), state_dtype(query.dtype), query.device)
+    chosen = choose("attention.prefix", impl, query, key, value)
+    scale = float(key.shape[-1] ** -0.5 if scale is None else scale)
+    return AttentionState(*prefix_attention_op(query, key, value, key_padding_mask, *(state or (None, None)), every, scale, chosen))

@@ -1,0 +1,83 @@
+"""The states of all prefixes on the CPU: calls into csrc/prefix, which fills the tensors that are allocated here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...dtypes import state_dtype
+from ...extension import load
+from ..native import unsupported as unsupported
+
+_C = load()
+
+
+def prefix_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    every: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of every prefix."""
+    batch, heads, latents, _ = query.shape
+    shape = (batch, heads, -(-key.shape[2] // every), latents)
+    out = query.new_empty((*shape, value.shape[3]), dtype=state_dtype(query.dtype))
+    lse = query.new_empty(shape, dtype=torch.float64)
+    _C.prefix_forward(
+        query=query,
+        key=key,
+        value=value,
+        key_padding_mask=key_padding_mask,
+        state_out=state_out,
+        state_lse=state_lse,
+        every=every,
+        scale=scale,
+        out=out.flatten(2, 3),
+        lse=lse.flatten(2, 3),
+    )
+    return out, lse
+
+
+def prefix_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    every: int,
+    scale: float,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, ...]:
+    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse), contiguous; an empty tensor for each that `needs` does not ask for.
+
+    Gradients of results whose prefixes and queries do not lie evenly in memory are copied.
+    """
+    wanted = (*needs, needs[3])
+    like = (query, key, value, state_out, state_lse)
+    grads = tuple(query.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(like, wanted, strict=True))
+    names = ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse")
+    _C.prefix_backward(
+        query=query,
+        key=key,
+        value=value,
+        key_padding_mask=key_padding_mask,
+        state_out=state_out,
+        state_lse=state_lse,
+        every=every,
+        scale=scale,
+        dout=dout.flatten(2, 3),
+        dlse=dlse.flatten(2, 3),
+        out=out.contiguous().flatten(2, 3),
+        lse=lse.contiguous().flatten(2, 3),
+        **{name: grad if need else None for name, grad, need in zip(names, grads, wanted, strict=True)},
+    )
+    return grads

@@ -1,0 +1,107 @@
+// What the forward and backward kernels of prefixes share: logarithms, rows of any width, the scores of a tile, and the
+// runs into which ends of chunks cut it. Internal linkage, as in simd.h.
+#pragma once
+
+#include "attention/backward_kernel.h"
+#include "common/lanes.h"
+#include "prefix/prefix.h"
+
+namespace cmab::cpu {
+namespace {
+
+constexpr double kLn2 = 0.69314718055994530942;
+
+// The natural logarithm of normal numbers, to 2 eps; -inf of 0, NaN of NaN and infinity. With x = 2^n m, m within
+// sqrt(1/2) .. sqrt(2), it is n ln 2 + 2 atanh(z), z = (m - 1) / (m + 1), by the series of atanh.
+template <class V>
+CMAB_INLINE V logarithm(V x) {
+  using T = ElementOf<V>;
+  using Bits = typename BitsOfVector<V>::type;
+  constexpr bool kSingle = sizeof(T) == 4;
+  constexpr int kMantissa = kSingle ? 23 : 52;
+  constexpr BitsOf<T> kHalfRoot = kSingle ? BitsOf<T>(0x3f3504f3) : BitsOf<T>(0x3fe6a09e667f3bcd);
+  const Bits above = (Bits)x - kHalfRoot;
+  const Bits power = above >> kMantissa;
+  const V m = (V)((Bits)x - (power << kMantissa));
+  const V z = (m - T(1)) / (m + T(1)), y = z * z;
+  V series = broadcast<V>(T(1) / (kSingle ? 11 : 23));
+#pragma GCC unroll 11
+  for (int n = kSingle ? 9 : 21; n >= 1; n -= 2) series = series * y + T(1) / n;
+  const V found = __builtin_convertvector(power, V) * T(kLn2) + z * series * T(2) + (x - x);
+  return x == V{} ? broadcast<V>(T(-kInfinity)) : found;
+}
+
+// Rows of `width` elements are padded to whole vectors.
+template <class T>
+constexpr int whole_vectors(int width) {
+  return round_up(width, kVectorLanes<T>);
+}
+
+// A row of `width` elements `stride` apart, contiguous: in place if it is, else copied.
+template <class T>
+CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* copy) {
+  if (stride == 1) return row;
+  for (int e = 0; e < width; ++e) copy[e] = row[e * stride];
+  return copy;
+}
+
+// Calls function(count, k) with a constant `count` of kMany keys as often as they fit, then of one key.
+template <int kMany, class Function>
+CMAB_INLINE void in_steps(int first, int last, Function function) {
+  int k = first;
+  for (; k + kMany <= last; k += kMany) function(std::integral_constant<int, kMany>{}, k);
+  for (; k < last; ++k) function(std::integral_constant<int, 1>{}, k);
+}
+
+// scores[k][row] = queries' k for the keys of a tile; queries are [D][row].
+template <class B, class T>
+inline void score_keys(const T* queries, int depth, Tile<T> keys, int count, T* scores) {
+  using V = typename B::V;
+  for (int at = 0; at < B::kRows; at += B::kColumns * lanes<V>())
+    in_steps<B::kKeys>(0, count, [&](auto many, int k) {
+      V s[many][B::kColumns] = {};
+      multiply_add<V, many, B::kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + at, B::kRows, depth);
+      for (int r = 0; r < many; ++r)
+        for (int c = 0; c < B::kColumns; ++c) store(scores + (k + r) * B::kRows + at + c * lanes<V>(), s[r][c]);
+    });
+}
+
+// out[i][:] += sum over `steps` of a[i * a_row + s * a_step] * b[s][:], for rows `first` to `last` of whole vectors.
+template <class T>
+inline void add_products(T* out, int width, int first, int last, const T* a, ptrdiff_t a_row, ptrdiff_t a_step,
+                         const T* b, ptrdiff_t b_stride, int steps) {
+  using V = Vector<T>;
+  constexpr int kMany = kAccumulators / 2;
+  const auto columns = [&](auto count, int e) {
+    in_steps<kMany>(first, last, [&](auto many, int i) {
+      accumulate<V, many, count>(out + i * width + e, width, a + i * a_row, a_row, a_step, b + e, b_stride, steps);
+    });
+  };
+  int e = 0;
+  for (; e + 2 * kVectorLanes<T> <= width; e += 2 * kVectorLanes<T>) columns(std::integral_constant<int, 2>{}, e);
+  if (e < width) columns(std::integral_constant<int, 1>{}, e);
+}
+
+// A run: keys of one tile between two ends of chunks. `first` and `last` count the present keys of the tile.
+struct Run {
+  int first, last;
+  int64_t chunk;
+  bool ends;  // the chunk ends with it
+};
+
+// Cuts a tile that starts at key `start` into runs, in ascending order; returns their number.
+inline int cut_tile(const Keys& keys, const Present& present, int64_t start, int64_t every, Run* runs) {
+  const int64_t stop = least(start + kKeyTile, keys.count);
+  int count = 0, seen = 0;
+  for (int64_t key = start; key < stop; ++count) {
+    const int64_t chunk = key / every, end = least((chunk + 1) * every, keys.count);
+    key = least(end, stop);
+    const int first = seen;
+    while (seen < present.count && start + present.row[seen] < key) ++seen;
+    runs[count] = {first, seen, chunk, key == end};
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace cmab::cpu

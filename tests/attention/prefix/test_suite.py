@@ -1,0 +1,190 @@
+"""The states of all prefixes under the suite that every operator inherits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import cmab_kernels as ck
+from cmab_kernels.attention.prefix.reference import beyond_prefix, each_prefix
+from cmab_kernels.testing import Measured, OperatorSuite, oracles
+
+Results = tuple[Tensor, ...]
+
+
+def _states(query: Tensor, key: Tensor, value: Tensor, every: int, mask: Tensor | None = None) -> list[ck.AttentionState]:
+    """Return the states as a loop would: each by the definition of attention, over all keys that it has seen."""
+    stops = [min(stop + every, key.shape[2]) for stop in range(0, key.shape[2], every)]
+    parts = ((key[:, :, :stop], value[:, :, :stop], None if mask is None else mask[:, :stop]) for stop in stops)
+    return [ck.AttentionState(*oracles.attention(query, *part)) for part in parts]
+
+
+def _stacked(query: Tensor, states: list[ck.AttentionState], width: int) -> Results:
+    if not states:
+        none = query.double().sum(-1).unsqueeze(2).narrow(2, 0, 0)
+        return none.unsqueeze(-1).expand(*none.shape, width), none
+    out, lse = (torch.stack(parts, 2) for parts in zip(*states, strict=True))
+    return out, lse
+
+
+class TestPrefixStates(OperatorSuite):
+    """`prefix_attention_states` with chunks that do not fit into tiles, and a last one that is shorter."""
+
+    operator = "prefix_attention_states"
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE"}
+    outputs = ("out", "lse")
+    logits = (("query",), ("key",))
+    extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
+    small = {"H": 2, "L": 3, "N": 5, "D": 4, "E": 3}
+    shapes = ({"H": 2, "N": 400, "E": 16}, {"L": 33, "N": 197, "D": 8, "E": 24}, {"H": 1, "L": 128, "N": 130, "D": 64, "E": 64})
+    impls = ("reference", "native")
+    repeatable = ("native",)
+    repeats = 100
+    empty = "BHLN"
+    mask = "key_padding_mask"
+    bits = tuple({"B": 3, "H": 2, "L": latents, "N": keys, "E": 16} for latents, keys in ((128, 500), (5, 2000), (300, 100)))
+    many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
+    autocast = ("query", "key", "value")
+    accepted = ("query of a dimension too few",)
+    every = 3
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return tuple(ck.prefix_attention_states(**inputs, every=self.every, impl=impl))
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        return _stacked(query, _states(query, key, value, self.every, key_padding_mask), value.shape[-1])
+
+    def in_torch(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
+        prefixes = -(-key.shape[2] // self.every)
+        rows = (each_prefix(rows, prefixes) for rows in (query, key, value))
+        seen = ~beyond_prefix(key, None, self.every)[:, None, None]
+        out = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=seen)
+        out = out.unflatten(0, (-1, prefixes)).transpose(1, 2)
+        return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
+
+    def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """Return logits that are far apart among the smallest too, which have weights in the first prefixes; float16 then has few."""
+        if dtype != torch.float16:
+            return super().huge_inputs(dtype, order, extents)
+        inputs = super().huge_inputs(dtype, order, {"N": 50})
+        return {**inputs, "query": 2**7 * inputs["query"]}
+
+    def incoming(self, results: Results) -> Results:
+        """Return random gradients of `out` and zeros for `lse`: torch's attention has no `lse` to send a gradient through."""
+        out, *lse = results
+        return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        return oracles.largest_score(inputs["query"], inputs["key"])
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        """Measure the rows of gradients by the terms that they add up, over keys and prefixes, which may cancel."""
+        size = found.right.norm(dim=-1)
+        if not found.is_gradient:
+            return size
+        query, key, value = (found.inputs[name] for name in ("query", "key", "value"))
+        stops = range(self.every, key.shape[2] + self.every, self.every)
+        total = torch.zeros_like(found.right)
+        for dout, stop in zip(found.cotangents[0].double().unbind(2), stops, strict=True):
+            given = (query, key[:, :, :stop], value[:, :, :stop])
+            terms = dict(zip(("query", "key", "value"), oracles.attention_terms(dout, *given, *oracles.attention(*given)), strict=True))
+            total[:, :, : terms[found.name].shape[2]] += terms[found.name]
+        term = total.norm(dim=-1)
+        return torch.maximum(size, 0.05 * term).clamp(min=1e-30 * float(term.max()))
+
+    def check_rows(self, found: Measured) -> None:
+        """Check `lse` by its absolute error: 4 eps max abs(S) for the kernel, and as much for the oracle."""
+        if found.name != "lse":
+            return super().check_rows(found)
+        eps = torch.finfo(torch.promote_types(found.dtype, torch.float32)).eps
+        assert (found.ours - found.right).abs().max() <= 8 * eps * (found.score + 4)
+
+
+class Variant(TestPrefixStates):
+    """Another number of keys in a chunk, or another call, for which accuracy is checked with one shape and normal inputs."""
+
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    shapes = ({},)
+    laws = ("normal",)
+    bits = ()
+    many = None
+
+    def bad_arguments(self) -> list[str]:
+        return []
+
+
+class TestEveryKey(Variant):
+    """A state after every key."""
+
+    every = 1
+
+
+class TestWholeTiles(Variant):
+    """Chunks that end where tiles of keys do."""
+
+    shapes = ({}, {"H": 2, "N": 1000, "E": 16})
+    every = 64
+
+
+class TestOneChunk(Variant):
+    """A chunk that is longer than the keys: one state, that of them all."""
+
+    every = 1000
+
+
+class TestIncomingState(Variant):
+    """`prefix_attention_states` on top of the state of other keys; its gradient reaches these through `out` and `lse`."""
+
+    dtypes = (torch.float64, torch.float32)
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "other_key": "BHMD", "other_value": "BHME"}
+    logits = (("query",), ("key", "other_key"))
+    extents = {**TestPrefixStates.extents, "M": 40}
+    small = {**TestPrefixStates.small, "M": 4}
+    empty = "BNM"
+    mask = None
+    autocast = ()
+    every = 7
+
+    def call(self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+        state = ck.attention_state(query, other_key, other_value, impl=impl)
+        return tuple(ck.prefix_attention_states(query, key, value, every=self.every, state=state, impl=impl))
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+        stops = [min(stop + self.every, key.shape[2]) for stop in range(0, key.shape[2], self.every)]
+        parts = ((torch.cat([other_key, key[:, :, :stop]], 2), torch.cat([other_value, value[:, :, :stop]], 2)) for stop in stops)
+        return _stacked(query, [ck.AttentionState(*oracles.attention(query, *part)) for part in parts], value.shape[-1])
+
+    def in_torch(self, **inputs: Tensor) -> Results:
+        out, lse = self.oracle(**inputs)
+        return out.to(inputs["query"].dtype), lse.detach()
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        return oracles.largest_score(inputs["query"], torch.cat([inputs["other_key"], inputs["key"]], 2))
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
+
+# ---- what is the operator's own
+
+
+def test_flops() -> None:
+    q, k, v = (torch.randn(2, 2, n, d, requires_grad=True) for n, d in ((3, 4), (5, 4), (5, 3)))
+    with FlopCounterMode(display=False) as forward:
+        states = ck.prefix_attention_states(q, k, v, every=2, impl="native")
+    assert forward.get_total_flops() == 2 * (2 * 2 * 3 * 5) * (4 + 3) + (2 * 2 * 3 * 3) * 3
+    with FlopCounterMode(display=False) as backward:
+        states.out.sum().backward()
+    assert backward.get_total_flops() == 2 * (2 * 2 * 3 * 5) * (3 * 4 + 2 * 3) + 2 * (2 * 2 * 3 * 3) * 2 * 3
+
+
+@pytest.mark.parametrize("given, error", [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)])
+def test_every_that_is_no_number_of_keys(given: Any, error: type[Exception]) -> None:
+    rows = torch.randn(1, 2, 9, 4)
+    with pytest.raises(error, match="`every` is .*: an int >= 1 is needed"):
+        ck.prefix_attention_states(rows, rows, rows, every=given)
