@@ -21,7 +21,7 @@ MAY = {
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes"},
     "state": {"checks", "dtypes"},
-    "native": {"extension", "state", *SHARED},
+    "native": {"native", "extension", "state", *SHARED},
     "cuda": {"extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
     "costs": {"reference", "constants"},

@@ -3,6 +3,7 @@
 from . import variants
 from .api import (
     intention,
+    prefix_ridge_states,
     remove_ridge,
     ridge_state,
     sigma_intention,
@@ -17,6 +18,7 @@ __all__ = [
     "empty_ridge",
     "intention",
     "merge_ridge",
+    "prefix_ridge_states",
     "regularised_inverse",
     "regularised_solve",
     "remove_ridge",

@@ -12,6 +12,7 @@ from ..backends import COMPLETED_BY, choose, is_free, kernel, passed_on
 from ..checks import (
     as_autocast,
     as_they_are,
+    check_every,
     check_key_value,
     check_mask,
     check_operands,
@@ -152,6 +153,51 @@ def ridge_state(
     return RidgeState(*ridge_update_op(*inputs[1:], *(state or (None, None, None)), choose("intention", impl, *inputs[:3])))
 
 
+def prefix_ridge_states(
+    key: Tensor,
+    value: Tensor,
+    *,
+    every: int = 1,
+    state: RidgeState | None = None,
+    weights: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    impl: str = "auto",
+) -> RidgeState:
+    """The sums after every `every` keys, and after the last: `ridge_state` of all prefixes, in one pass over the keys.
+
+    Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, masked ones counted.
+    Every result has an axis T = ceil(N / every): gram (B, H, T, D, D), moment (B, H, T, D, E), count (B, H, T), each on top of `state` if
+    one is given. Gradients flow as in `ridge_state`. The sums of each chunk are formed, then added up in float64, which takes the memory
+    of the results twice. With heads and prefixes in one axis, the states are what `solve_ridge` takes.
+
+    >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
+    >>> states = cmab_kernels.prefix_ridge_states(key, value, every=300)
+    >>> states.count[0, 0].tolist()
+    [300, 600, 900, 1000]
+    >>> weight, info = cmab_kernels.solve_ridge(cmab_kernels.RidgeState(*(part.flatten(1, 2) for part in states)), alpha=0.1)
+    >>> second = cmab_kernels.intention(key, key[:, :, :600], value[:, :, :600], 0.1)
+    >>> torch.allclose(key @ weight.unflatten(1, (2, 4))[:, :, 1].float(), second, atol=1e-5)
+    True
+    """
+    inputs = _inputs(None, key, value, weights, key_padding_mask)
+    check_every(every)
+    batch, heads, length, width = inputs.key.shape
+    if state is not None:
+        check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
+    chosen = choose("intention", impl, *inputs[:3])
+    check_weights(inputs.weights, inputs.key_padding_mask)
+    every = min(every, max(length, 1))
+    prefixes = -(-length // every)
+    absent = None if inputs.key_padding_mask is None else _in_chunks(inputs.key_padding_mask[:, None, :, None], every)[:, 0, :, 0]
+    weighed = None if inputs.weights is None else _in_chunks(inputs.weights.unsqueeze(-1), every).squeeze(-1)
+    chunks = gram_op(_in_chunks(inputs.key, every), _in_chunks(inputs.value, every), weighed, absent, (True, True), True, chosen)
+    gram, moment = (sums.unflatten(0, (batch, prefixes)).transpose(1, 2).cumsum(2) for sums in chunks)
+    count = _counts(inputs, every)
+    if state is None:
+        return RidgeState(gram, moment, count)
+    return RidgeState(*(before.unsqueeze(2) + part for before, part in zip(state, (gram, moment, count), strict=True)))
+
+
 def remove_ridge(
     state: RidgeState,
     key: Tensor,
@@ -238,6 +284,26 @@ def solve_rows(
     gram, moment = gram_op(key, value, weights, mask, (True, True), False, chosen)
     weight, info = solve_heads(gram, moment, penalty, solver)
     return weight, gram, info
+
+
+def _in_chunks(rows: Tensor, every: int) -> Tensor:
+    """Rows (B, H, N, *) as a batch of chunks (B T, H, every, *); the last is filled up with zeros, which add nothing to a sum."""
+    length = rows.shape[2]
+    chunks = -(-length // every)
+    if length % every:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, chunks * every - length))
+    return rows.unflatten(2, (chunks, every)).transpose(1, 2).flatten(0, 1)
+
+
+def _counts(inputs: _Inputs, every: int) -> Tensor:
+    """The number of keys of each prefix that are not masked, (B, H, T) int64."""
+    batch, heads, length, _ = inputs.key.shape
+    device = inputs.key.device
+    ends = torch.arange(every, length + every, every, device=device).clamp(max=length)
+    if inputs.key_padding_mask is None:
+        return ends.expand(batch, heads, -1).clone()
+    present = (~inputs.key_padding_mask).cumsum(-1)
+    return present[:, ends - 1].unsqueeze(1).expand(-1, heads, -1).clone()
 
 
 def _dual(inputs: _Inputs, penalty: Tensor, impl: str, solver: str) -> Dual:

@@ -17,12 +17,12 @@ CMAB_INLINE double log_share(double lse, double of) {
 // A block of queries, and what is sent back to it by the prefixes so far.
 template <class T>
 struct Returned {
-  int rows, first;                 // rows of the block, padded; its first query
-  T *query_columns, *query_rows;   // [D][row], times scale * log2(e); [row][padded D], times scale
-  T *rows_of_a, *columns_of_a;     // A as [row][padded E] and as [padded E][row]
-  T *c, *lse, *lse_low;            // [row]; lse of the latest prefix in base 2, in two parts
-  double *exact_c, *latest;        // [row]; lse of the latest prefix
-  T* dquery;                       // [row][padded D]
+  int rows, first;                // rows of the block, padded; its first query
+  T *query_columns, *query_rows;  // [D][row], times scale * log2(e); [row][padded D], times scale
+  T *rows_of_a, *columns_of_a;    // A as [row][padded E] and as [padded E][row]
+  T *c, *lse, *lse_low;           // [row]; lse of the latest prefix in base 2, in two parts
+  double *exact_c, *latest;       // [row]; lse of the latest prefix
+  T* dquery;                      // [row][padded D]
 
   Returned(Arena& arena, const Shape& shape, int rows, int64_t first) : rows(rows), first(int(first)) {
     const int d = whole_vectors<T>(shape.key_width), e = whole_vectors<T>(shape.value_width);
@@ -101,8 +101,8 @@ struct PrefixBackwardKernel {
     Run runs[kKeyTile];
     for (int64_t start = (in.keys.count - 1) / kKeyTile * kKeyTile; start >= 0; start -= kKeyTile) {
       const Present present = present_keys(in.keys, start);
-      const auto key = load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, d, scratch.key);
-      const auto value = load_tile(shape.dtype, in.keys.value, start, present, shape.value_width, e, scratch.value);
+      const auto key = copy_tile(shape.dtype, in.keys.key, start, present, shape.key_width, scratch.key);
+      const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * d);
       __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * e);
       const int count = cut_tile(in.keys, present, start, in.every, runs);
@@ -201,8 +201,7 @@ struct PrefixBackwardKernel {
       if (in.dkeys.dvalue)
         add_products(scratch.dvalue, e, run->first, run->last, scratch.weights, B::kRows, 1, to.rows_of_a, e, rows);
     }
-    if (in.dkeys.dkey)
-      add_products(scratch.dkey, d, 0, keys, scratch.dscores, B::kRows, 1, to.query_rows, d, rows);
+    if (in.dkeys.dkey) add_products(scratch.dkey, d, 0, keys, scratch.dscores, B::kRows, 1, to.query_rows, d, rows);
     if (in.dquery) add_products(to.dquery, d, 0, B::kRows, scratch.dscores, 1, B::kRows, key.rows, key.stride, keys);
   }
 

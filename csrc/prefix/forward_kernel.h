@@ -106,9 +106,9 @@ struct PrefixForwardKernel {
     Run runs[kKeyTile];
     for (int64_t start = 0; start < in.keys.count; start += kKeyTile) {
       const Present present = present_keys(in.keys, start);
-      const auto key = load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, scratch.key);
-      const auto value =
-          load_tile(shape.dtype, in.keys.value, start, present, shape.value_width, state.width, scratch.value);
+      const auto key =
+          load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, scratch.key);
+      const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       score_keys<B>(scratch.queries, shape.key_width, key, present.count, state.weights);
       const int count = cut_tile(in.keys, present, start, in.every, runs);
       for (const Run* run = runs; run < runs + count; ++run) {

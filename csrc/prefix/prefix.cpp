@@ -1,5 +1,5 @@
-// The driver of the states of all prefixes: a task is a block of queries of one head forward, a head backward, each with
-// one pass over its keys.
+// The driver of the states of all prefixes: a task is a block of queries of one head forward, a head backward, each
+// with one pass over its keys.
 #include <omp.h>
 
 #include <atomic>
@@ -28,8 +28,7 @@ void share_out(const PrefixInputs& in, int64_t tasks, size_t scratch_bytes, Work
   Workspace workspace;
   workspace.reserve(threads * align(scratch_bytes));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t task = 0; task < tasks; ++task)
-    work(task, workspace.at(omp_get_thread_num() * align(scratch_bytes)));
+  for (int64_t task = 0; task < tasks; ++task) work(task, workspace.at(omp_get_thread_num() * align(scratch_bytes)));
 }
 
 Incoming incoming(const PrefixInputs& in, int64_t b, int64_t h) {
@@ -79,27 +78,27 @@ void prefix_backward(const PrefixInputs& in, const Operand& dout, const Operand&
   const auto at = [](void* gradient, int64_t offset) {
     return gradient ? static_cast<char*>(gradient) + offset : nullptr;
   };
-  share_out(in, inputs.batch * inputs.heads, kernels.backward_bytes(inputs.shape, queries),
-            [&](int64_t head, void* scratch) {
-              const int64_t b = head / inputs.heads, h = head % inputs.heads;
-              const char* slopes = static_cast<const char*>(dout.data) + (b * dout.stride[0] + h * dout.stride[1]) * sums;
-              const PrefixBackward call{inputs.shape,
-                                        queries,
-                                        in.every,
-                                        rows_of(inputs, inputs.query, b, h, 0),
-                                        keys_of_head(inputs, b, h),
-                                        incoming(in, b, h),
-                                        states_of(in, head, out, lse),
-                                        {slopes, dout.stride[2], dout.stride[3]},
-                                        dlse.at<double>(b, h, 0),
-                                        dlse.stride[2],
-                                        at(gradients.query, head * queries * d * bytes),
-                                        {at(gradients.key, head * inputs.keys * d * bytes),
-                                         at(gradients.value, head * inputs.keys * e * bytes), inputs.shape.dtype},
-                                        at(gradients.state_out, head * queries * e * sums),
-                                        gradients.state_lse ? gradients.state_lse + head * queries : nullptr};
-              kernels.backward(call, scratch);
-            });
+  share_out(
+      in, inputs.batch * inputs.heads, kernels.backward_bytes(inputs.shape, queries), [&](int64_t head, void* scratch) {
+        const int64_t b = head / inputs.heads, h = head % inputs.heads;
+        const char* slopes = static_cast<const char*>(dout.data) + (b * dout.stride[0] + h * dout.stride[1]) * sums;
+        const PrefixBackward call{inputs.shape,
+                                  queries,
+                                  in.every,
+                                  rows_of(inputs, inputs.query, b, h, 0),
+                                  keys_of_head(inputs, b, h),
+                                  incoming(in, b, h),
+                                  states_of(in, head, out, lse),
+                                  {slopes, dout.stride[2], dout.stride[3]},
+                                  dlse.at<double>(b, h, 0),
+                                  dlse.stride[2],
+                                  at(gradients.query, head * queries * d * bytes),
+                                  {at(gradients.key, head * inputs.keys * d * bytes),
+                                   at(gradients.value, head * inputs.keys * e * bytes), inputs.shape.dtype},
+                                  at(gradients.state_out, head * queries * e * sums),
+                                  gradients.state_lse ? gradients.state_lse + head * queries : nullptr};
+        kernels.backward(call, scratch);
+      });
 }
 
 }  // namespace cmab::cpu

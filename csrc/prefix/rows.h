@@ -45,6 +45,18 @@ CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* 
   return copy;
 }
 
+// The present rows of a tile, copied into whole vectors: in place they may start at any address.
+template <class T>
+inline Tile<T> copy_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width, T* copy) {
+  const int padded = whole_vectors<T>(width);
+  with_elements<T>(dtype, matrix, [&](const auto* data) {
+    const auto* from = data + first * matrix.row_stride;
+    for (int k = 0; k < present.count; ++k)
+      copy_row(from + present.row[k] * matrix.row_stride, matrix.col_stride, width, padded, copy + k * padded);
+  });
+  return {copy, padded};
+}
+
 // Calls function(count, k) with a constant `count` of kMany keys as often as they fit, then of one key.
 template <int kMany, class Function>
 CMAB_INLINE void in_steps(int first, int last, Function function) {

@@ -141,3 +141,33 @@ def test_to_and_from_a_plain_dict() -> None:
     state = ck.ridge_state(*_rows(7))
     again = RidgeState(**{name: tensor.clone() for name, tensor in state._asdict().items()})
     _close(ck.merge_ridge(again, ck.empty_ridge(2, 3, 4, 5)), state)
+
+
+@pytest.mark.parametrize("every", [1, 4, 7, 100])
+@pytest.mark.parametrize("masked", [False, True])
+def test_states_of_all_prefixes_are_those_of_a_loop(impl: str, every: int, masked: bool) -> None:
+    """Each is `ridge_state` of the keys so far, with its count, on top of an earlier state that is left as it was."""
+    key, value, weights = torch.randn(2, 3, 26, 5), torch.randn(2, 3, 26, 2), torch.rand(2, 26)
+    mask = torch.rand(2, 26) < 0.3 if masked else None
+    before = ck.ridge_state(torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 2))
+    kept = [part.clone() for part in before]
+    states = ck.prefix_ridge_states(key, value, every=every, state=before, weights=weights, key_padding_mask=mask, impl=impl)
+    assert all(torch.equal(part, old) for part, old in zip(before, kept, strict=True))
+    stops = [min(stop + every, 26) for stop in range(0, 26, every)]
+    assert states.count.shape == (2, 3, len(stops))
+    for t, stop in enumerate(stops):
+        seen = ck.ridge_state(
+            key[:, :, :stop],
+            value[:, :, :stop],
+            state=before,
+            weights=weights[:, :stop],
+            key_padding_mask=None if mask is None else mask[:, :stop],
+            impl="reference",
+        )
+        for ours, right in zip(states, seen, strict=True):
+            torch.testing.assert_close(ours[:, :, t], right, rtol=1e-12, atol=1e-12)
+
+
+def test_no_keys_have_no_prefixes(impl: str) -> None:
+    none = torch.randn(2, 3, 0, 5)
+    assert [tuple(part.shape) for part in ck.prefix_ridge_states(none, none, impl=impl)] == [(2, 3, 0, 5, 5), (2, 3, 0, 5, 5), (2, 3, 0)]

@@ -147,6 +147,38 @@ class TestRidgeState(IntentionSuite):
         return weighted.mT @ key, weighted.mT @ value
 
 
+class TestPrefixStates(TestRidgeState):
+    """`prefix_ridge_states`: the sums over every prefix of the keys."""
+
+    operator = "prefix_ridge_states"
+    dtypes = (torch.float64, torch.float32)
+    laws = ("normal", "one outlier")
+    every = 3
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return tuple(ck.prefix_ridge_states(**inputs, every=self.every, impl=impl)[:2])
+
+    def oracle(self, key: Tensor, value: Tensor, weights: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        length = key.shape[2]
+        ends = torch.arange(self.every, length + self.every, self.every, device=key.device).clamp(max=length)
+        sums = (rows.unsqueeze(-1) * other.unsqueeze(-2) for rows, other in self._rows(key, value, weights, key_padding_mask))
+        gram, moment = (each.cumsum(2)[:, :, ends - 1] for each in sums)
+        return gram, moment
+
+    def _rows(self, key: Tensor, value: Tensor, weights: Tensor, mask: Tensor | None) -> list[Results]:
+        """Return the pairs of rows whose outer products are added up."""
+        hidden = weights if mask is None else weights.masked_fill(mask, 0.0)
+        weighted = hidden[:, None, :, None] * key
+        return [(weighted, key), (weighted, value)]
+
+
+class TestPrefixStatesOfEveryKey(TestPrefixStates):
+    """A state after every key."""
+
+    every = 1
+    laws = ("normal",)
+
+
 class TestRemoval(TestRidgeState):
     """`remove_ridge` of keys that the state has seen: what is left is the state of the others."""
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...dtypes import state_dtype
 from ..reference import attention_backward_reference, attention_reference
-from ..state import AttentionState, merge_states
+from ..state import AttentionState, merged
 
 
 def each_prefix(tensor: Tensor, prefixes: int) -> Tensor:
@@ -59,7 +59,7 @@ def prefix_attention_reference(
     rows = (each_prefix(rows, prefixes) for rows in (query, key, value))
     states = AttentionState(*attention_reference(*rows, beyond_prefix(key, key_padding_mask, every), None, scale))
     if state_out is not None and state_lse is not None:
-        states = merge_states(AttentionState(each_prefix(state_out, prefixes), each_prefix(state_lse, prefixes)), states)
+        states = merged(AttentionState(each_prefix(state_out, prefixes), each_prefix(state_lse, prefixes)), states)
     out, lse = (part.unflatten(0, (key.shape[0], prefixes)).transpose(1, 2) for part in states)
     return out, lse
 
