@@ -55,6 +55,12 @@ def test_train_on_two_processes() -> None:
     assert states < 1e-5
 
 
+def test_train_on_every_prefix() -> None:
+    text = printed("train_on_every_prefix")
+    late = numbers(r"([\d.]+) after 30", text)
+    assert late[-1] < 0.7 * late[0] and "the same 39 predictions" in text
+
+
 def test_stream_regression() -> None:
     text = printed("stream_regression")
     sizes, counts = numbers(r"([\d,]+) bytes", text), numbers(r"(\d+) readings", text)

@@ -44,6 +44,13 @@ FAULTS = {
     "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];"),
     "base 2 for base e": Fault("csrc/attention/merge.h", "at.reference[row] * kLn2", "at.reference[row]"),
     "a 32-bit offset": Fault("csrc/attention/plan.h", "const int64_t offset = b * operand", "const int32_t offset = b * operand"),
+    "a prefix that is written a key too late": Fault("csrc/prefix/rows.h", "key == end};", "key + 1 == end};"),
+    "later prefixes that send nothing back": Fault(
+        "csrc/prefix/backward_kernel.h", "slope + share * load<V>(a + e)", "slope + T(0) * share * load<V>(a + e)"
+    ),
+    "sums of prefixes that are not rescaled": Fault(
+        "csrc/prefix/forward_kernel.h", "sums[(at + row) * state.width + e] *= factors[row];", "(void)sums;"
+    ),
     "a lost gradient through lse": Fault(
         "csrc/attention/backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
     ),

@@ -22,7 +22,7 @@ MAY = {
     "reference": {"reference", "state", "constants", "dtypes"},
     "state": {"checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
-    "cuda": {"extension", "cuda_launch", "state", *SHARED},
+    "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
     "costs": {"reference", "constants"},
 }

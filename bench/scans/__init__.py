@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from . import attention, continual, continual_modules, intention, intention_state, layers, modules, nystrom, projected
+from . import attention, continual, continual_modules, intention, intention_state, layers, modules, nystrom, prefix, projected
 from .case import Case
 
 
 def all_cases() -> list[Case]:
     """Every case, for the device that is measured."""
-    families = (attention, projected, modules, layers, intention, intention_state, nystrom, continual, continual_modules)
+    families = (attention, prefix, projected, modules, layers, intention, intention_state, nystrom, continual, continual_modules)
     return [case for family in families for case in family.cases()]
 
 

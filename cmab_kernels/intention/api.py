@@ -165,7 +165,7 @@ def prefix_ridge_states(
 ) -> RidgeState:
     """The sums after every `every` keys, and after the last: `ridge_state` of all prefixes, in one pass over the keys.
 
-    Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, masked ones counted.
+    Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, with masked ones.
     Every result has an axis T = ceil(N / every): gram (B, H, T, D, D), moment (B, H, T, D, E), count (B, H, T), each on top of `state` if
     one is given. Gradients flow as in `ridge_state`. The sums of each chunk are formed, then added up in float64, which takes the memory
     of the results twice. With heads and prefixes in one axis, the states are what `solve_ridge` takes.

@@ -118,4 +118,6 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 prefix_attention_op = Operator(
     LIB, "attention.prefix", "prefix_attention", 6, _save, _backward, reference=prefix_attention_reference, function="prefix_forward"
 )
-_backward_op = Operator(LIB, "attention.prefix", "prefix_attention_backward", 10, _save_backward, _double_backward, function="prefix_backward")
+_backward_op = Operator(
+    LIB, "attention.prefix", "prefix_attention_backward", 10, _save_backward, _double_backward, function="prefix_backward"
+)

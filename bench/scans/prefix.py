@@ -1,0 +1,158 @@
+"""The states of all prefixes of a row of keys, of attention and of Intention, and what one writes in torch for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cmab_kernels import attention_state, prefix_attention_states, prefix_ridge_states, ridge_state
+
+from ..devices import device, generator, normal
+from ..floors import BYTES, Work, attention_work, ridge_work
+from .case import EAGER, Case, declared, direction, dtype_name, kernels, operator, refusing, way
+
+LOOP = "attention_state, in a loop"
+MASKED = "scaled_dot_product_attention, masked"
+CUMULATIVE = EAGER + ", cumulative sums"
+RIDGE_LOOP = "ridge_state, in a loop"
+
+
+def cumulative_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
+    """Cumulative sums of weights and of weighted values; a prefix whose logits are far below the last ones' has no digits left."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    weights = (scores - scores.detach().amax(-1, keepdim=True)).exp().unflatten(-1, (-1, every)).transpose(2, 3)
+    return (weights @ value.unflatten(2, (-1, every))).cumsum(2) / weights.sum(-1, keepdim=True).cumsum(2)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
+    """torch's attention of each query as often as there are prefixes, with a mask that hides later keys."""
+    length, (latents, _) = key.shape[2], query.shape[2:]
+    chunk = torch.arange(length, device=key.device) // every
+    prefixes = length // every
+    seen = (chunk <= torch.arange(prefixes, device=key.device).unsqueeze(-1)).repeat_interleave(latents, 0)
+    repeated = query.unsqueeze(2).expand(-1, -1, prefixes, -1, -1).flatten(2, 3)
+    return F.scaled_dot_product_attention(repeated, key, value, attn_mask=seen).unflatten(2, (prefixes, latents))
+
+
+def looped_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
+    """An update of the state for every chunk."""
+    state, outs = None, []
+    for chunk, values in zip(key.split(every, dim=2), value.split(every, dim=2), strict=True):
+        state = attention_state(query, chunk, values, state=state)
+        outs.append(state.out)
+    return torch.stack(outs, 2)
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor, every: int, impl: str) -> Tensor:
+    return prefix_attention_states(query, key, value, every=every, impl=impl).out
+
+
+@declared(threads=None)
+def attention_prefixes(
+    keys: int = 1024,
+    every: int = 1,
+    latents: int = 16,
+    heads: int = 4,
+    width: int = 16,
+    batch: int = 4,
+    backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """The outputs of all states, of which there are keys / every; `every` divides the number of keys."""
+    scan, named, prefixes = "prefix_attention_states", dtype_name(dtype), keys // every
+    rows = batch * heads * prefixes * latents
+    ours = kernels(scan, definition=rows * keys < 2**23)
+    functions: dict[str, Callable[..., Tensor]] = {name: partial(_ours, impl=name) for name in ours}
+    functions[CUMULATIVE] = cumulative_attention
+    if prefixes <= 512:
+        functions[LOOP] = looped_attention
+    if rows * keys <= 2**26:
+        functions[MASKED] = masked_attention
+
+    def inputs(seed: int) -> tuple[Tensor, ...]:
+        random = generator(seed)
+        operands = [normal(random, batch, heads, n, width, dtype=dtype, grad=backward) for n in (latents, keys, keys)]
+        sent = (batch, heads, prefixes if backward else 0, latents, width)
+        return *operands, normal(random, *sent, dtype=torch.promote_types(dtype, torch.float32))
+
+    scores, pairs = batch * heads * latents * keys, batch * heads * keys
+    written = Work(bytes=rows * (width * max(BYTES[named], 4) + 8), dtype=named)
+    work = attention_work(scores, pairs, width, width, named, device=device()) + written
+    if backward:  # reads what forward wrote, and as many gradients
+        work = work + attention_work(scores, pairs, width, width, named, True, device()) + written + written
+    return operator(
+        {name: partial(function, every=every) for name, function in functions.items()},
+        partial(cumulative_attention, every=every),
+        3,
+        backward,
+        scan=scan,
+        name=f"prefixes-{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}-every-{every}",
+        sizes={"pass": direction(backward), "B": batch, "H": heads, "L": latents, "N": keys, "t": every, "D": width},
+        inputs=inputs,
+        baselines=(CUMULATIVE,),
+        work=work,
+        refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=12 * rows * width * 8),
+        smaller={"keys": 4 * every, "batch": 1},
+    )
+
+
+# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+
+
+def cumulative_ridge(key: Tensor, value: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    """Sums of the chunks in float64, added up."""
+    chunks = key.double().unflatten(2, (-1, every))
+    return (chunks.mT @ chunks).cumsum(2), (chunks.mT @ value.double().unflatten(2, (-1, every))).cumsum(2)
+
+
+def looped_ridge(key: Tensor, value: Tensor, every: int) -> tuple[Tensor, ...]:
+    """An update of the state for every chunk."""
+    state, states = None, []
+    for chunk, values in zip(key.split(every, dim=2), value.split(every, dim=2), strict=True):
+        state = ridge_state(chunk, values, state=state)
+        states.append(state[:2])
+    return tuple(torch.stack(parts, 2) for parts in zip(*states, strict=True))
+
+
+def _our_ridge(key: Tensor, value: Tensor, every: int, impl: str) -> tuple[Tensor, ...]:
+    return tuple(prefix_ridge_states(key, value, every=every, impl=impl)[:2])
+
+
+@declared(threads=None)
+def ridge_prefixes(
+    keys: int = 1024, every: int = 1, heads: int = 4, width: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> Case:
+    """Both sums of all states; `every` divides the number of keys."""
+    scan, named, prefixes = "prefix_ridge_states", dtype_name(dtype), keys // every
+    functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {name: partial(_our_ridge, impl=name) for name in kernels(scan)}
+    functions |= {CUMULATIVE: cumulative_ridge, **({RIDGE_LOOP: looped_ridge} if prefixes <= 512 else {})}
+    sums = batch * heads * prefixes * 2 * width * width
+
+    def inputs(seed: int) -> tuple[Tensor, ...]:
+        random = generator(seed)
+        return tuple(normal(random, batch, heads, keys, width, dtype=dtype) for _ in range(2))
+
+    return operator(
+        {name: partial(function, every=every) for name, function in functions.items()},
+        partial(cumulative_ridge, every=every),
+        2,
+        scan=scan,
+        name=f"prefixes-ridge-{named}-B{batch}-{heads}x{width}-N{keys}-every-{every}",
+        sizes={"B": batch, "H": heads, "N": keys, "t": every, "D": width},
+        inputs=inputs,
+        baselines=(CUMULATIVE,),
+        work=ridge_work(batch * heads * keys, width, width, named, exact=True) + Work(bytes=8 * sums, dtype="float64"),
+        refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=4 * 8 * sums),
+        smaller={"keys": 4 * every},
+    )
+
+
+def cases() -> Iterator[Case]:
+    yield from (attention_prefixes(keys, backward=backward, quick=keys == 1024) for keys in (256, 1024, 4096) for backward in (False, True))
+    yield from (attention_prefixes(every=every, backward=backward) for every in (4, 16, 64) for backward in (False, True))
+    yield from (ridge_prefixes(keys, quick=keys == 1024) for keys in (256, 1024, 4096))
+    yield from (ridge_prefixes(every=every) for every in (4, 16, 64))

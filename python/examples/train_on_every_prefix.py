@@ -1,0 +1,72 @@
+"""A loss after every event: a model of a stream that learns from all lengths of its context at once.
+
+Readings of a curve arrive one by one; from those so far the model predicts the next. A few latents attend to the readings, and the state
+after each reading is what a stream would have then, so that one pass over a sequence gives a prediction, and a loss, at every length. At
+the end the stream is read for real, one reading at a time, with the same predictions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cmab_kernels import AttentionState, attention_state, prefix_attention_states
+
+WIDTH, LATENTS, HEADS, LENGTH = 32, 8, 4, 40
+
+
+class Forecaster(nn.Module):
+    """Predicts the value of a curve at a place from readings (place, value) of it, by the state of latents that attend to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(HEADS, LATENTS, WIDTH // HEADS))
+        self.embed = nn.Sequential(nn.Linear(2, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2 * WIDTH))
+        self.head = nn.Sequential(nn.Linear(LATENTS * WIDTH + 1, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def keys(self, readings: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, N, D) of readings (B, N, 2)."""
+        key, value = self.embed(readings).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return key, value
+
+    def predict(self, out: Tensor, place: Tensor) -> Tensor:
+        """The value at each place (B, T) from the states' out (B, H, T, L, E) before it."""
+        return self.head(torch.cat([out.transpose(1, 2).flatten(2), place.unsqueeze(-1)], -1)).squeeze(-1)
+
+    def forward(self, readings: Tensor) -> Tensor:
+        """Predictions (B, N - 1) of every reading but the first, each from those before it."""
+        states = prefix_attention_states(self.latents, *self.keys(readings[:, :-1]))
+        return self.predict(states.out, readings[:, 1:, 0])
+
+
+def curves(count: int) -> Tensor:
+    """Readings (count, LENGTH, 2) of sines of random phase and frequency, at random places."""
+    place = torch.rand(count, LENGTH) * 2 - 1
+    phase, frequency = 6.3 * torch.rand(count, 1), 1 + 2 * torch.rand(count, 1)
+    return torch.stack([place, torch.sin(frequency * place + phase)], -1)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Forecaster()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(301):
+        readings = curves(32)
+        errors = (model(readings) - readings[:, 1:, 1]).square()
+        optimizer.zero_grad()
+        errors.mean().backward()
+        optimizer.step()
+        if step % 100 == 0:
+            early, late = errors[:, :3].mean().sqrt(), errors[:, -10:].mean().sqrt()
+            print(f"step {step:>3}: error {early:.2f} after up to 3 readings, {late:.2f} after 30 or more")
+
+    readings, state = curves(1), None
+    with torch.no_grad():
+        at_once = model(readings)
+        for i in range(LENGTH - 1):
+            state: AttentionState | None = attention_state(model.latents, *model.keys(readings[:, i : i + 1]), state=state)
+            one = model.predict(state.out.unsqueeze(2), readings[:, i + 1 : i + 2, 0])
+            assert torch.allclose(one[0], at_once[0, i], atol=1e-4)
+    print(f"read one by one: the same {LENGTH - 1} predictions, from a state of {sum(part.nbytes for part in state):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
