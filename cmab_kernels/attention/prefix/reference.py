@@ -56,8 +56,8 @@ def prefix_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of every prefix: (B, H, T, L, E) in `state_dtype`, (B, H, T, L) in float64."""
     prefixes = -(-key.shape[2] // every)
-    rows = (each_prefix(rows, prefixes) for rows in (query, key, value))
-    states = AttentionState(*attention_reference(*rows, beyond_prefix(key, key_padding_mask, every), None, scale))
+    q, k, v = (each_prefix(rows, prefixes) for rows in (query, key, value))
+    states = AttentionState(*attention_reference(q, k, v, beyond_prefix(key, key_padding_mask, every), None, scale))
     if state_out is not None and state_lse is not None:
         states = merged(AttentionState(each_prefix(state_out, prefixes), each_prefix(state_lse, prefixes)), states)
     out, lse = (part.unflatten(0, (key.shape[0], prefixes)).transpose(1, 2) for part in states)
@@ -81,10 +81,9 @@ def prefix_attention_backward_reference(
     """(dquery, dkey, dvalue) in the dtypes of query, key and value, and if there is a state (dstate_out, dstate_lse), as defined above."""
     prefixes = out.shape[2]
     inputs = (query, key, value)
-    rows = (each_prefix(rows.to(state_dtype(rows.dtype)), prefixes) for rows in inputs)
-    by_prefix = (part.transpose(1, 2).flatten(0, 1) for part in (dout, dlse, out, lse))
-    dout_, dlse_, out_, lse_ = by_prefix
-    each = attention_backward_reference(dout_, dlse_, *rows, beyond_prefix(key, key_padding_mask, every), None, out_, lse_, scale)
+    q, k, v = (each_prefix(rows.to(state_dtype(rows.dtype)), prefixes) for rows in inputs)
+    douts, dlses, outs, lses = (part.transpose(1, 2).flatten(0, 1) for part in (dout, dlse, out, lse))
+    each = attention_backward_reference(douts, dlses, q, k, v, beyond_prefix(key, key_padding_mask, every), None, outs, lses, scale)
     grads = tuple(grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype) for grad, like in zip(each, inputs, strict=True))
     if state_out is None or state_lse is None:
         return grads

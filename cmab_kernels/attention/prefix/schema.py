@@ -103,15 +103,18 @@ def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Second and higher derivatives by autograd through the formula, which stores T L N scores; `out` and `lse` count as inputs."""
-    dout, dlse, query, key, value, mask, *rest = ctx.saved_tensors
+    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse = ctx.saved_tensors
     needs = (*ctx.needs, ctx.needs[3])
     needed = [grad for grad, need in zip(grads, needs, strict=True) if need]
 
-    def formula(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> list[Tensor]:
-        first = prefix_attention_backward_reference(dout, dlse, query, key, value, mask, *rest, ctx.every, ctx.scale)
+    def formula(
+        dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, state_out: Any, state_lse: Any, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        inputs = (dout, dlse, query, key, value, mask, state_out, state_lse, out, lse)
+        first = prefix_attention_backward_reference(*inputs, ctx.every, ctx.scale)
         return [grad for grad, need in zip(first, needs, strict=False) if need]
 
-    partials = gradient_of_formula(formula, (dout, dlse, query, key, value, *rest), needed)
+    partials = gradient_of_formula(formula, (dout, dlse, query, key, value, state_out, state_lse, out, lse), needed)
     return *partials[:5], None, *partials[5:], None, None, None, None
 
 
