@@ -211,6 +211,8 @@ def _pull(
     if dkey is not None:
         _store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
     if QUERY:
+        if PRECISION == "tf32x3":
+            slopes, keys = in_place(slopes, keys)
         dq += product(slopes, keys, OPERAND, PRECISION)
     return dq
 
