@@ -248,6 +248,14 @@ def test_one_program_is_loaded_and_launched_for_all_shapes() -> None:
     assert [one.grid for one in launched] == [(batch, 1, 1) for batch in (1, 2, 3, 16)]
 
 
+def test_equal_constants_are_compiled_once(programs: list[Program]) -> None:
+    """Lengths that take the same block are one program, which is not looked for again."""
+    key = torch.empty(2, 1, 3, 16, device="meta")
+    for queries in range(1, 17):
+        attention.attention_forward(torch.empty(2, 1, queries, 16, device="meta"), key, key, None, None, None, None, 0.25)
+    assert len(programs) == 1
+
+
 def test_what_is_known_of_addresses() -> None:
     rows = torch.empty(2, 3, 40, 32)
     assert alignment(rows, rows[..., :6], rows.bfloat16()) == (4, 2, 8)
