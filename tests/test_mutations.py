@@ -55,6 +55,12 @@ FAULTS = {
         "csrc/attention/backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
     ),
     "a lost gradient to the state's lse": Fault("cmab_kernels/attention/schema.py", "share * dscore", "0 * dscore"),
+    "a chunk that shares another's mask": Fault(
+        "csrc/projected/projection.h",
+        "(set.first + first) * all.ignored_stride[1]",
+        "(set.first + first / 2) * all.ignored_stride[1]",
+    ),
+    "a block that overwrites another's gradient": Fault("csrc/projected/backward.cpp", "k > 0 || i > 0", "i > 0"),
     "a lost second derivative": Fault("cmab_kernels/attention/schema.py", "*partials[5:], None", "None, None, None"),
     "an empty row divided by its sum": Fault(
         "csrc/attention/state.h", "return sums.empty() ? T(0) : T(1) / sums.sum;", "return T(1) / sums.sum;"

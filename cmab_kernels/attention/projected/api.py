@@ -266,10 +266,12 @@ def _folded(given: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tenso
     weights = [given["key_weight"], given["value_weight"]]
     weight = torch.cat(weights, 1).to(dtype)
     biases = [given.get(name) for name in ("key_bias", "value_bias")]
-    filled = [w.new_zeros(w.shape[:2]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    bias = torch.cat(filled, 1).to(dtype)
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat([w.new_zeros(w.shape[:2]) if b is None else b for w, b in zip(weights, biases, strict=True)], 1).to(dtype)
     if "context_norm[0]" in given:
         scale, shift = (given[f"context_norm[{i}]"].to(dtype).unsqueeze(1) for i in range(2))
-        bias = bias + (weight * shift).sum(-1)
+        shifted = (weight * shift).sum(-1)
+        bias = shifted if bias is None else bias + shifted
         weight = weight * scale
-    return weight, bias
+    return weight, weight.new_zeros(weight.shape[:2]) if bias is None else bias
