@@ -51,9 +51,7 @@ FAULTS = {
     "sums of prefixes that are not rescaled": Fault(
         "csrc/prefix/forward_kernel.h", "sums[(at + row) * state.width + e] *= factors[row];", "(void)sums;"
     ),
-    "a lost gradient through lse": Fault(
-        "csrc/attention/backward.cpp", "delta[row] = -*dlse_.at<double>(head.b, head.h, first + row);", "delta[row] = 0;"
-    ),
+    "a lost gradient through lse": Fault("csrc/attention/backward.cpp", "{-*dlse_.at<double>(head.b, head.h, first + row)};", "{};"),
     "a lost gradient to the state's lse": Fault("cmab_kernels/attention/schema.py", "share * dscore", "0 * dscore"),
     "a chunk that shares another's mask": Fault(
         "csrc/projected/projection.h",
