@@ -80,6 +80,25 @@ def _kept() -> dict[str, Any]:
     return {**rows, "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
 
 
+def _block() -> dict[str, Any]:
+    """A block of B sets of L latents and M block latents, 6 wide, with 2 heads."""
+    bias, square, forward = (6,), (6, 6), [(6,), (6,), (14, 6), (14,), (6, 7), (6,)]
+    attend, across = ([*[bias] * norms, *[square] * 4, bias] for norms in (2, 4))
+    shapes = [square, bias, *forward, *attend, *forward, *across, *forward, *attend, *forward]
+    tensors = {"x": _rows(B, L, 6), "block": _rows(m, 6), "attended": _rows(B, 2, m, 3)}
+    return {**tensors, "scale": 0.4, "eps": 1e-5, "parameters": tuple(_rows(*shape) for shape in shapes)}
+
+
+def _block_kept() -> Tensor:
+    return torch.zeros(native.latent_block_bytes(**_block()) // 8, dtype=torch.float64)
+
+
+def _block_slopes() -> dict[str, Any]:
+    given = _block()
+    made = {"dy": _rows(B, L, 6), "dx": _rows(B, L, 6), "dblock": _rows(B, m, 6), "dattended": _rows(B, m, 6)}
+    return {**given, **made, "kept": _block_kept(), "gradients": tuple(map(torch.empty_like, given["parameters"]))}
+
+
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
     return {f"d{name}": torch.empty_like(t) for name, t in given.items() if isinstance(t, Tensor) and t.dtype != torch.bool}
 
@@ -125,6 +144,8 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "attention_layer_backward",
         lambda: _layer() | _kept() | {"dy": _rows(B * L, D)} | _gradients(_layer()),
     ),
+    "latent block": ("latent_block", lambda: _block() | {"y": _rows(B, L, 6), "kept": _block_kept()}),
+    "gradient of the latent block": ("latent_block_backward", _block_slopes),
     "sums": ("gram", lambda: _sums() | {"gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)}),
     "gradient of sums": ("gram_backward", lambda: _sums() | _of_sums()),
     "rows": ("apply_rows", lambda: {"query": _rows(B, H, L, D), "weight": _wide(B, H, D, E), "out": _rows(B, H, L, E)}),
@@ -152,7 +173,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
     *("gram", "moment", "dquery", "dkey", "dvalue", "dweights", "dinputs", "dweight", "dbias"),
-    *("reliable", "hidden", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
+    *("reliable", "hidden", "kept", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
     *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),
     *_gradients(_layer() | _feed_forward()),
 }
@@ -193,7 +214,7 @@ def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
     name, arguments = CALLS[call]
     function, right = getattr(native, name), arguments()
     function(**right)
-    needed = {"hidden"} if call.startswith("gradient") else set()
+    needed = {"hidden", "kept"} if call.startswith("gradient") else set()
     for argument in right:
         with pytest.raises(TypeError, match=f"{name}: `{argument}` is missing"):
             function(**{other: given for other, given in right.items() if other != argument})

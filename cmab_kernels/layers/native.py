@@ -132,3 +132,45 @@ def _attention_inputs(
     named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.reshape(-1))
     named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads)
     return named
+
+
+def _block_inputs(x: Tensor, attended: Tensor, block: Tensor, parameters: Sequence[Tensor], heads: int, eps: float) -> dict[str, Any]:
+    if not all(map(Tensor.is_contiguous, parameters)):
+        parameters = [p.contiguous() for p in parameters]
+    inputs = {"x": x.contiguous(), "block": block.contiguous(), "attended": attended.contiguous()}
+    return {**inputs, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps, "parameters": tuple(parameters)}
+
+
+def latent_block(
+    x: Tensor, attended: Tensor, block: Tensor, parameters: Sequence[Tensor], heads: int, eps: float, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return (y, kept), what follows the first cross-attention of a block; `kept`, for the backward pass, is None unless it is wanted."""
+    y, inputs = _like(x), _block_inputs(x, attended, block, parameters, heads, eps)
+    if not y.numel():
+        return y, torch.empty(0, dtype=torch.float64) if keep else None
+    kept = torch.empty(_C.latent_block_bytes(**inputs) // 8, dtype=torch.float64) if keep else None
+    _C.latent_block(**inputs, y=y, kept=kept)
+    return y, kept
+
+
+def latent_block_backward(
+    dy: Tensor,
+    kept: Tensor,
+    x: Tensor,
+    attended: Tensor,
+    block: Tensor,
+    parameters: Sequence[Tensor],
+    heads: int,
+    eps: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, attended, block and the parameters; None for a parameter whose gradient is not needed."""
+    if not x.numel():
+        return tuple(torch.zeros_like(t) for t in (x, attended, block, *parameters))
+    batch, _, _, width = attended.shape
+    dx, dblock = x.new_empty(x.shape), x.new_empty(batch, *block.shape)
+    dattended = attended.new_empty(dblock.shape)
+    gradients = tuple(p.new_empty(p.shape) if need else None for p, need in zip(parameters, needs, strict=True))
+    inputs = _block_inputs(x, attended, block, parameters, heads, eps)
+    _C.latent_block_backward(**inputs, dy=dy.contiguous(), kept=kept, dx=dx, dblock=dblock, dattended=dattended, gradients=gradients)
+    return dx, dattended.unflatten(-1, (heads, width)).transpose(1, 2), dblock.sum(0), *gradients

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_mask, wrong
-from .layers import LatentLayer, check_features
+from ..layers.block import latent_block
+from ..tracing import is_plain, is_watched
+from .layers import LatentLayer, block_parameters, check_features, fused_impl
 from .stream import AttentionStream, follow_weights
 
 
@@ -137,6 +139,11 @@ class CMAB(nn.Module):
 
     def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
         """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
+        if not is_watched() and fused_impl(latents) == "native" and is_plain(latents, out, self.latents):
+            found = block_parameters(self.compress, self.retrieve)
+            if found is not None:
+                x = latents if latents.dim() == 3 else latents.expand(out.shape[0], -1, -1)
+                return latent_block(x, out, self.latents, found[0], out.shape[1], found[1])
         block = self.compress.after_context(self.compress.cross_attention.add(self.latents, out))
         return self.retrieve(latents, block)
 

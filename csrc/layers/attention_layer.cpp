@@ -331,6 +331,15 @@ Inputs attention_inputs(const AttentionLayer& in, const AttentionKept& kept) {
 
 }  // namespace
 
+void attended_layer(const AttentionLayer& in, const void* out, void* y) {
+  project_output(linear_kernels(in.dtype), in, out, y);
+}
+
+void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
+                             void* dout) {
+  output_backward(linear_kernels(in.dtype), in, dy, out, output, dout);
+}
+
 void attention_layer(const AttentionLayer& in, const AttentionKept& kept, void* y) {
   const LinearKernels& kernel = linear_kernels(in.dtype);
   project(kernel, latents_of(in, kept, {}), in.threads);

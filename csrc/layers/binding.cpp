@@ -140,11 +140,135 @@ void attention_backward_layer(Arguments& in) {
   attention_layer_backward(layer, dy, kept, gradients);
 }
 
+// The parameters of a block, or their gradients, one after the other; null where an optional one is None.
+class Parameters {
+ public:
+  Parameters(Arguments& in, const char* name, DType dtype, bool optional)
+      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), optional_(optional) {
+    in.require(PyTuple_Check(items_) && PyTuple_GET_SIZE(items_) == kCount, name, "is not a tuple of 49 tensors");
+  }
+
+  Weights weights(const char* dims, const char* bias) {
+    const TensorView weight = next(dims);
+    return {matrix(weight), bias ? vector(bias) : nullptr};
+  }
+  NormWeights norm(const char* width, double eps) {
+    const void* weight = vector(width);
+    return {weight, vector(width), eps};
+  }
+  WeightGradients gradients(const char* dims, const char* bias) {
+    void* weight = vector(dims);
+    return {weight, bias ? vector(bias) : nullptr};
+  }
+
+ private:
+  static constexpr int kCount = 49;
+
+  TensorView next(const char* dims) {
+    PyObject* item = PyTuple_GET_ITEM(items_, next_++);
+    return optional_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
+  }
+  void* vector(const char* dims) {
+    const TensorView view = next(dims);
+    in_.require(view.contiguous(), name_, "holds a tensor that is not contiguous");
+    return view.data;
+  }
+
+  Arguments& in_;
+  const char* const name_;
+  PyObject* const items_;
+  const DType dtype_;
+  const bool optional_;
+  int next_ = 0;
+};
+
+// Letters: B, L and M latents, C columns, H heads of D, F = inner and G = 2 F columns of the feed-forward layers.
+LatentBlock read_block(Arguments& in) {
+  const TensorView x = in.contiguous("x", "BLC", kFloating), block = in.contiguous("block", "MC", x.dtype);
+  LatentBlock layer{};
+  layer.dtype = x.dtype, layer.x = {x.data, x.shape[2], 1}, layer.block = block.data;
+  layer.attended = in.contiguous("attended", "BHMD", state_type(x.dtype)).data;
+  layer.scale = in.number("scale");
+  const double eps = in.number("eps");
+  layer.batch = in.extent('B'), layer.latents = in.extent('L'), layer.block_latents = in.extent('M');
+  layer.width = int(in.extent('C')), layer.heads = int(in.extent('H'));
+  in.require(in.extent('H') * in.extent('D') == in.extent('C'), "attended", "does not have C columns in all heads");
+  Parameters read(in, "parameters", x.dtype, false);
+  layer.output = read.weights("CC", "C");
+  const auto feed_forward = [&](int number) {
+    FeedForwardWeights& weights = layer.feed_forward[number];
+    weights.norm = read.norm("C", eps);
+    weights.expand = read.weights("GC", "G"), weights.contract = read.weights("CF", "C");
+  };
+  const auto attention = [&](int number) {
+    AttentionWeights& weights = layer.attention[number];
+    weights.norm = read.norm("C", eps);
+    if (number == 1) weights.context_norm = read.norm("C", eps);
+    weights.query = read.weights("CC", nullptr), weights.key = read.weights("CC", nullptr);
+    weights.value = read.weights("CC", nullptr), weights.output = read.weights("CC", "C");
+  };
+  feed_forward(0), attention(0), feed_forward(1), attention(1), feed_forward(2), attention(2), feed_forward(3);
+  layer.inner = int(in.extent('F'));
+  in.require(in.extent('G') == 2 * in.extent('F'), "parameters", "has features and a gate of other widths");
+  layer.threads = torch_threads();
+  return layer;
+}
+
+void* read_kept(Arguments& in, const LatentBlock& layer, bool optional) {
+  const TensorView kept =
+      optional ? in.optional_contiguous("kept", "K", DType::kFloat64) : in.contiguous("kept", "K", DType::kFloat64);
+  in.require(!kept.data || size_t(kept.shape[0]) * sizeof(double) == latent_block_bytes(layer), "kept",
+             "has another size");
+  return kept.data;
+}
+
+py::object block_bytes(Arguments& in) {
+  const LatentBlock layer = read_block(in);
+  return py::int_(latent_block_bytes(layer));
+}
+
+void block_forward(Arguments& in) {
+  const LatentBlock layer = read_block(in);
+  void* y = in.contiguous("y", "BLC", layer.dtype).data;
+  void* kept = read_kept(in, layer, true);
+  const auto running = in.run();
+  latent_block(layer, y, kept);
+}
+
+void block_backward(Arguments& in) {
+  const LatentBlock layer = read_block(in);
+  const DType dtype = layer.dtype;
+  const TensorView dy = in.contiguous("dy", "BLC", dtype);
+  void* kept = read_kept(in, layer, false);
+  LatentBlockGradients to{};
+  to.x = in.contiguous("dx", "BLC", dtype).data;
+  to.block = in.contiguous("dblock", "BMC", dtype).data;
+  to.attended = in.contiguous("dattended", "BMC", state_type(dtype)).data;
+  Parameters read(in, "gradients", dtype, true);
+  to.output = read.gradients("CC", "C");
+  const auto feed_forward = [&](int number) {
+    to.feed_forward[number] = {read.gradients("C", "C"), read.gradients("GC", "G"), read.gradients("CF", "C")};
+  };
+  const auto attention = [&](int number) {
+    AttentionWeightGradients& of = to.attention[number];
+    of.norm = read.gradients("C", "C");
+    if (number == 1) of.context_norm = read.gradients("C", "C");
+    of.query = read.gradients("CC", nullptr), of.key = read.gradients("CC", nullptr);
+    of.value = read.gradients("CC", nullptr), of.output = read.gradients("CC", "C");
+  };
+  feed_forward(0), attention(0), feed_forward(1), attention(1), feed_forward(2), attention(2), feed_forward(3);
+  const auto running = in.run();
+  latent_block_backward(layer, {dy.data, dy.shape[2], 1}, kept, to);
+}
+
 }  // namespace
 
 void bind_layers(py::module_& module) {
   define<forward>(module, "feed_forward_layer");
   define<backward>(module, "feed_forward_layer_backward");
+  define<block_bytes>(module, "latent_block_bytes");
+  define<block_forward>(module, "latent_block");
+  define<block_backward>(module, "latent_block_backward");
   define<attention_forward_layer>(module, "attention_layer");
   define<attention_backward_layer>(module, "attention_layer_backward");
 }

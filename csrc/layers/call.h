@@ -58,4 +58,56 @@ struct AttentionLayerGradients {
 void attention_layer_backward(const AttentionLayer&, const Matrix& dy, const AttentionKept&,
                               const AttentionLayerGradients&);
 
+// The same for attention whose result `out` is there already: y = x + output(out), with only the fields of `in` that
+// this needs. Its gradient fills dout (B, L, H E), in the type of sums; that of x is dy.
+void attended_layer(const AttentionLayer& in, const void* out, void* y);
+void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
+                             void* dout);
+
+// What follows the first cross-attention of a Constant Memory Attention Block, whose result is `attended` (B, H, M, D):
+//
+//   m = feed-forward(self-attention(feed-forward(block + output(attended))))      for the M block latents
+//   y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))      for the L latents x
+struct FeedForwardWeights {
+  NormWeights norm;
+  Weights expand, contract;
+};
+struct AttentionWeights {
+  NormWeights norm, context_norm;
+  Weights query, key, value, output;
+};
+struct LatentBlock {
+  DType dtype;
+  int64_t batch, latents, block_latents;
+  int width, heads, inner;
+  double scale;
+  Matrix x;              // (batch * latents, width)
+  const void* block;     // (block_latents, width), contiguous
+  const void* attended;  // contiguous, in the type of sums
+  Weights output;
+  FeedForwardWeights feed_forward[4];  // in the order of the formulas
+  AttentionWeights attention[3];       // on the block latents, across, on the latents
+  int threads;
+};
+struct FeedForwardWeightGradients {
+  WeightGradients norm, expand, contract;
+};
+struct AttentionWeightGradients {
+  WeightGradients norm, context_norm, query, key, value, output;
+};
+struct LatentBlockGradients {
+  void* x;         // (batch * latents, width), contiguous; not null
+  void* block;     // (batch * block_latents, width), contiguous, to be added up over the batch; not null
+  void* attended;  // (batch * block_latents, heads * D), in the type of sums
+  WeightGradients output;
+  FeedForwardWeightGradients feed_forward[4];
+  AttentionWeightGradients attention[3];
+};
+
+// The bytes of what the forward pass keeps for the backward pass.
+size_t latent_block_bytes(const LatentBlock&);
+// Fills y (batch * latents, width), contiguous, and `kept`; null: nothing is kept.
+void latent_block(const LatentBlock&, void* y, void* kept);
+void latent_block_backward(const LatentBlock&, const Matrix& dy, void* kept, const LatentBlockGradients&);
+
 }  // namespace cmab::cpu
