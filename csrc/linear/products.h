@@ -64,18 +64,29 @@ struct Products {
     for (; row < rows; row += kRowStep) function(row, Constant<kRowStep>());
   }
 
-  // Panels of a transposed matrix, whose columns are contiguous, are read by column.
   template <int kColumns, class From>
   static void pack_panel(const From* from, const Matrix& matrix, int depth, int width, T* to) {
+    if constexpr (std::is_same_v<From, T>)
+      if (matrix.row_stride == 1) return pack_squares<kColumns>(from, matrix.col_stride, depth, width, to);
     if (width < kColumns)
       for (ptrdiff_t i = 0; i < ptrdiff_t(depth) * kColumns; ++i) to[i] = 0;
-    if (matrix.col_stride == 1)
-      for (int d = 0; d < depth; ++d)
-        for (int c = 0; c < width; ++c) to[d * kColumns + c] = widen(from[d * matrix.row_stride + c]);
-    else
-      for (int c = 0; c < width; ++c)
-        for (int d = 0; d < depth; ++d)
-          to[d * kColumns + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
+    for (int d = 0; d < depth; ++d)
+      for (int c = 0; c < width; ++c) to[d * kColumns + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
+  }
+
+  // Packs a transposed matrix, whose columns are contiguous, by squares of registers.
+  template <int kColumns>
+  static void pack_squares(const T* from, ptrdiff_t col_stride, int depth, int width, T* to) {
+    for (int c = 0; c < kColumns; c += kLanes)
+      for (int d = 0; d < depth; d += kLanes) {
+        const int count = depth - d < kLanes ? depth - d : kLanes;
+        V square[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i)
+          square[i] = c + i < width ? load_first<V>(from + (c + i) * col_stride + d, count) : V{};
+        transpose(square);
+        for (int i = 0; i < count; ++i) store(to + (d + i) * kColumns + c, square[i]);
+      }
   }
 
   template <int R, int C>
