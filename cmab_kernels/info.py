@@ -112,8 +112,14 @@ def _choice(operator: str, family: str, device: str) -> tuple[str, str, str, str
 
 
 def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
-    """Small float32 inputs for the operators of a set: a system and its right-hand sides for solves, else a query, a key and a value."""
+    """Small float32 inputs for the operators of a set.
+
+    A system and its right-hand sides for solves; a query, inputs and two weights for projected attention; else a query, a key and a value.
+    """
     if family == "intention.solve":
         return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)
+    if family == "attention.projected":
+        square = torch.zeros(16, 16, device=device)
+        return square[None], square[None], square, square
     rows = torch.zeros(1, 1, 1, 16, device=device)
     return rows, rows, rows

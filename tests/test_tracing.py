@@ -26,6 +26,12 @@ def _projected(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return tuple(ck.projected_attention_state(q, k[:, 0], *weights, context_norm=(k[0, 0, 0], k[0, 0, 1], 1e-3)))
 
 
+def _layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Both layers, one after the other, with the first rows of the keys as weights."""
+    x, square, expand = k[:, 0], k[1, 0, :8], k[0, :, :8].flatten(0, 1)
+    return ck.feed_forward_layer(ck.attention_layer(x, square, square.mT, square, square, num_heads=2), expand, square)
+
+
 def _remove(q: Tensor, k: Tensor, v: Tensor) -> Any:
     (out, lse), reliable = ck.remove_from_state(ck.attention_state(q, k, v), q, k[:, :, :2], v[:, :, :2])
     return out, lse, reliable
@@ -48,6 +54,11 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "latent_attention": lambda q, k, v: ck.latent_attention(q, k, v),
     "attention_state": lambda q, k, v: tuple(ck.attention_state(q, k, v, state=ck.attention_state(q, k[:, :, :4], v[:, :, :4]))),
     "projected_attention_state": _projected,
+    "prefix_attention_states": lambda q, k, v: tuple(ck.prefix_attention_states(q, k, v, every=5)),
+    "attention_layer": _layers,
+    "feed_forward_layer": lambda q, k, v: ck.feed_forward_layer(
+        k, k[0, :, :8].flatten(0, 1), k[1, 0, :8], norm=(k[0, 0, 0], k[0, 0, 1], 1e-3)
+    ),
     "remove_from_state": _remove,
     "nystrom_attention": lambda q, k, v: ck.nystrom_attention(q, k, v, 3),
     "iterative_pinv": lambda q, k, v: ck.iterative_pinv((q @ q.mT).softmax(-1)),
@@ -58,6 +69,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "sigma_intention": lambda q, k, v: ck.sigma_intention(q, k, v, 0.5),
     "sigma_intention, dual": lambda q, k, v: ck.sigma_intention(q, k[:, :, :3], v[:, :, :3], 0.5),
     "ridge_state": lambda q, k, v: tuple(ck.ridge_state(k, v)),
+    "prefix_ridge_states": lambda q, k, v: tuple(ck.prefix_ridge_states(k, v, every=5)),
     "remove_ridge": lambda q, k, v: tuple(ck.remove_ridge(ck.ridge_state(k, v), k[:, :, :2], v[:, :, :2])),
     "solve_ridge": lambda q, k, v: tuple(ck.solve_ridge(ck.ridge_state(k, v), 0.5)),
     "regularised_solve": lambda q, k, v: tuple(ck.regularised_solve(_system(k), k.mT @ v, 0.5)),
@@ -77,6 +89,8 @@ class SelfAttended(nn.Module):
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "TransformerEncoderLayer": (lambda: modules.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 1),
+    "TransformerDecoderLayer": (lambda: modules.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2),
     "CMAB": (lambda: modules.CMAB(16, num_heads=2, num_latents=4), 2),
     "CMABStack": (lambda: modules.CMABStack(16, num_latents=4, num_heads=2, depth=2), 2),
     "InformerEncoderLayer": (lambda: modules.InformerEncoderLayer(16, 2, 32, batch_first=True), 1),
