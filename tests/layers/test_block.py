@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels import explain
+from cmab_kernels import attention_layer, explain
 from cmab_kernels.layers.block import SIZES, composed, latent_block
 
 pytestmark = pytest.mark.skipif(
@@ -108,3 +108,13 @@ def test_nothing_is_asked(empty: Sequence[int]) -> None:
     result = _fused(*tensors)
     assert result.shape == tensors[0].shape
     assert not any(g.any() for g in torch.autograd.grad(result.sum(), tensors))
+
+
+def test_heads_may_be_wider_than_those_of_the_attention_operators() -> None:
+    """A layer's heads have any width, also more than the 256 that attention by itself takes."""
+    weights = [(torch.randn(320, 320, dtype=torch.float64) / 18).requires_grad_() for _ in range(4)]
+    x = torch.randn(2, 5, 320, dtype=torch.float64, requires_grad=True)
+    ours, right = (attention_layer(x, *weights, num_heads=1, impl=impl) for impl in ("native", "reference"))
+    slopes = (torch.autograd.grad(result.sin().sum(), [x, *weights]) for result in (ours, right))
+    _close([ours], [right], 1e-12)
+    _close(*slopes, 1e-11)
