@@ -1,7 +1,5 @@
 // The attention layer: rows are normed and projected to heads, the attention family attends, and its result is
 // projected back.
-#include <omp.h>
-
 #include "attention/call.h"
 #include "layers/call.h"
 #include "linear/driver.h"
@@ -40,23 +38,24 @@ struct Source {
 };
 
 // The packed matrices and biases of the branches, for the forward or the backward pass.
+template <bool kBackward>
 struct SourceParameters {
   NormParameters norm;
   std::vector<void*> packed, bias;
 
-  SourceParameters(Taker& take, const Source& source, bool backward) : norm(take, source.width) {
+  SourceParameters(Taker& take, const Source& source) : norm(take, source.width) {
     for (const Branch& branch : source.branches) {
-      packed.push_back(backward ? take.packed(branch.width, source.width) : take.packed(source.width, branch.width));
+      packed.push_back(kBackward ? take.packed(branch.width, source.width) : take.packed(source.width, branch.width));
       bias.push_back(take.vector(branch.width));
     }
   }
 
-  void load(const LinearKernels& kernel, const Source& source, bool backward) {
+  void load(const LinearKernels& kernel, const Source& source) {
     norm.load(kernel, source.dtype, *source.norm);
     for (size_t i = 0; i < packed.size(); ++i) {
       const Branch& branch = source.branches[i];
       const Matrix& weight = branch.weights->weight;
-      if (backward) {
+      if constexpr (kBackward) {
         kernel.pack(source.dtype, weight, branch.width, source.width, packed[i]);
       } else {
         kernel.pack(source.dtype, transposed(weight), source.width, branch.width, packed[i]);
@@ -85,31 +84,20 @@ struct SourceTiles {
 
 // Fills the branches' results from the rows.
 void project(const LinearKernels& kernel, const Source& source, int threads) {
+  using Parameters = SourceParameters<false>;
   const DType sums = state_type(source.dtype);
-  threads = useful_threads(source.multiplications(), threads);
-  const size_t shared = bytes_of<SourceParameters>(kernel, source, false),
-               tiles = bytes_of<SourceTiles>(kernel, source);
-  Workspace workspace;
-  workspace.reserve(shared + threads * tiles);
-  auto parameters = placed<SourceParameters>(workspace.at(0), kernel, source, false);
-  parameters.load(kernel, source, false);
-#pragma omp parallel num_threads(threads)
-  {
-    const auto mine = placed<SourceTiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel, source);
-#pragma omp for schedule(dynamic)
-    for (int64_t row = 0; row < source.count; row += kRowTile) {
-      const int count = int(std::min<int64_t>(kRowTile, source.count - row));
-      source.load(kernel, row, count, mine.x.rows);
-      const RowTile normed = mine.x.normalise(kernel, parameters.norm, count);
-      for (size_t i = 0; i < source.branches.size(); ++i) {
-        const Branch& branch = source.branches[i];
-        kernel.multiply(normed, count, source.width, parameters.packed[i], branch.width, parameters.bias[i], false,
-                        mine.branch);
-        kernel.store(mine.branch, count, branch.width, sums, offset(branch.result, row * branch.width, sums),
-                     branch.width);
-      }
-    }
-  }
+  Team<Parameters, SourceTiles, Source>(kernel, source, useful_threads(source.multiplications(), threads))
+      .for_each_tile(source.count, [&](int64_t row, int count, const Parameters& parameters, const SourceTiles& mine) {
+        source.load(kernel, row, count, mine.x.rows);
+        const RowTile normed = mine.x.normalise(kernel, parameters.norm, count);
+        for (size_t i = 0; i < source.branches.size(); ++i) {
+          const Branch& branch = source.branches[i];
+          kernel.multiply(normed, count, source.width, parameters.packed[i], branch.width, parameters.bias[i], false,
+                          mine.branch);
+          kernel.store(mine.branch, count, branch.width, sums, offset(branch.result, row * branch.width, sums),
+                       branch.width);
+        }
+      });
 }
 
 // Heads (batch, heads, rows, width), contiguous, in the type of sums, which are read as rows (batch * rows, heads *
@@ -151,29 +139,16 @@ class ProjectionBackward {
   }
 
   void run(int threads) {
-    threads = useful_threads(2 * source_.multiplications(), threads);
-    const size_t shared = bytes_of<SourceParameters>(kernel_, source_, true);
-    const size_t tiles = bytes_of<SourceTiles>(kernel_, source_);
-    Workspace workspace;
-    workspace.reserve(shared + threads * tiles + sums_.bytes());
-    auto parameters = placed<SourceParameters>(workspace.at(0), kernel_, source_, true);
-    parameters.load(kernel_, source_, true);
-    sums_.place(workspace.at(shared + threads * tiles));
-#pragma omp parallel num_threads(threads)
-    {
-      const auto mine = placed<SourceTiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel_, source_);
-#pragma omp for schedule(dynamic)
-      for (int piece = 0; piece < sums_.pieces(); ++piece) {
-        sums_.clear(piece);
-        sums_.for_each_tile(piece, [&](int64_t row, int count) { pass(piece, row, count, parameters, mine); });
-      }
-#pragma omp for schedule(static)
-      for (int64_t unit = 0; unit < sums_.units(); ++unit) sums_.write(unit);
-    }
+    Team<Parameters, SourceTiles, Source>(kernel_, source_, useful_threads(2 * source_.multiplications(), threads),
+                                          &sums_)
+        .for_each_tile_of(sums_, [&](int piece, int64_t row, int count, const Parameters& parameters,
+                                     const SourceTiles& tiles) { pass(piece, row, count, parameters, tiles); });
   }
 
  private:
-  void pass(int piece, int64_t row, int count, const SourceParameters& parameters, const SourceTiles& tiles) const {
+  using Parameters = SourceParameters<true>;
+
+  void pass(int piece, int64_t row, int count, const Parameters& parameters, const SourceTiles& tiles) const {
     const auto sum = [&](int number) { return sums_.of(piece, number); };
     const DType dtype = source_.dtype;
     const uint8_t absent = residual_.data == nullptr;
@@ -212,10 +187,25 @@ struct OutputTiles {
       : x(take.tile(in.width)), heads(take.tile(in.heads * in.value_width)) {}
 };
 
+// The packed matrix of the output projection, (H E, C), or of its gradient, (C, H E).
+template <bool kBackward>
 struct OutputParameters {
   void *packed, *bias;
+
   OutputParameters(Taker& take, const AttentionLayer& in)
-      : packed(take.packed(in.heads * in.value_width, in.width)), bias(take.vector(in.width)) {}
+      : packed(kBackward ? take.packed(in.width, in.heads * in.value_width)
+                         : take.packed(in.heads * in.value_width, in.width)),
+        bias(take.vector(in.width)) {}
+
+  void load(const LinearKernels& kernel, const AttentionLayer& in) {
+    const int depth = in.heads * in.value_width;
+    if constexpr (kBackward) {
+      kernel.pack(in.dtype, in.output.weight, in.width, depth, packed);
+    } else {
+      kernel.pack(in.dtype, transposed(in.output.weight), depth, in.width, packed);
+      load_vector(kernel, in.dtype, in.output.bias, in.width, bias);
+    }
+  }
 };
 
 double output_multiplications(const AttentionLayer& in) {
@@ -228,64 +218,42 @@ Heads heads_of(const AttentionLayer& in, const void* data, int width, int64_t ro
 
 // y = x + output(out)
 void project_output(const LinearKernels& kernel, const AttentionLayer& in, const void* out, void* y) {
-  const int depth = in.heads * in.value_width, threads = useful_threads(output_multiplications(in), in.threads);
-  const int64_t rows = in.batch * in.latents;
+  using Parameters = OutputParameters<false>;
+  const int depth = in.heads * in.value_width;
   const DType sums = state_type(in.dtype);
   const Heads heads = heads_of(in, out, in.value_width, in.latents);
-  const size_t shared = bytes_of<OutputParameters>(kernel, in), tiles = bytes_of<OutputTiles>(kernel, in);
-  Workspace workspace;
-  workspace.reserve(shared + threads * tiles);
-  const auto parameters = placed<OutputParameters>(workspace.at(0), kernel, in);
-  kernel.pack(in.dtype, transposed(in.output.weight), depth, in.width, parameters.packed);
-  load_vector(kernel, in.dtype, in.output.bias, in.width, parameters.bias);
-#pragma omp parallel num_threads(threads)
-  {
-    const auto mine = placed<OutputTiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel, in);
-#pragma omp for schedule(dynamic)
-    for (int64_t row = 0; row < rows; row += kRowTile) {
-      const int count = int(std::min<int64_t>(kRowTile, rows - row));
-      heads.load(kernel, sums, row, count, mine.heads);
-      kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, mine.x);
-      kernel.multiply(mine.heads, count, depth, parameters.packed, in.width, parameters.bias, true, mine.x);
-      kernel.store(mine.x, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
-    }
-  }
+  Team<Parameters, OutputTiles, AttentionLayer>(kernel, in, useful_threads(output_multiplications(in), in.threads))
+      .for_each_tile(
+          in.batch * in.latents, [&](int64_t row, int count, const Parameters& parameters, const OutputTiles& mine) {
+            heads.load(kernel, sums, row, count, mine.heads);
+            kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, mine.x);
+            kernel.multiply(mine.heads, count, depth, parameters.packed, in.width, parameters.bias, true, mine.x);
+            kernel.store(mine.x, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
+          });
 }
 
 // The gradient of the output projection: dout (B, L, H E) in the type of sums, and those of its parameters.
 void output_backward(const LinearKernels& kernel, const AttentionLayer& in, const Matrix& dy, const void* out,
                      const WeightGradients& gradient, void* dout) {
-  const int depth = in.heads * in.value_width, threads = useful_threads(2 * output_multiplications(in), in.threads);
+  using Parameters = OutputParameters<true>;
+  const int depth = in.heads * in.value_width;
   const DType sums = state_type(in.dtype);
   const Heads heads = heads_of(in, out, in.value_width, in.latents);
   ParameterSums parts(kernel, in.dtype, in.batch * in.latents);
   const int weight = parts.add(gradient.weight, in.width, depth), bias = parts.add(gradient.bias, 1, in.width);
-  const size_t shared = bytes_of<OutputParameters>(kernel, in), tiles = bytes_of<OutputTiles>(kernel, in);
-  Workspace workspace;
-  workspace.reserve(shared + threads * tiles + parts.bytes());
-  void* const packed = workspace.at(0);
-  kernel.pack(in.dtype, in.output.weight, in.width, depth, packed);
-  parts.place(workspace.at(shared + threads * tiles));
-#pragma omp parallel num_threads(threads)
-  {
-    const auto mine = placed<OutputTiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel, in);
-#pragma omp for schedule(dynamic)
-    for (int piece = 0; piece < parts.pieces(); ++piece) {
-      parts.clear(piece);
-      parts.for_each_tile(piece, [&](int64_t row, int count) {
-        kernel.load(in.dtype, rows_from(dy, row, in.dtype), count, in.width, nullptr, 0, mine.x);
-        if (parts.needed(weight)) {
-          heads.load(kernel, sums, row, count, mine.heads);
-          kernel.add_products(mine.x, in.width, mine.heads, depth, count, parts.of(piece, weight));
-        }
-        if (parts.needed(bias)) kernel.add_rows(mine.x, count, in.width, parts.of(piece, bias).data);
-        kernel.multiply(mine.x, count, in.width, packed, depth, nullptr, false, mine.heads);
-        kernel.store(mine.heads, count, depth, sums, offset(dout, row * depth, sums), depth);
-      });
-    }
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < parts.units(); ++unit) parts.write(unit);
-  }
+  const int threads = useful_threads(2 * output_multiplications(in), in.threads);
+  Team<Parameters, OutputTiles, AttentionLayer>(kernel, in, threads, &parts)
+      .for_each_tile_of(
+          parts, [&](int piece, int64_t row, int count, const Parameters& parameters, const OutputTiles& mine) {
+            kernel.load(in.dtype, rows_from(dy, row, in.dtype), count, in.width, nullptr, 0, mine.x);
+            if (parts.needed(weight)) {
+              heads.load(kernel, sums, row, count, mine.heads);
+              kernel.add_products(mine.x, in.width, mine.heads, depth, count, parts.of(piece, weight));
+            }
+            if (parts.needed(bias)) kernel.add_rows(mine.x, count, in.width, parts.of(piece, bias).data);
+            kernel.multiply(mine.x, count, in.width, parameters.packed, depth, nullptr, false, mine.heads);
+            kernel.store(mine.heads, count, depth, sums, offset(dout, row * depth, sums), depth);
+          });
 }
 
 // ---- the layer

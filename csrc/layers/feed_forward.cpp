@@ -1,6 +1,4 @@
 // The feed-forward layer: tiles of rows pass through norm, expand, activation and contract, and back.
-#include <omp.h>
-
 #include "layers/call.h"
 #include "linear/driver.h"
 
@@ -55,18 +53,10 @@ class Forward {
 
   void run() {
     const int threads = useful_threads(multiplications(in_), in_.threads);
-    const size_t shared = bytes_of<Parameters>(kernel_, in_), tiles = bytes_of<Tiles>(kernel_, in_);
-    Workspace workspace;
-    workspace.reserve(shared + threads * tiles);
-    auto parameters = placed<Parameters>(workspace.at(0), kernel_, in_);
-    parameters.load(kernel_, in_);
-#pragma omp parallel num_threads(threads)
-    {
-      const auto mine = placed<Tiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel_, in_);
-#pragma omp for schedule(dynamic)
-      for (int64_t row = 0; row < in_.rows; row += kRowTile)
-        pass(row, int(std::min<int64_t>(kRowTile, in_.rows - row)), parameters, mine);
-    }
+    Team<Parameters, Tiles, FeedForward>(kernel_, in_, threads)
+        .for_each_tile(in_.rows, [&](int64_t row, int count, const Parameters& parameters, const Tiles& tiles) {
+          pass(row, count, parameters, tiles);
+        });
   }
 
  private:
@@ -135,23 +125,9 @@ class Backward {
 
   void run() {
     const int threads = useful_threads(2 * multiplications(in_), in_.threads);
-    const size_t shared = bytes_of<BackwardParameters>(kernel_, in_), tiles = bytes_of<BackwardTiles>(kernel_, in_);
-    Workspace workspace;
-    workspace.reserve(shared + threads * tiles + sums_.bytes());
-    auto parameters = placed<BackwardParameters>(workspace.at(0), kernel_, in_);
-    parameters.load(kernel_, in_);
-    sums_.place(workspace.at(shared + threads * tiles));
-#pragma omp parallel num_threads(threads)
-    {
-      const auto mine = placed<BackwardTiles>(workspace.at(shared + omp_get_thread_num() * tiles), kernel_, in_);
-#pragma omp for schedule(dynamic)
-      for (int piece = 0; piece < sums_.pieces(); ++piece) {
-        sums_.clear(piece);
-        sums_.for_each_tile(piece, [&](int64_t row, int count) { pass(piece, row, count, parameters, mine); });
-      }
-#pragma omp for schedule(static)
-      for (int64_t unit = 0; unit < sums_.units(); ++unit) sums_.write(unit);
-    }
+    Team<BackwardParameters, BackwardTiles, FeedForward>(kernel_, in_, threads, &sums_)
+        .for_each_tile_of(sums_, [&](int piece, int64_t row, int count, const BackwardParameters& parameters,
+                                     const BackwardTiles& tiles) { pass(piece, row, count, parameters, tiles); });
   }
 
  private:

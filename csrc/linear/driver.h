@@ -2,6 +2,8 @@
 // the same bits for any number of threads. Internal linkage, as in simd.h.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -172,6 +174,69 @@ class ParameterSums {
   std::vector<Part> parts_;
   size_t piece_bytes_ = 0;
   char* memory_ = nullptr;
+};
+
+// One team of threads: `Parameters`, packed by load(kernel, problem), which all threads share, and `Tiles` of each
+// thread's own. `sums` get what is left of the memory, if there are any.
+template <class Parameters, class Tiles, class Problem>
+class Team {
+ public:
+  Team(const LinearKernels& kernel, const Problem& problem, int threads, ParameterSums* sums = nullptr)
+      : kernel_(kernel),
+        problem_(problem),
+        threads_(threads),
+        shared_bytes_(bytes_of<Parameters>(kernel, problem)),
+        tile_bytes_(bytes_of<Tiles>(kernel, problem)) {
+    const size_t bytes = shared_bytes_ + threads * tile_bytes_;
+    workspace_.reserve(bytes + (sums ? sums->bytes() : 0));
+    if (sums) sums->place(workspace_.at(bytes));
+  }
+
+  // Calls pass(first row, rows, parameters, tiles) for all tiles of `rows` rows.
+  template <class Pass>
+  void for_each_tile(int64_t rows, Pass pass) {
+    const Parameters parameters = loaded();
+#pragma omp parallel num_threads(threads_)
+    {
+      const Tiles mine = tiles();
+#pragma omp for schedule(dynamic)
+      for (int64_t row = 0; row < rows; row += kRowTile)
+        pass(row, int(std::min<int64_t>(kRowTile, rows - row)), parameters, mine);
+    }
+  }
+
+  // Calls pass(piece, first row, rows, parameters, tiles) for all tiles of the pieces of `sums`, and writes these.
+  template <class Pass>
+  void for_each_tile_of(ParameterSums& sums, Pass pass) {
+    const Parameters parameters = loaded();
+#pragma omp parallel num_threads(threads_)
+    {
+      const Tiles mine = tiles();
+#pragma omp for schedule(dynamic)
+      for (int piece = 0; piece < sums.pieces(); ++piece) {
+        sums.clear(piece);
+        sums.for_each_tile(piece, [&](int64_t row, int count) { pass(piece, row, count, parameters, mine); });
+      }
+#pragma omp for schedule(static)
+      for (int64_t unit = 0; unit < sums.units(); ++unit) sums.write(unit);
+    }
+  }
+
+ private:
+  Parameters loaded() const {
+    auto parameters = placed<Parameters>(workspace_.at(0), kernel_, problem_);
+    parameters.load(kernel_, problem_);
+    return parameters;
+  }
+  Tiles tiles() const {
+    return placed<Tiles>(workspace_.at(shared_bytes_ + omp_get_thread_num() * tile_bytes_), kernel_, problem_);
+  }
+
+  const LinearKernels& kernel_;
+  const Problem& problem_;
+  const int threads_;
+  const size_t shared_bytes_, tile_bytes_;
+  Workspace workspace_;
 };
 
 }  // namespace
