@@ -33,8 +33,12 @@ def attention_forward(
     state_out: Tensor | None,
     state_lse: Tensor | None,
     scale: float,
+    reliable: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention of the queries over these keys, merged with the incoming state if there is one."""
+    """Return (out, lse): the attention of the queries over these keys, merged with the incoming state if there is one.
+
+    With `reliable`, which is filled, the keys are taken out of the incoming state.
+    """
     out = query.new_empty((*query.shape[:3], value.shape[3]), dtype=state_dtype(query.dtype))
     lse = query.new_empty(query.shape[:3], dtype=torch.float64)
     _C.attention_forward(
@@ -48,7 +52,7 @@ def attention_forward(
         state_lse=state_lse,
         out=out,
         lse=lse,
-        reliable=None,
+        reliable=reliable,
     )
     return out, lse
 
@@ -57,22 +61,8 @@ def attention_removal(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, state_out: Tensor, state_lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, reliable): the incoming state without these keys."""
-    out, lse = torch.empty_like(state_out, memory_format=torch.contiguous_format), query.new_empty(query.shape[:3], dtype=torch.float64)
     reliable = query.new_empty(query.shape[:3], dtype=torch.bool)
-    _C.attention_forward(
-        query=query,
-        cu_seqlens=None,
-        key=key,
-        value=value,
-        key_padding_mask=key_padding_mask,
-        scale=scale,
-        state_out=state_out,
-        state_lse=state_lse,
-        out=out,
-        lse=lse,
-        reliable=reliable,
-    )
-    return out, lse, reliable
+    return *attention_forward(query, key, value, key_padding_mask, None, state_out, state_lse, scale, reliable), reliable
 
 
 def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,30 @@ def _joined(stacked: Tensor | None) -> Tensor | None:
     return None if stacked is None else stacked.flatten(0, 1)
 
 
+def _inputs(
+    query: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> dict[str, Any]:
+    """The arguments that both calls begin with."""
+    return {
+        "query": _joined(query),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "inputs": inputs,
+        "key_padding_mask": key_padding_mask,
+        "weight": weight.contiguous(),
+        "bias": bias.contiguous(),
+        "scale": scale,
+        "normed": eps is not None,
+        "eps": eps or 0.0,
+    }
+
+
 def projected_attention_forward(
     query: Tensor,
     inputs: Tensor,
@@ -45,15 +71,7 @@ def projected_attention_forward(
     out = query.new_empty((*query.shape[:4], weight.shape[1] // heads - width))
     lse = query.new_empty(query.shape[:4], dtype=torch.float64)
     _C.projected_attention_forward(
-        query=_joined(query),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
-        inputs=inputs,
-        key_padding_mask=key_padding_mask,
-        weight=weight.contiguous(),
-        bias=bias.contiguous(),
-        scale=scale,
-        normed=eps is not None,
-        eps=eps or 0.0,
+        **_inputs(query, inputs, weight, bias, key_padding_mask, cu_seqlens, scale, eps),
         state_out=_joined(state_out),
         state_lse=_joined(state_lse),
         out=_joined(out),
@@ -82,15 +100,7 @@ def projected_attention_backward(
         x.new_empty(x.shape if need else 0) for x, need in zip((query, inputs, weight, bias), needs, strict=True)
     )
     _C.projected_attention_backward(
-        query=_joined(query),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
-        inputs=inputs,
-        key_padding_mask=key_padding_mask,
-        weight=weight.contiguous(),
-        bias=bias.contiguous(),
-        scale=scale,
-        normed=eps is not None,
-        eps=eps or 0.0,
+        **_inputs(query, inputs, weight, bias, key_padding_mask, cu_seqlens, scale, eps),
         dout=_joined(dout),
         dlse=_joined(dlse),
         out=_joined(out.contiguous()),
