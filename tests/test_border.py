@@ -134,10 +134,10 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "gradient of attention over projected inputs": ("projected_attention_backward", lambda: _projected() | _projected_slopes()),
     "removal": ("attention_forward", lambda: _attention() | _state() | {"reliable": torch.zeros(B, H, L, dtype=torch.bool)}),
     "merge": ("merge_states", _merged),
-    "feed-forward": ("feed_forward_layer", lambda: _feed_forward() | {"y": _rows(N, D), "hidden": _rows(N, 2 * E)}),
+    "feed-forward": ("feed_forward_layer", lambda: _feed_forward() | {"y": _rows(N, D)}),
     "gradient of feed-forward": (
         "feed_forward_layer_backward",
-        lambda: _feed_forward() | {"dy": _rows(N, D), "hidden": _rows(N, 2 * E)} | _gradients(_feed_forward()),
+        lambda: _feed_forward() | {"dy": _rows(N, D)} | _gradients(_feed_forward()),
     ),
     "attention layer": ("attention_layer", lambda: _layer() | _kept() | {"y": _rows(B * L, D)}),
     "gradient of the attention layer": (
@@ -173,7 +173,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
     *("gram", "moment", "dquery", "dkey", "dvalue", "dweights", "dinputs", "dweight", "dbias"),
-    *("reliable", "hidden", "kept", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
+    *("reliable", "kept", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
     *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),
     *_gradients(_layer() | _feed_forward()),
 }
@@ -214,7 +214,7 @@ def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
     name, arguments = CALLS[call]
     function, right = getattr(native, name), arguments()
     function(**right)
-    needed = {"hidden", "kept"} if call.startswith("gradient") else set()
+    needed = {"kept"} if call.startswith("gradient") else set()
     for argument in right:
         with pytest.raises(TypeError, match=f"{name}: `{argument}` is missing"):
             function(**{other: given for other, given in right.items() if other != argument})

@@ -63,23 +63,20 @@ def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]
     return results, [r if need and t is not None else None for r, t, need in zip(results, tensors, needs, strict=True)]
 
 
-def feed_forward_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return (y, hidden) for rows x (R, C); hidden is empty unless it is to be kept."""
-    *parameters, eps, activation, keep = rest
-    y, hidden = _like(x), _sums(x, x.shape[0], parameters[2].shape[0]) if keep else None
-    named = _named(_FEED_FORWARD, parameters)
-    _C.feed_forward_layer(x=x, **named, eps=eps, activation=_ACTIVATIONS[activation], y=y, hidden=hidden)
-    return y, _NOTHING[state_dtype(x.dtype)][0] if hidden is None else hidden
+def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
+    """Return y for rows x (R, C)."""
+    *parameters, eps, activation = rest
+    y = _like(x)
+    _C.feed_forward_layer(x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], y=y)
+    return y
 
 
-def feed_forward_layer_backward(dy: Tensor, x: Tensor, hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
     *parameters, eps, activation, needs = rest
     results, wanted = _gradients(x, parameters, needs)
     named = dict(zip(("dx", *("d" + name for name in _FEED_FORWARD)), wanted, strict=True))
-    _C.feed_forward_layer_backward(
-        x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], dy=dy, hidden=hidden.contiguous(), **named
-    )
+    _C.feed_forward_layer_backward(x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], dy=dy, **named)
     return tuple(results)
 
 

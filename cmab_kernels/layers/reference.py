@@ -59,15 +59,13 @@ def feed_forward_reference(
     contract_bias: Tensor | None,
     eps: float,
     activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """(y, hidden) of the definition above, for rows x (..., C); hidden is empty unless `keep`."""
+) -> Tensor:
+    """y of the definition above, for rows x (..., C)."""
     dtype = state_dtype(x.dtype)
     expand, contract = in_dtype(dtype, expand_weight, expand_bias), in_dtype(dtype, contract_weight, contract_bias)
     rows, *norm = in_dtype(dtype, x, norm_weight, norm_bias)
     hidden = F.linear(layer_norm(rows, norm, eps), *expand)
-    y = rows + F.linear(ACTIVATIONS[activation](hidden), *contract)
-    return y.to(x.dtype), hidden if keep else hidden.new_empty(0)
+    return (rows + F.linear(ACTIVATIONS[activation](hidden), *contract)).to(x.dtype)
 
 
 def attention_layer_reference(

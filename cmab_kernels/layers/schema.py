@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ _ATTENTION = (
     "Tensor? value_bias, Tensor output_weight, Tensor? output_bias, int num_heads, float scale, float eps, float context_eps"
 )
 _KEPT = "Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse"
-LIB.define(f"feed_forward_layer(Tensor x, {_FEED_FORWARD}, bool keep, str impl) -> (Tensor y, Tensor hidden)")
+LIB.define(f"feed_forward_layer(Tensor x, {_FEED_FORWARD}, str impl) -> Tensor")
 LIB.define(
-    f"feed_forward_layer_backward(Tensor dy, Tensor x, Tensor hidden, {_FEED_FORWARD}, bool[7] needs, str impl) -> (Tensor dx, "
+    f"feed_forward_layer_backward(Tensor dy, Tensor x, {_FEED_FORWARD}, bool[7] needs, str impl) -> (Tensor dx, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dexpand_weight, Tensor dexpand_bias, Tensor dcontract_weight, Tensor dcontract_bias)"
 )
 LIB.define(f"attention_layer({_ATTENTION}, bool keep, str impl) -> (Tensor y, {_KEPT})")
@@ -55,14 +55,13 @@ def _differentiable(values: Sequence[Any]) -> list[Any]:
 
 
 @torch.library.register_fake("cmab::feed_forward_layer", lib=LIB)
-def _(x: Tensor, norm_weight: Any, norm_bias: Any, expand_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    hidden = (x.shape[0], expand_weight.shape[0]) if rest[-2] else (0,)
-    return x.new_empty(x.shape), x.new_empty(hidden, dtype=state_dtype(x.dtype))
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("cmab::feed_forward_layer_backward", lib=LIB)
-def _(dy: Tensor, x: Tensor, hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _gradients_like((x, *rest[: _NETWORK - 1]), x, rest[-2])
+def _(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _gradients_like(rest[:_NETWORK], rest[0], rest[-2])
 
 
 @torch.library.register_fake("cmab::attention_layer", lib=LIB)
@@ -96,9 +95,12 @@ def _feed_forward_flops(x: Any, norm_weight: Any, norm_bias: Any, expand: Any, e
 
 @flop_formula(_ops.feed_forward_layer_backward)
 def _feed_forward_backward_flops(
-    dy: Any, x: Any, hidden: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *rest: Any, **_: Any
+    dy: Any, x: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *rest: Any, **_: Any
 ) -> int:
-    """FLOPs of the products for the gradients of activation, contract, norm and expand, as far as those that are needed use them."""
+    """FLOPs of the products for the gradients of activation, contract, norm and expand, as far as those that are needed use them.
+
+    Those that compute the hidden features again do not count: no other implementation has them.
+    """
     x_needs, norm_needs, norm_bias_needs, expand_needs, expand_bias_needs, contract_needs, _bias = rest[-2]
     below = x_needs or norm_needs or norm_bias_needs
     inside = below or expand_needs or expand_bias_needs
@@ -151,9 +153,16 @@ def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., b
         mapped = [dim if isinstance(arg, Tensor) else None for arg, dim in zip(args, in_dims, strict=True)]
         one = weights(*args) or any(dim is not None for i, dim in enumerate(mapped) if i not in batched)
         results = _looped(operator, info.batch_size, mapped, args) if one else _folded(operator, info.batch_size, mapped, args, batched)
-        return results, tuple(None if _is_absent(r) else 0 for r in results)
+        dims = tuple(None if _is_absent(r) else 0 for r in results)
+        return (results, dims) if len(results) > 1 else (results[0], dims[0])
 
     return rule
+
+
+def _results(operator: Callable, args: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The results of a call, also where there is only one."""
+    results = operator(*args)
+    return (results,) if isinstance(results, Tensor) else results
 
 
 def _is_absent(result: Tensor) -> bool:
@@ -162,12 +171,13 @@ def _is_absent(result: Tensor) -> bool:
 
 
 def _folded(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any], batched: Collection[int]) -> tuple[Tensor, ...]:
-    results = operator(*(fold(arg, dim, size) if i in batched else arg for i, (arg, dim) in enumerate(zip(args, dims, strict=True))))
+    folded = (fold(arg, dim, size) if i in batched else arg for i, (arg, dim) in enumerate(zip(args, dims, strict=True)))
+    results = _results(operator, folded)
     return tuple(r if _is_absent(r) else r.unflatten(0, (size, -1)) for r in results)
 
 
 def _looped(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    each = [operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, dims, strict=True))) for i in range(size)]
+    each = [_results(operator, (a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
     return tuple(parts[0] if _is_absent(parts[0]) else torch.stack(parts) for parts in zip(*each, strict=True))
 
 
@@ -176,7 +186,7 @@ def _register_rule(name: str, batched: Collection[int], weights: Callable[..., b
 
 
 _register_rule("feed_forward_layer", {0})
-_register_rule("feed_forward_layer_backward", {0, 1, 2}, lambda *args: any(args[-2][1:]))
+_register_rule("feed_forward_layer_backward", {0, 1}, lambda *args: any(args[-2][1:]))
 _register_rule("attention_layer", {0, 1, 2})
 _register_rule("attention_layer_backward", {0, 1, 2, 3, *range(20, 25)}, lambda *args: any(args[-2][2:]))
 
@@ -186,11 +196,6 @@ _register_rule("attention_layer_backward", {0, 1, 2, 3, *range(20, 25)}, lambda 
 
 def _asked_for(grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-
-
-def _first(definition: Callable[..., tuple[Tensor, ...]], *args: Any) -> Tensor:
-    """The first result of a definition, the only one that has a gradient."""
-    return definition(*args)[0]
 
 
 def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: Any, dy: Tensor) -> Any:
@@ -204,32 +209,30 @@ def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None],
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, _, ctx.impl = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.eps, ctx.activation, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    x, *weights, hidden = ctx.saved_tensors
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = tuple(ctx.needs_input_grad[:_NETWORK])
-    grads = _feed_forward_backward(dy, x, hidden, *weights, ctx.eps, ctx.activation, needs, ctx.impl)
-    return *_asked_for(grads, needs), None, None, None, None
+    grads = _feed_forward_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.activation, needs, ctx.impl)
+    return *_asked_for(grads, needs), None, None, None
 
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    dy, x, _, *weights, ctx.eps, ctx.activation, ctx.needs, _ = inputs
-    ctx.save_for_backward(dy, x, *weights)
+    *tensors, ctx.eps, ctx.activation, ctx.needs, _ = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the definition; `hidden` is computed again from x."""
+    """Second and higher derivatives by autograd through the definition."""
     dy, *tensors = ctx.saved_tensors
 
     def layer(*tensors: Any) -> Tensor:
-        return _first(feed_forward_reference, *tensors, ctx.eps, ctx.activation, False)
+        args = (*tensors, ctx.eps, ctx.activation)
+        return feed_forward_reference(*args)
 
-    ddy, dx, *weights = _derivatives(layer, tensors, ctx.needs, grads, dy)
-    return ddy, dx, None, *weights, None, None, None, None
+    return *_derivatives(layer, tensors, ctx.needs, grads, dy), None, None, None, None
 
 
 def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
@@ -259,14 +262,15 @@ def _attention_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None,
     mask = tensors[_MASK]
 
     def layer(x: Tensor, context: Any, *weights: Any) -> Tensor:
-        return _first(attention_layer_reference, x, context, mask, *weights, *ctx.numbers, False)
+        args = (x, context, mask, *weights, *ctx.numbers, False)
+        return attention_layer_reference(*args)[0]
 
     ddy, dx, dcontext, *weights = _derivatives(layer, _differentiable(tensors), ctx.needs, grads, dy)
     return ddy, dx, dcontext, None, *weights, *[None] * 11
 
 
 _feed_forward_op = Operator(LIB, "layers", "feed_forward_layer", _NETWORK, _save, _backward, reference=feed_forward_reference)
-_feed_forward_backward = Operator(LIB, "layers", "feed_forward_layer_backward", 2 + _NETWORK, _save_backward, _double_backward)
+_feed_forward_backward = Operator(LIB, "layers", "feed_forward_layer_backward", 1 + _NETWORK, _save_backward, _double_backward)
 _attention_layer_op = Operator(
     LIB, "layers", "attention_layer", _TENSORS, _save_attention, _attention_backward, reference=attention_layer_reference
 )
@@ -276,8 +280,8 @@ _attention_layer_backward = Operator(
 
 
 def feed_forward(*tensors: Tensor | None, eps: float, activation: str, impl: str) -> Tensor:
-    """The feed-forward layer of the tensors of the operator, in its order; what the backward pass needs is kept if there will be one."""
-    result: Tensor = _feed_forward_op(*tensors, eps, activation, is_differentiated(*tensors), impl)[0]
+    """The feed-forward layer of the tensors of the operator, in its order."""
+    result: Tensor = _feed_forward_op(*tensors, eps, activation, impl)
     return result
 
 

@@ -1,5 +1,5 @@
-// Lane-wise vector operations (square root, sign, magnitude), loads and stores of partial vectors, and the transpose of
-// a square of registers. Internal linkage, as in simd.h.
+// Lane-wise vector operations (square root, sign, magnitude), loads and stores of partial vectors, the transpose of a
+// square of registers, and sums over lanes. Internal linkage, as in simd.h.
 #pragma once
 
 #include <cmath>
@@ -132,6 +132,33 @@ CMAB_INLINE void transpose(V (&square)[lanes<V>()]) {
   for (int i = 0; i < kLanes; ++i)
     if (!(i & kStep)) exchange<kStep>(square[i], square[i + kStep], std::make_index_sequence<kLanes>());
   if constexpr (2 * kStep < kLanes) transpose<2 * kStep>(square);
+}
+
+// Reduces R vectors: lane i of sums[0] becomes the sum over the lanes of sums[i % R], in one order of additions for
+// every R, a power of two.
+template <int kStep, int R, class V>
+CMAB_INLINE void fold_lanes(V (&sums)[R]) {
+  constexpr bool kPairs = kStep < R;
+#pragma GCC unroll 16
+  for (int i = 0; i < (kPairs ? kStep : R); ++i) {
+    V low = sums[i], high = sums[kPairs ? i + kStep : i];
+    exchange<kStep>(low, high, std::make_index_sequence<lanes<V>()>());
+    sums[i] = low + high;
+  }
+  if constexpr (kStep > 1) fold_lanes<kStep / 2>(sums);
+}
+
+template <int R, class V>
+CMAB_INLINE V sum_lanes(V (&sums)[R]) {
+  static_assert(R <= lanes<V>());
+  fold_lanes<lanes<V>() / 2>(sums);
+  return sums[0];
+}
+
+template <class V>
+CMAB_INLINE ElementOf<V> sum_lanes(V x) {
+  V sums[1] = {x};
+  return sum_lanes(sums)[0];
 }
 
 template <class T>

@@ -48,33 +48,6 @@ CMAB_INLINE void for_each_tile(int64_t first, int64_t count, const Function& fun
   if constexpr (R > 1) for_each_tile<R / 2>(first, count, function);
 }
 
-// Reduces R vectors: lane i of sums[0] becomes the sum over the lanes of sums[i % R], in one order of additions for
-// every R, a power of two.
-template <int kStep, int R, class V>
-CMAB_INLINE void fold_lanes(V (&sums)[R]) {
-  constexpr bool kPairs = kStep < R;
-#pragma GCC unroll 16
-  for (int i = 0; i < (kPairs ? kStep : R); ++i) {
-    V low = sums[i], high = sums[kPairs ? i + kStep : i];
-    exchange<kStep>(low, high, std::make_index_sequence<lanes<V>()>());
-    sums[i] = low + high;
-  }
-  if constexpr (kStep > 1) fold_lanes<kStep / 2>(sums);
-}
-
-template <int R, class V>
-CMAB_INLINE V sum_lanes(V (&sums)[R]) {
-  static_assert(R <= lanes<V>());
-  fold_lanes<lanes<V>() / 2>(sums);
-  return sums[0];
-}
-
-template <class V>
-CMAB_INLINE ElementOf<V> sum_lanes(V x) {
-  V sums[1] = {x};
-  return sum_lanes(sums)[0];
-}
-
 // ---- logits
 
 // Recomputes the logits that are not finite in a wider type, and clamps them to the finite range.

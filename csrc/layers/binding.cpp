@@ -47,22 +47,20 @@ FeedForward read_feed_forward(Arguments& in) {
 void forward(Arguments& in) {
   const FeedForward layer = read_feed_forward(in);
   void* y = in.contiguous("y", "RC", layer.dtype).data;
-  void* hidden = in.optional_contiguous("hidden", "RG", state_type(layer.dtype)).data;
   const auto running = in.run();
-  feed_forward(layer, y, hidden);
+  feed_forward(layer, y);
 }
 
 void backward(Arguments& in) {
   const FeedForward layer = read_feed_forward(in);
   const Matrix dy = matrix(in.tensor("dy", "RC", layer.dtype));
-  const void* hidden = in.contiguous("hidden", "RG", state_type(layer.dtype)).data;
   FeedForwardGradients gradients{};
   gradients.x = in.optional_contiguous("dx", "RC", layer.dtype).data;
   gradients.norm = read_gradients(in, "dnorm_weight", "C", "dnorm_bias", "C", layer.dtype);
   gradients.expand = read_gradients(in, "dexpand_weight", "GC", "dexpand_bias", "G", layer.dtype);
   gradients.contract = read_gradients(in, "dcontract_weight", "CF", "dcontract_bias", "C", layer.dtype);
   const auto running = in.run();
-  feed_forward_backward(layer, dy, hidden, gradients);
+  feed_forward_backward(layer, dy, gradients);
 }
 
 // Letters: R = B L rows of x, S = B N rows of the context, P = H D and Q = H E columns of the heads.

@@ -17,15 +17,15 @@ struct FeedForward {
   int threads;
 };
 
-// Fills y (rows, width) and, unless null, hidden: what expand gave, in the type of sums. Both are contiguous.
-void feed_forward(const FeedForward&, void* y, void* hidden);
+// Fills y (rows, width), contiguous.
+void feed_forward(const FeedForward&, void* y);
 
 struct FeedForwardGradients {
   void* x;  // (rows, width), contiguous
   WeightGradients norm, expand, contract;
 };
-// dy (rows, width); hidden as feed_forward wrote it.
-void feed_forward_backward(const FeedForward&, const Matrix& dy, const void* hidden, const FeedForwardGradients&);
+// Given dy (rows, width).
+void feed_forward_backward(const FeedForward&, const Matrix& dy, const FeedForwardGradients&);
 
 // x + output(attention of norm(x) over context_norm(context)), with x (batch, latents, width) and context (batch, keys,
 // context_width), both as rows one after the other; without a context, norm(x) is it.

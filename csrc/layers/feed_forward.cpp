@@ -14,28 +14,24 @@ Matrix expand_part(const FeedForward& in, int part) {
   return rows_from(in.expand.weight, int64_t(part) * in.inner, in.dtype);
 }
 
-struct Parameters {
+// What makes the hidden features of a row: the norm, and expand.
+struct Expansion {
   NormParameters norm;
-  void *expand[2], *expand_bias[2], *contract, *contract_bias;
+  void *packed[2], *bias[2];
 
-  Parameters(Taker& take, const FeedForward& in) : norm(take, in.width) {
+  Expansion(Taker& take, const FeedForward& in) : norm(take, in.width) {
     for (int part = 0; part < 2; ++part) {
-      expand[part] = take.packed(in.width, in.inner);
-      expand_bias[part] = take.vector(in.inner);
+      packed[part] = take.packed(in.width, in.inner);
+      bias[part] = take.vector(in.inner);
     }
-    contract = take.packed(in.inner, in.width);
-    contract_bias = take.vector(in.width);
   }
 
   void load(const LinearKernels& kernel, const FeedForward& in) {
     norm.load(kernel, in.dtype, in.norm);
     for (int part = 0; part < parts_of(in); ++part) {
-      kernel.pack(in.dtype, transposed(expand_part(in, part)), in.width, in.inner, expand[part]);
-      const void* bias = offset(in.expand.bias, int64_t(part) * in.inner, in.dtype);
-      load_vector(kernel, in.dtype, bias, in.inner, expand_bias[part]);
+      kernel.pack(in.dtype, transposed(expand_part(in, part)), in.width, in.inner, packed[part]);
+      load_vector(kernel, in.dtype, offset(in.expand.bias, int64_t(part) * in.inner, in.dtype), in.inner, bias[part]);
     }
-    kernel.pack(in.dtype, transposed(in.contract.weight), in.inner, in.width, contract);
-    load_vector(kernel, in.dtype, in.contract.bias, in.width, contract_bias);
   }
 };
 
@@ -45,56 +41,57 @@ struct Tiles {
 
   Tiles(Taker& take, const FeedForward& in)
       : x(take, in.width), hidden{take.tile(in.inner), take.tile(in.inner)}, active(take.tile(in.inner)) {}
+
+  // Loads rows of x and computes their hidden features; returns what the norm makes of them. The backward pass calls
+  // it too: these products take no longer than to write hidden features to memory and to read them again.
+  RowTile expand(const LinearKernels& kernel, const FeedForward& in, const Expansion& by, int64_t row,
+                 int count) const {
+    kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, x.rows);
+    const RowTile normed = x.normalise(kernel, by.norm, count);
+    for (int part = 0; part < parts_of(in); ++part)
+      kernel.multiply(normed, count, in.width, by.packed[part], in.inner, by.bias[part], false, hidden[part]);
+    return normed;
+  }
 };
 
-class Forward {
- public:
-  Forward(const FeedForward& in, void* y, void* hidden) : in_(in), y_(y), hidden_(hidden) {}
+struct Parameters {
+  Expansion expansion;
+  void *contract, *contract_bias;
 
-  void run() {
-    const int threads = useful_threads(multiplications(in_), in_.threads);
-    Team<Parameters, Tiles, FeedForward>(kernel_, in_, threads)
-        .for_each_tile(in_.rows, [&](int64_t row, int count, const Parameters& parameters, const Tiles& tiles) {
-          pass(row, count, parameters, tiles);
-        });
+  Parameters(Taker& take, const FeedForward& in)
+      : expansion(take, in), contract(take.packed(in.inner, in.width)), contract_bias(take.vector(in.width)) {}
+
+  void load(const LinearKernels& kernel, const FeedForward& in) {
+    expansion.load(kernel, in);
+    kernel.pack(in.dtype, transposed(in.contract.weight), in.inner, in.width, contract);
+    load_vector(kernel, in.dtype, in.contract.bias, in.width, contract_bias);
   }
-
- private:
-  void pass(int64_t row, int count, const Parameters& parameters, const Tiles& tiles) const {
-    const DType sums = state_type(in_.dtype);
-    const int64_t stride = int64_t(parts_of(in_)) * in_.inner;
-    kernel_.load(in_.dtype, rows_from(in_.x, row, in_.dtype), count, in_.width, nullptr, 0, tiles.x.rows);
-    const RowTile normed = tiles.x.normalise(kernel_, parameters.norm, count);
-    for (int part = 0; part < parts_of(in_); ++part) {
-      const RowTile hidden = tiles.hidden[part];
-      kernel_.multiply(normed, count, in_.width, parameters.expand[part], in_.inner, parameters.expand_bias[part],
-                       false, hidden);
-      if (hidden_)
-        kernel_.store(hidden, count, in_.inner, sums, offset(hidden_, row * stride + part * in_.inner, sums), stride);
-    }
-    kernel_.activate(in_.activation, tiles.hidden[0], tiles.hidden[1], count, in_.inner, tiles.active);
-    kernel_.multiply(tiles.active, count, in_.inner, parameters.contract, in_.width, parameters.contract_bias, true,
-                     tiles.x.rows);
-    kernel_.store(tiles.x.rows, count, in_.width, in_.dtype, offset(y_, row * in_.width, in_.dtype), in_.width);
-  }
-
-  const FeedForward& in_;
-  const LinearKernels& kernel_ = linear_kernels(in_.dtype);
-  void *const y_, *const hidden_;
 };
 
-// The matrices that gradients are multiplied by: dactive = dy contract, dnormed = dhidden expand.
+void forward(const FeedForward& in, void* y) {
+  const LinearKernels& kernel = linear_kernels(in.dtype);
+  Team<Parameters, Tiles, FeedForward>(kernel, in, useful_threads(multiplications(in), in.threads))
+      .for_each_tile(in.rows, [&](int64_t row, int count, const Parameters& parameters, const Tiles& tiles) {
+        tiles.expand(kernel, in, parameters.expansion, row, count);
+        kernel.activate(in.activation, tiles.hidden[0], tiles.hidden[1], count, in.inner, tiles.active);
+        kernel.multiply(tiles.active, count, in.inner, parameters.contract, in.width, parameters.contract_bias, true,
+                        tiles.x.rows);
+        kernel.store(tiles.x.rows, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
+      });
+}
+
+// The matrices that gradients are multiplied by too: dactive = dy contract, dnormed = dhidden expand.
 struct BackwardParameters {
-  NormParameters norm;
+  Expansion expansion;
   void *expand[2], *contract;
 
   BackwardParameters(Taker& take, const FeedForward& in)
-      : norm(take, in.width),
+      : expansion(take, in),
         expand{take.packed(in.inner, in.width), take.packed(in.inner, in.width)},
         contract(take.packed(in.width, in.inner)) {}
 
   void load(const LinearKernels& kernel, const FeedForward& in) {
-    norm.load(kernel, in.dtype, in.norm);
+    expansion.load(kernel, in);
     for (int part = 0; part < parts_of(in); ++part)
       kernel.pack(in.dtype, expand_part(in, part), in.inner, in.width, expand[part]);
     kernel.pack(in.dtype, in.contract.weight, in.width, in.inner, contract);
@@ -110,8 +107,8 @@ struct BackwardTiles : Tiles {
 
 class Backward {
  public:
-  Backward(const FeedForward& in, const Matrix& dy, const void* hidden, const FeedForwardGradients& out)
-      : in_(in), dy_(dy), hidden_(hidden), dx_(out.x), sums_(kernel_, in.dtype, in.rows) {
+  Backward(const FeedForward& in, const Matrix& dy, const FeedForwardGradients& out)
+      : in_(in), dy_(dy), dx_(out.x), sums_(kernel_, in.dtype, in.rows) {
     for (int part = 0; part < parts_of(in); ++part) {
       const int64_t first = int64_t(part) * in.inner;
       expand_[part] = sums_.add(offset(out.expand.weight, first * in.width, in.dtype), in.inner, in.width);
@@ -133,15 +130,8 @@ class Backward {
  private:
   void pass(int piece, int64_t row, int count, const BackwardParameters& parameters, const BackwardTiles& tiles) const {
     const auto sum = [&](int number) { return sums_.of(piece, number); };
-    const DType sums = state_type(in_.dtype);
-    const int64_t stride = int64_t(parts_of(in_)) * in_.inner;
-    kernel_.load(in_.dtype, rows_from(in_.x, row, in_.dtype), count, in_.width, nullptr, 0, tiles.x.rows);
+    const RowTile normed = tiles.expand(kernel_, in_, parameters.expansion, row, count);
     kernel_.load(in_.dtype, rows_from(dy_, row, in_.dtype), count, in_.width, nullptr, 0, tiles.dy);
-    const RowTile normed = tiles.x.normalise(kernel_, parameters.norm, count);
-    for (int part = 0; part < parts_of(in_); ++part) {
-      const Matrix kept{offset(hidden_, row * stride + part * in_.inner, sums), stride, 1};
-      kernel_.load(sums, kept, count, in_.inner, nullptr, 0, tiles.hidden[part]);
-    }
     if (sums_.needed(contract_bias_)) kernel_.add_rows(tiles.dy, count, in_.width, sum(contract_bias_).data);
     kernel_.multiply(tiles.dy, count, in_.width, parameters.contract, in_.inner, nullptr, false, tiles.dactive);
     kernel_.activate_backward(in_.activation, tiles.hidden[0], tiles.hidden[1], tiles.dactive, count, in_.inner,
@@ -155,14 +145,14 @@ class Backward {
       if (sums_.needed(expand_bias_[part])) kernel_.add_rows(dhidden, count, in_.inner, sum(expand_bias_[part]).data);
       kernel_.multiply(dhidden, count, in_.inner, parameters.expand[part], in_.width, nullptr, part > 0, tiles.dnormed);
     }
-    tiles.x.backward(kernel_, parameters.norm, tiles.dnormed, count, tiles.dy, sum(norm_weight_), sum(norm_bias_));
+    tiles.x.backward(kernel_, parameters.expansion.norm, tiles.dnormed, count, tiles.dy, sum(norm_weight_),
+                     sum(norm_bias_));
     if (dx_) kernel_.store(tiles.dy, count, in_.width, in_.dtype, offset(dx_, row * in_.width, in_.dtype), in_.width);
   }
 
   const FeedForward& in_;
   const LinearKernels& kernel_ = linear_kernels(in_.dtype);
   const Matrix dy_;
-  const void* const hidden_;
   void* const dx_;
   ParameterSums sums_;
   int expand_[2], expand_bias_[2], contract_, contract_bias_, norm_weight_, norm_bias_;
@@ -170,11 +160,10 @@ class Backward {
 
 }  // namespace
 
-void feed_forward(const FeedForward& in, void* y, void* hidden) { Forward(in, y, hidden).run(); }
+void feed_forward(const FeedForward& in, void* y) { forward(in, y); }
 
-void feed_forward_backward(const FeedForward& in, const Matrix& dy, const void* hidden,
-                           const FeedForwardGradients& gradients) {
-  Backward(in, dy, hidden, gradients).run();
+void feed_forward_backward(const FeedForward& in, const Matrix& dy, const FeedForwardGradients& gradients) {
+  Backward(in, dy, gradients).run();
 }
 
 }  // namespace cmab::cpu

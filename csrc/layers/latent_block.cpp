@@ -13,7 +13,6 @@ namespace {
 struct Kept {
   void* block[4];    // the block latents before each of their layers, and after the last
   void* latents[3];  // the latents before each layer but the first; null without `keep`: `y` itself
-  void* hidden[4];   // of the feed-forward layers; null without `keep`
   AttentionKept attention[3];
   size_t bytes;
 
@@ -26,7 +25,6 @@ struct Kept {
     };
     for (int i = 0; i < 4; ++i) block[i] = keep || i == 0 ? rows(m, in.width, in.dtype) : block[0];
     for (int i = 0; i < 3; ++i) latents[i] = keep ? rows(n, in.width, in.dtype) : nullptr;
-    for (int i = 0; i < 4; ++i) hidden[i] = keep ? rows(i < 2 ? m : n, 2 * in.inner, sums) : nullptr;
     for (int i = 0; i < 3; ++i) {
       if (!keep && i > 0) {
         attention[i] = attention[0];
@@ -80,6 +78,7 @@ size_t latent_block_bytes(const LatentBlock& in) { return Kept(in, true, nullptr
 void latent_block(const LatentBlock& in, void* y, void* memory) {
   Workspace workspace;
   if (!memory) workspace.reserve(Kept(in, false, nullptr).bytes);
+  if (memory) prefer_huge_pages(memory, int64_t(latent_block_bytes(in)));
   const Kept kept(in, memory != nullptr, memory ? memory : workspace.at(0));
   const size_t bytes = in.block_latents * in.width * element_bytes(in.dtype);
   for (int64_t b = 0; b < in.batch; ++b) std::memcpy(static_cast<char*>(kept.block[0]) + b * bytes, in.block, bytes);
@@ -89,13 +88,13 @@ void latent_block(const LatentBlock& in, void* y, void* memory) {
   const auto block = [&](int i) { return rows_of(in, kept.block[i]); };
   const auto row = [&](int i) { return rows_of(in, latents[i]); };
   attended_layer(attended_of(in, kept.block[0]), in.attended, kept.block[0]);
-  feed_forward(feed_forward_of(in, 0, block(0)), kept.block[1], kept.hidden[0]);
+  feed_forward(feed_forward_of(in, 0, block(0)), kept.block[1]);
   attention_layer(attention_of(in, 0, block(1), {}), kept.attention[0], kept.block[2]);
-  feed_forward(feed_forward_of(in, 1, block(2)), kept.block[3], kept.hidden[1]);
+  feed_forward(feed_forward_of(in, 1, block(2)), kept.block[3]);
   attention_layer(attention_of(in, 1, in.x, block(3)), kept.attention[1], latents[0]);
-  feed_forward(feed_forward_of(in, 2, row(0)), latents[1], kept.hidden[2]);
+  feed_forward(feed_forward_of(in, 2, row(0)), latents[1]);
   attention_layer(attention_of(in, 2, row(1), {}), kept.attention[2], latents[2]);
-  feed_forward(feed_forward_of(in, 3, row(2)), latents[3], kept.hidden[3]);
+  feed_forward(feed_forward_of(in, 3, row(2)), latents[3]);
 }
 
 void latent_block_backward(const LatentBlock& in, const Matrix& dy, void* memory,
@@ -104,8 +103,7 @@ void latent_block_backward(const LatentBlock& in, const Matrix& dy, void* memory
   const Matrix dx = rows_of(in, gradients.x), dblock = rows_of(in, gradients.block);
   const auto back = [&](int number, const void* x, const Matrix& d, void* to) {
     const FeedForwardWeightGradients& of = gradients.feed_forward[number];
-    feed_forward_backward(feed_forward_of(in, number, rows_of(in, x)), d, kept.hidden[number],
-                          {to, of.norm, of.expand, of.contract});
+    feed_forward_backward(feed_forward_of(in, number, rows_of(in, x)), d, {to, of.norm, of.expand, of.contract});
   };
   const auto attend_back = [&](int number, const Matrix& x, const Matrix& context, const Matrix& d, void* to) {
     const AttentionWeightGradients& of = gradients.attention[number];

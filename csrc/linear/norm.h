@@ -6,6 +6,7 @@
 // Internal linkage, as in simd.h.
 #pragma once
 
+#include "common/panels.h"
 #include "linear/tiles.h"
 
 namespace cmab::cpu {
@@ -15,6 +16,7 @@ template <class T>
 struct Normaliser {
   using V = Vector<T>;
   static constexpr int kLanes = lanes<V>();
+  static constexpr int kRows = least(4, kLanes);  // rows at a time
 
   struct Stats {
     T mean, scale;  // scale = 1 / deviation
@@ -23,37 +25,43 @@ struct Normaliser {
 
   static void normalise(RowTile rows, int count, int width, const Norm& norm, void* stats, RowTile to) {
     const T *weight = static_cast<const T*>(norm.weight), *bias = static_cast<const T*>(norm.bias);
-    for (int row = 0; row < count; ++row) {
-      const T* from = row_of<T>(rows, row);
-      const T mean = sum(width, [&](int d) { return load<V>(from + d); }) / width;
-      const T squares = sum(width, [&](int d) {
-        const V apart = within(width, d, load<V>(from + d) - mean);
+    for_each_tile<kRows>(0, count, [&](int first, auto number) {
+      constexpr int R = decltype(number)::value;
+      const V mean = sums<R>(width, [&](int r, int d) { return Tiles<T>::load_at(rows, first + r, d); }) / T(width);
+      const V squares = sums<R>(width, [&](int r, int d) {
+        const V apart = within(width, d, Tiles<T>::load_at(rows, first + r, d) - mean[r]);
         return apart * apart;
       });
-      const T scale = T(1) / std::sqrt(squares / width + T(norm.eps));
-      static_cast<Stats*>(stats)[row] = {mean, scale};
-      T* target = row_of<T>(to, row);
-      for (int d = 0; d < width; d += kLanes)
-        store(target + d, (load<V>(from + d) - mean) * scale * load<V>(weight + d) + load<V>(bias + d));
-    }
+      const V scale = T(1) / square_root(squares / T(width) + T(norm.eps));
+      for (int r = 0; r < R; ++r) {
+        static_cast<Stats*>(stats)[first + r] = {mean[r], scale[r]};
+        T* target = row_of<T>(to, first + r);
+        for (int d = 0; d < width; d += kLanes) {
+          const V apart = Tiles<T>::load_at(rows, first + r, d) - mean[r];
+          store(target + d, apart * scale[r] * load<V>(weight + d) + load<V>(bias + d));
+        }
+      }
+    });
   }
 
   static void backward(RowTile rows, RowTile dnormed, int count, int width, const Norm& norm, const void* stats,
                        RowTile drows, void* dweight, void* dbias) {
     const T* weight = static_cast<const T*>(norm.weight);
-    for (int row = 0; row < count; ++row) {
-      const Stats& found = static_cast<const Stats*>(stats)[row];
-      const T *x = row_of<T>(rows, row), *dy = row_of<T>(dnormed, row);
-      const auto slope = [&](int d) { return load<V>(dy + d) * load<V>(weight + d); };
-      const auto unit = [&](int d) { return within(width, d, (load<V>(x + d) - found.mean) * found.scale); };
-      const T mean = sum(width, slope) / width;
-      const T along = sum(width, [&](int d) { return slope(d) * unit(d); }) / width;
-      T* to = row_of<T>(drows, row);
-      for (int d = 0; d < width; d += kLanes) {
-        const V change = (slope(d) - mean - unit(d) * along) * found.scale;
-        store(to + d, load<V>(to + d) + within(width, d, change));
-      }
-    }
+    for_each_tile<kRows>(0, count, [&](int first, auto number) {
+      constexpr int R = decltype(number)::value;
+      const Stats* found = static_cast<const Stats*>(stats) + first;
+      const auto slope = [&](int r, int d) { return Tiles<T>::load_at(dnormed, first + r, d) * load<V>(weight + d); };
+      const auto unit = [&](int r, int d) {
+        return within(width, d, (Tiles<T>::load_at(rows, first + r, d) - found[r].mean) * found[r].scale);
+      };
+      const V mean = sums<R>(width, slope) / T(width);
+      const V along = sums<R>(width, [&](int r, int d) { return slope(r, d) * unit(r, d); }) / T(width);
+      for (int r = 0; r < R; ++r)
+        for (int d = 0; d < width; d += kLanes) {
+          const V change = (slope(r, d) - mean[r] - unit(r, d) * along[r]) * found[r].scale;
+          add_to(row_of<T>(drows, first + r) + d, within(width, d, change));
+        }
+    });
     for (int d = 0; d < width; d += kLanes) {
       V of_weight{}, of_bias{};
       for (int row = 0; row < count; ++row) {
@@ -76,13 +84,14 @@ struct Normaliser {
     return lane_numbers<V>() < broadcast<V>(T(width - d)) ? x : V{};
   }
 
-  template <class Term>
-  static CMAB_INLINE T sum(int width, Term term) {
-    V sums{};
-    for (int d = 0; d < width; d += kLanes) sums += term(d);
-    T total = 0;
-    for (int i = 0; i < kLanes; ++i) total += sums[i];
-    return total;
+  // Lane r is the sum of term(r, d) over a row.
+  template <int R, class Term>
+  static CMAB_INLINE V sums(int width, Term term) {
+    V parts[R] = {};
+    for (int d = 0; d < width; d += kLanes)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) parts[r] += term(r, d);
+    return sum_lanes(parts);
   }
 };
 
