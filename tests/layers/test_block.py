@@ -67,9 +67,10 @@ def test_one_call_is_seven_operators(shape: Sequence[int], dtype: torch.dtype) -
     with torch.no_grad():
         assert torch.equal(_fused(*tensors), ours[0])
     right = _results(_by_layer, [t.double() for t in tensors], dy)
+    largest = max(exact.norm() for exact in right)  # one key's weight is 1: gradients through it are differences that cancel to 0
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         assert mine.dtype == other.dtype
-        error, allowed = (mine - exact).norm(), 4 * (other - exact).norm() + 1e-12 + 4 * torch.finfo(dtype).eps * exact.norm()
+        error, allowed = (mine - exact).norm(), 4 * (other - exact).norm() + 1e-12 + 4 * torch.finfo(dtype).eps * largest
         assert error <= allowed
 
 
