@@ -15,7 +15,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _under_transform = torch._C._are_functorch_transforms_active
-_is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -56,7 +56,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or _is_batched_gradient(tensor)):
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or is_batched_gradient(tensor)):
             return False
     return True
 

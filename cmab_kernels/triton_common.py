@@ -91,14 +91,19 @@ class Kernel:
         self.constants: dict[str, Any] = {}
         self._anywhere = anywhere
         self._tensors = sum(p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values())
+        self._typed = False
         self._given: dict[tuple[Any, ...], Kernel] = {}
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 
-    def given(self, **constants: Any) -> "Kernel":
-        """This kernel with constants that its calls do not name, and the host does not look at again. It is one for equal constants."""
-        key = tuple(constants.items())
+    def given(self, dtype: torch.dtype | None = None, **constants: Any) -> "Kernel":
+        """This kernel with constants that its calls do not name, and the host does not look at again. It is one for equal constants.
+
+        Nor does it look at the types of tensors again if all follow from a `dtype`.
+        """
+        key = (dtype, *constants.items())
         if key not in self._given:
             self._given[key] = kernel = copy(self)
+            kernel._typed = dtype is not None
             kernel.constants, kernel._given, kernel._compiled = self.constants | constants, {}, {}
         return self._given[key]
 
@@ -109,12 +114,15 @@ class Kernel:
             return
         active = driver.active
         device = active.get_current_device()
-        key = (device, *constants.values(), *[t if t is None else t.dtype for t in arguments[: self._tensors]])
+        tensors = arguments[: self._tensors]
+        types = () if self._typed else [t if t is None else t.dtype for t in tensors]
+        key = (device, *constants.values(), *types)
         found = self._compiled.get(key)
         if found is None:
             found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
         launch, function, rest = found
-        launch(programs, 1, 1, active.get_current_stream(device), *function, *arguments, *rest)
+        addresses = [t if t is None else t.data_ptr() for t in tensors]  # of a tensor, the launcher would ask the driver for it
+        launch(programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest)
 
     def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """The function that launches the compiled kernel, and what it is to be called with before and after `arguments`."""

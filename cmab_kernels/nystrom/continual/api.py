@@ -16,7 +16,7 @@ from ...tracing import extent, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
-from .schema import StepOperator, attention_step_op, is_differentiated_step, nystrom_step_op
+from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, ring_of
 
 OUTPUTS = ("single", "retroactive")
@@ -154,18 +154,24 @@ def continual_attention_step(
 
 
 def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
-    """Take the fast path, native code for the usual arguments; for others the checked path, which runs them or raises."""
-    ordinary = impl in FAST and use_impl.current in FAST and output in OUTPUTS and not is_watched()
-    if ordinary and not (torch.is_grad_enabled() and _carries_gradient(state, query, key, value)):
-        result = _native(step.name)(state, query, key, value, output == "retroactive")
-        if result is not None:
+    """Take a fast path: native code, which checks its arguments, or a kernel that has run a step of this form. Else the checked path, which
+    runs the step or raises."""
+    retroactive = output == "retroactive"
+    form = None
+    if output in OUTPUTS and not is_watched() and not (torch.is_grad_enabled() and carries_gradient(state, query, key, value)):
+        named = use_impl.current if impl == "auto" else impl
+        if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
+        form = form_of(named, retroactive, state, query, key, value)
+        if run := step.ready(form):
+            return StepResult._make(run(state, query, key, value, retroactive))
     _check_step(kind, state, query, key, value, output)
     if autocasts(key.device):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
         chosen = _choose(state, impl, query, key, value)
-        return StepResult(*step(state, query, key, value, output == "retroactive", chosen))
+        step.remember(form, chosen)
+        return StepResult(*step(state, query, key, value, retroactive, chosen))
 
 
 @functools.cache
@@ -173,11 +179,6 @@ def _native(name: str) -> Callable[..., Any]:
     """The native step, which returns None for arguments that need the checked path; a function that always returns None if not built."""
     native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
-
-
-def _carries_gradient(state: Any, *tokens: Any) -> bool:
-    fields = state if isinstance(state, tuple) else ()
-    return any(isinstance(t, Tensor) and t.requires_grad for t in (*tokens, *fields))
 
 
 def _choose(state: Any, impl: str, *tokens: Tensor) -> str:

@@ -7,15 +7,16 @@ dispatch mode or with tensor subclasses; otherwise it calls the kernel directly,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...backends import kernel
-from ...checks import refuse_not_finite
+from ...checks import autocasts, refuse_not_finite
 from ...flops import flop_formula
-from ...tracing import is_differentiated, is_plain
+from ...tracing import is_batched_gradient, is_differentiated, is_plain
 from ..costs import executed_attention_operations, executed_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory
@@ -133,6 +134,45 @@ def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any
 
 # ---- as the api calls them
 
+Form = tuple[Any, ...]
+"""What decides whether a step is allowed, and how it runs: everything but the numbers in its tensors."""
+
+MOST_FORMS = 1000
+"""How many forms are remembered: the steps of a model have few."""
+
+_TENSORS = {ContinualNystromState: 10, ContinualAttentionState: 7}
+"""Kind of state -> how many of its fields, on a GPU, are tensors: they come first, and ints follow."""
+
+_TYPES = {kind: [Tensor] * count + [int] * (len(kind._fields) - count) + [Tensor] * 3 for kind, count in _TENSORS.items()}
+"""Kind of state -> the types of its fields on a GPU, and of a query, a key and a value."""
+
+_shape, _dtype, _requires_grad = map(attrgetter, ("shape", "dtype", "requires_grad"))
+
+
+def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | None:
+    """The form of a step: if one step of a form is allowed, all are, and run alike.
+
+    None where only the checked path decides: on a CPU, under autocast, for subclasses of Tensor, lazy negations, and fields with gaps.
+    """
+    kind = type(state)
+    if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind) or any(map(Tensor.is_neg, tokens)):
+        return None
+    fields = state[: _TENSORS[kind]]
+    if not all(map(Tensor.is_contiguous, fields)) or any(map(is_batched_gradient, tokens)) or autocasts(fields[0].device):
+        return None
+    tensors = (*fields, *tokens)
+    places = map(Tensor.get_device, tensors)
+    return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *places)
+
+
+def carries_gradient(state: Any, *tokens: Any) -> bool:
+    """Whether a tensor requires a gradient. True as well for what is no state or no tensor: the checked path says so."""
+    try:
+        fields = state[: _TENSORS[type(state)] - 1]  # the last, a position, never requires one
+        return any(map(_requires_grad, (*fields, *tokens)))
+    except (AttributeError, KeyError):
+        return True
+
 
 class StepOperator:
     """A step as the api calls it: (state, query, key, value, retroactive, impl) -> (out, state).
@@ -143,6 +183,18 @@ class StepOperator:
 
     def __init__(self, name: str, reference: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
         self.name, self._reference, self._dispatched = name, reference, dispatched
+        self._ready: dict[Form, Callable[..., Any]] = {}
+
+    def ready(self, form: Form | None) -> Callable[..., Any] | None:
+        """The kernel's function that ran a step of this form, for (state, query, key, value, retroactive); None if there was none."""
+        return self._ready.get(form) if form else None
+
+    def remember(self, form: Form | None, impl: str) -> None:
+        """Steps of this form pass all checks, and run `impl`."""
+        if len(self._ready) == MOST_FORMS:
+            self._ready.clear()
+        if form and impl != "reference":
+            self._ready[form] = kernel("nystrom.continual", impl, self.name)
 
     def __call__(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
         if impl == "reference":

@@ -7,6 +7,7 @@ the step then writes only to memory that the given state does not read, a free r
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -112,9 +113,14 @@ def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
     return ring.roll(first, -2) if first else ring
 
 
+def counts_in_int(device: torch.device) -> bool:
+    """Whether a state on this device holds its position as an int: on the CPU."""
+    return device.type == "cpu"
+
+
 def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
     """A position in the form that a state on this device needs: an int on the CPU, else an int64 tensor (B, H) on the device."""
-    return position if device.type == "cpu" else torch.full((batch, heads), position, dtype=torch.int64, device=device)
+    return position if counts_in_int(device) else torch.full((batch, heads), position, dtype=torch.int64, device=device)
 
 
 def move_state(state: State, device: torch.device | str) -> State:
@@ -150,9 +156,13 @@ def _owned(field: Any) -> Any:
 # ---- which memory the next state takes
 
 
-_HELD = (object(),)
-_ONCE = sys.getrefcount(_HELD[0])
-"""What `sys.getrefcount` gives for an object that a tuple alone holds."""
+_WRITTEN = 5
+"""How many fields of a state a step may write to: they come first."""
+
+_requires_grad = attrgetter("requires_grad")
+_HELD = tuple(object() for _ in range(_WRITTEN + 1))
+_SOLE = [*map(sys.getrefcount, _HELD[:_WRITTEN])]
+"""What `sys.getrefcount` gives for fields that a state alone holds."""
 
 
 def next_state(state: State, tokens: int, retroactive: bool) -> State:
@@ -161,29 +171,26 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     The rule is that of csrc/continual/next_state.h. A state that alone holds its tensors is stepped in place: new tokens go to free rows of
     its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
     """
-    fields: tuple[Any, ...] = state
-    sole = True
-    for i in range(5):
-        sole = sole and sys.getrefcount(fields[i]) == _ONCE and not fields[i].requires_grad
-    changes: dict[str, Any] = {}
-    batch, heads, capacity, _ = state.keys.shape
-    if not sole or capacity < state.window + tokens:
-        capacity = state.window + min(tokens, state.window)
-        for name in ("queries", "keys", "values"):
-            ring = getattr(state, name)
-            changes[name] = ring.new_empty(batch, heads, capacity, ring.shape[3])
-    before = state.sums.shape[2]
-    rows = before if isinstance(state, ContinualNystromState) else state.window if retroactive else 0
+    sole = [*map(sys.getrefcount, state[:_WRITTEN])] == _SOLE and not any(map(_requires_grad, state[:_WRITTEN]))
+    queries, keys, values, sums, spare = state[:_WRITTEN]
+    batch, heads, capacity, _ = keys.shape
+    window = state.window
+    if not sole or capacity < window + tokens:
+        capacity = window + min(tokens, window)
+        queries, keys, values = (ring.new_empty(batch, heads, capacity, ring.shape[3]) for ring in (queries, keys, values))
+    followed = isinstance(state, ContinualNystromState)
+    before = sums.shape[2]
+    rows = before if followed else window if retroactive else 0
     if sole and rows == before > 0:
-        changes["sums"], changes["spare"] = state.spare, state.sums
+        sums, spare = spare, sums
     elif rows or before:
-        changes["sums"], changes["spare"] = (state.sums.new_empty((batch, heads, rows, state.sums.shape[3])) for _ in range(2))
-    if isinstance(state, ContinualNystromState):  # always: whether a landmark is replaced may be known on a GPU only
-        for name in ("landmark_queries", "landmark_keys", "inverse"):
-            changes[name] = torch.empty_like(getattr(state, name))
-    if isinstance(state.position, Tensor):
-        changes["position"] = torch.empty_like(state.position)
-    return state._replace(**changes)
+        sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
+    landmarks = state[_WRITTEN:-5] if followed else ()  # new ones always: whether one is replaced may be known on a GPU only
+    position = state.position
+    if isinstance(position, Tensor):
+        position = torch.empty_like(position)
+    counts = state[-3 if followed else -1 :]
+    return state._make((queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts))
 
 
 def refuse_other_output(state: State, retroactive: bool) -> None:
@@ -258,7 +265,7 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     if isinstance(state, ContinualNystromState):
         parts["landmark_queries"] = parts["landmark_keys"] = ((batch, heads, rows, width), dtype)
         parts["inverse"] = ((batch, heads, rows, rows), dtype)
-    if keys.device.type != "cpu":
+    if not counts_in_int(keys.device):
         parts["position"] = ((batch, heads), torch.int64)
     elif not isinstance(state.position, int):
         raise TypeError(wrong(f"{name}.position", f"is a {type(state.position).__name__}", "an int is needed on the CPU"))

@@ -38,27 +38,25 @@ def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
     """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
-    (B, H, t, D), (*_, E), landmarks = key.shape, value.shape, state.sums.shape[2]
+    (B, H, t, D), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
     after = _after(state, t, retroactive)
-    step, in_registers = _nystrom(value.dtype, key.device, E, landmarks, state.pinv_iterations, retroactive)
+    position, position_after = _positions(state, after)
+    step, in_registers = _nystrom(value.dtype, key.device, E, m, state.pinv_iterations, retroactive)
     unused = state.inverse  # in place of memory that this step does not touch
     with on_device(key):
-        out = value.new_empty(B, H, state.window if retroactive else t, E)
-        scratch = unused.new_empty(B, H, landmarks, E) if retroactive else unused
-        squares = unused if in_registers or state.fixed else unused.new_empty(B, H, SQUARES.value * landmarks, landmarks)
         step(
             B * H,
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            out,
-            scratch,
-            squares,
-            *_in_turn((*state[:4], *state[5:8]), (*after[:4], *after[5:8])),
-            *_positions(state, after),
+            out := value.new_empty(B, H, state.window if retroactive else t, E),
+            unused.new_empty(B, H, m, E) if retroactive else unused,
+            unused if in_registers or state.fixed else unused.new_empty(B, H, SQUARES.value * m, m),
+            *(*state[:4], *state[5:8], position),
+            *(*after[:4], *after[5:8], position_after),
             state.scale.item(),
             *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
-            landmarks,
+            m,
             state.fixed,
             int(after.keys is not state.keys),
         )
@@ -71,17 +69,17 @@ def continual_attention_step(
     """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
     (B, H, t, D), (*_, E) = key.shape, value.shape
     after = _after(state, t, retroactive)
+    position, position_after = _positions(state, after)
     step = _attention(value.dtype, E, state.window, retroactive)
     with on_device(key):
-        out = value.new_empty(B, H, state.window if retroactive else t, E)
         step(
             B * H,
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            out,
-            *_in_turn(state[:4], after[:4]),
-            *_positions(state, after),
+            out := value.new_empty(B, H, state.window if retroactive else t, E),
+            *(*state[:4], position),
+            *(*after[:4], position_after),
             state.scale.item(),
             *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
             int(state.sums.shape[2] > 0),
@@ -101,11 +99,6 @@ def _after(state: State, tokens: int, retroactive: bool) -> State:
 def _captures(tensor: Tensor) -> bool:
     """Whether a CUDA graph captures what is launched."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _in_turn(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
-    """Each field of a state before the step, and the same after it."""
-    return [field for both in zip(before, after, strict=True) for field in both]
 
 
 def _positions(state: State, after: State) -> tuple[Tensor, Tensor]:
@@ -129,6 +122,7 @@ def _nystrom(
     in_registers = landmarks * wide.itemsize <= 4 * MOST_IN_REGISTERS
     chosen = products(wide, size, device)
     step = _nystrom_step.given(
+        dtype,
         RETROACTIVE=retroactive,
         ITERATIONS=iterations,
         SIZE=size,
@@ -142,8 +136,10 @@ def _nystrom(
 
 @functools.cache
 def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: bool) -> Kernel:
-    """`_attention_step` for such a state."""
-    return _attention_step.given(RETROACTIVE=retroactive, **_constants("attention", dtype, value_width, window), num_warps=4)
+    """`_attention_step` for such a state. Tiles of rows of sums, with the addresses of their elements, do not fit in the registers of 4
+    warps (test_cubin.py)."""
+    constants = _constants("attention", dtype, value_width, window)
+    return _attention_step.given(dtype, RETROACTIVE=retroactive, **constants, num_warps=8 if retroactive else 4)
 
 
 def _constants(kernel: str, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ COLUMNS = tl.constexpr(64)
 
 
 def before_and_after(*fields: str) -> tuple[str, ...]:
-    """The names of a kernel's arguments for fields of the state: each before the step, and after it, which may be the same memory."""
-    return tuple(f"{field}_{when}" for field in fields for when in ("from", "to"))
+    """The names of a kernel's arguments for fields of the state: all before the step, and all after it, which may be the same memory."""
+    return tuple(f"{field}_{when}" for when in ("from", "to") for field in fields)
 
 
 @triton.jit
