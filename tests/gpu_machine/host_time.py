@@ -45,7 +45,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "ridge_state", lambda: ck.ridge_state(key, key, impl="triton")
     yield "ridge_state with a state", lambda: ck.ridge_state(key, key, state=sums, impl="triton")
     yield "iterative_pinv", lambda: ck.iterative_pinv(square, impl="triton")
-    with mock.patch.object(state_module, "counts_in_int", lambda device: False):
+    with counts_as_on_a_gpu():
         for name in ("attention", "nystrom"):
             for output in ("single", "retroactive"):
                 options = {"output": output, "impl": "triton"}
@@ -53,6 +53,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"continual_{name}_step, {output}", Stream(step, stream(name), key, key, key, **options)
             function = getattr(kernels, f"continual_{name}_step")
             yield f"    its kernel's function alone, {name}", Stream(function, stream(name), key, key, key, False)
+
+
+def counts_as_on_a_gpu() -> Any:
+    """A context in which the states of streams count in a tensor."""
+    return mock.patch.object(state_module, "counts_in_int", lambda device: False)
 
 
 def stream(name: str) -> Any:

@@ -140,13 +140,16 @@ Form = tuple[Any, ...]
 MOST_FORMS = 1000
 """How many forms are remembered: the steps of a model have few."""
 
-_TENSORS = {ContinualNystromState: 10, ContinualAttentionState: 7}
+_TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
 """Kind of state -> how many of its fields, on a GPU, are tensors: they come first, and ints follow."""
 
-_TYPES = {kind: [Tensor] * count + [int] * (len(kind._fields) - count) + [Tensor] * 3 for kind, count in _TENSORS.items()}
+_TYPES: dict[type, list[type]] = {
+    ContinualNystromState: [*[Tensor] * 10, int, int, int, *[Tensor] * 3],
+    ContinualAttentionState: [*[Tensor] * 7, int, *[Tensor] * 3],
+}
 """Kind of state -> the types of its fields on a GPU, and of a query, a key and a value."""
 
-_shape, _dtype, _requires_grad = map(attrgetter, ("shape", "dtype", "requires_grad"))
+_shape, _dtype, _device, _requires_grad = map(attrgetter, ("shape", "dtype", "device", "requires_grad"))
 
 
 def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | None:
@@ -161,8 +164,7 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     if not all(map(Tensor.is_contiguous, fields)) or any(map(is_batched_gradient, tokens)) or autocasts(fields[0].device):
         return None
     tensors = (*fields, *tokens)
-    places = map(Tensor.get_device, tensors)
-    return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *places)
+    return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors))
 
 
 def carries_gradient(state: Any, *tokens: Any) -> bool:

@@ -171,8 +171,9 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     The rule is that of csrc/continual/next_state.h. A state that alone holds its tensors is stepped in place: new tokens go to free rows of
     its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
     """
-    sole = [*map(sys.getrefcount, state[:_WRITTEN])] == _SOLE and not any(map(_requires_grad, state[:_WRITTEN]))
-    queries, keys, values, sums, spare = state[:_WRITTEN]
+    fields: tuple[Any, ...] = state
+    sole = [*map(sys.getrefcount, fields[:_WRITTEN])] == _SOLE and not any(map(_requires_grad, fields[:_WRITTEN]))
+    queries, keys, values, sums, spare = fields[:_WRITTEN]
     batch, heads, capacity, _ = keys.shape
     window = state.window
     if not sole or capacity < window + tokens:
@@ -185,12 +186,11 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    landmarks = state[_WRITTEN:-5] if followed else ()  # new ones always: whether one is replaced may be known on a GPU only
-    position = state.position
-    if isinstance(position, Tensor):
-        position = torch.empty_like(position)
-    counts = state[-3 if followed else -1 :]
-    return state._make((queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts))
+    landmarks: Any = fields[_WRITTEN:-5] if followed else ()  # new ones always: whether one is replaced may be known on a GPU only
+    position = torch.empty_like(state.position) if isinstance(state.position, Tensor) else state.position
+    counts: Any = fields[-3 if followed else -1 :]
+    made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts)
+    return type(state)._make(made)
 
 
 def refuse_other_output(state: State, retroactive: bool) -> None:
