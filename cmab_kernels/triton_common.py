@@ -197,12 +197,16 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
-    if tensor.data_ptr() % 16 == 0 and tensor.is_contiguous():
+    address = tensor.data_ptr()
+    if address % 16 == 0 and tensor.is_contiguous():
+        return True
+    *strides, column = tensor.stride()
+    if address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0:  # slices of contiguous tensors
         return True
     elements = natural_alignment(tensor.dtype, tensor.shape[-1])
-    if tensor.data_ptr() % (elements * tensor.element_size()):
+    if address % (elements * tensor.element_size()):
         return False
-    *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, (*strides, column), strict=True)]
     return column <= 1 and math.gcd(*strides) % elements == 0
 
 
