@@ -27,6 +27,7 @@ import triton.language as tl
 import cmab_kernels
 from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
 from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.nystrom import kernels as nystrom
@@ -40,7 +41,21 @@ MOST = 4
 LEVELS = 2
 """The most of these with the same optional arguments and results: what is taken for granted of addresses, or nothing."""
 SIZES = (1, 2, 3, 16, 17, 64, 100, 128, 129, 300, 1024, 5003, 65536, 10**6)
-BLOCKS = ("BLOCK_L", "BLOCK_N", "CHUNK", "MOST", "ROWS", "TILE_D", "TILE_E", "EXACT_N", "SIZE", "COLUMNS", "num_warps", "num_stages")
+BLOCKS = (
+    "BLOCK_L",
+    "BLOCK_N",
+    "CHUNK",
+    "MOST",
+    "ROWS",
+    "TILE_D",
+    "TILE_E",
+    "EXACT_N",
+    "SIZE",
+    "COLUMNS",
+    "PIECE",
+    "num_warps",
+    "num_stages",
+)
 
 
 class Program(NamedTuple):
@@ -61,7 +76,7 @@ def programs() -> Iterator[list[Program]]:
         names = source.fn.arg_names
         constants = {names[at]: value for (at, *_), value in source.constants.items()}
         absent = tuple(name for name, value in constants.items() if value is None)
-        blocks = tuple((constants | options).get(name) for name in BLOCKS)
+        blocks = tuple((constants | options).get(name) for name in (*BLOCKS, *OPTIONS))
         compiled.append(Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}"))
         run = mock.Mock(global_scratch_size=0)
         return SimpleNamespace(run=run, function=0, packed_metadata=None, launch_metadata=lambda *_: None)
@@ -104,6 +119,20 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     state = (out, lse) if given == "state" else (None, None)
     attention.attention_forward(q, k, v, mask, offsets, *state, 0.25)
     attention.attention_backward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
+
+
+def _projected(dtype: torch.dtype, given: str = "") -> None:
+    K, B, H, L, N = (random.choice(SIZES[:most]) for most in (3, 5, 3, 11, len(SIZES)))
+    sums = torch.promote_types(dtype, torch.float32)
+    q, out, lse = _some(K, B, H, L, 16, dtype=sums), _some(K, B, H, L, 16), _some(K, B, H, L, dtype=torch.float64)
+    x = _some(1 if given == "offsets" else B, N, 24, dtype=dtype)
+    weight, bias = torch.empty(K, H * 32, 24, device="meta"), torch.empty(K, H * 32, device="meta")
+    offsets = torch.empty(B + 1, dtype=torch.int32, device="meta") if given == "offsets" else None
+    mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
+    state = (out, lse) if given == "state" else (None, None)
+    rest = (q, x, weight, bias, mask, offsets)
+    projected.projected_attention_forward(*rest, *state, 0.25, 1e-3)
+    projected.projected_attention_backward(out, lse, *rest, out, lse, 0.25, 1e-3, (True, True, True, True))
 
 
 def _intention(given: str = "") -> None:
@@ -158,6 +187,7 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
         name = str(dtype).removeprefix("torch.")
         for given in ("", "mask", "offsets", "state"):
             calls[f"attention {name} {given}"] = 500, partial(_attention, dtype, given)
+            calls[f"projected {name} {given}"] = 100, partial(_projected, dtype, given)
         for retroactive in (False, True):
             how = "retroactive" if retroactive else "single"
             calls[f"attention step {name} {how}"] = 60, partial(_attention_step, dtype, retroactive)

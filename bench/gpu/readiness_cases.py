@@ -379,5 +379,5 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
 }
 """Name of a kernel -> what one pass through its main loop does."""
 
-LEFT_OUT = ("_vet",)
-"""Kernels without figures: the check of a packed set's offsets."""
+LEFT_OUT = ("_vet", "_projected_forward", "_projected_backward", "_projected_backward_inputs")
+"""Kernels without figures: the check of a packed set's offsets, and those whose main loop holds loops of several lengths side by side."""

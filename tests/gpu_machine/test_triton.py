@@ -17,6 +17,7 @@ from cmab_kernels.testing import OperatorSuite, oracles
 from cmab_kernels.triton_common import Kernel
 
 from ..attention import test_suite as attention
+from ..attention.projected import test_suite as projected
 from ..intention import test_suite as intention
 from ..intention.solve import test_suite as solve
 from ..nystrom import test_suite as nystrom
@@ -32,6 +33,7 @@ FEW = {"B": 1, "H": 2}
 LANDMARKS = {**FEW, "L": 20, "N": 21}
 SLOW = [pytest.param("fp64", marks=pytest.mark.nightly)]
 ATTENTION = {"_forward", "_row_terms", "_backward"}
+PROJECTED = {"_projected_forward", "_row_terms", "_projected_backward", "_projected_backward_inputs"}
 INTENTION = {"_gram", "_gram_backward", "_apply"}
 PINV = {"_pinv", "_pinv_backward"}
 NYSTROM = {"_landmark_values", "_landmark_values_backward", "_forward"}
@@ -40,6 +42,7 @@ EVERY = {
     "_nystrom_step",
     "_attention_step",
     *ATTENTION,
+    *PROJECTED,
     "_backward_keys",
     "_sum_runs",
     "_merge",
@@ -103,6 +106,37 @@ def test_attention_of_nothing(emptied: str) -> None:
     in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied), on_machine)
 
 
+# ---- attention over projected inputs
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
+def test_projected_attention(name: str) -> None:
+    """Ragged tiles of rows of several pieces, one piece alone, and half types that are read as they are."""
+    assert accuracy(projected.TestProjectedAttention, name, {**FEW, "N": 37, "C": 36}) >= PROJECTED
+
+
+def test_projected_attention_of_several_blocks() -> None:
+    assert accuracy(projected.TestStackedBlocks, "fp32", {"B": 1, "H": 1, "K": 2, "L": 34, "N": 20}) >= PROJECTED
+
+
+def test_projected_attention_of_several_runs() -> None:
+    extents = {"B": 1, "H": 1, "L": 1, "N": 1040, "M": 3, "C": 3, "D": 4, "E": 4}
+    assert accuracy(projected.TestIncomingState, "fp32", extents, orders=1) >= {*PROJECTED, "_merge", "_sum_runs"}
+
+
+def test_projected_attention_of_packed_sets() -> None:
+    assert accuracy(projected.TestPackedSets, "fp32", {"H": 1}) >= {*PROJECTED, "_merge", "_vet"}
+
+
+def test_projected_attention_without_a_norm() -> None:
+    assert accuracy(projected.TestPlainProjections, "fp32", {"B": 1, "H": 1, "N": 20}) >= PROJECTED
+
+
+@pytest.mark.parametrize("emptied", ["B", "N", "L", "LN"])
+def test_projected_attention_of_nothing(emptied: str) -> None:
+    in_orders(lambda: projected.TestProjectedAttention().test_empty_extents("triton", emptied), on_machine)
+
+
 # ---- Intention
 
 
@@ -126,7 +160,13 @@ def test_other_forms_of_intention(suite: type[OperatorSuite]) -> None:
     accuracy(suite, "fp32", {**FEW, "N": 9})
 
 
-@pytest.mark.parametrize("suite", [intention.TestIntention, pytest.param(attention.TestAttentionState, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "suite",
+    [
+        intention.TestIntention,
+        *(pytest.param(suite, marks=pytest.mark.nightly) for suite in (attention.TestAttentionState, projected.TestProjectedAttention)),
+    ],
+)
 def test_masks(suite: type[OperatorSuite]) -> None:
     """NaN and infinity lie under the mask."""
     declared = suite()

@@ -2,6 +2,7 @@
 
 - `runs`     which keys a program processes, and where it stores its result
 - `forward`  the state of each run of keys, and the merge
+- `rows`     what the gradients need of each query
 - `backward` one pass over the keys, without atomics
 - `launch`   precision of the matrix products, and block sizes
 

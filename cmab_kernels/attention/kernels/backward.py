@@ -26,89 +26,11 @@ from ...triton_common import (
 )
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles
-from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
+from .rows import load_rows, row_terms, sum_runs
+from .runs import cut_keys, locate, vetted
 
 IN_PLACE = ("half", "tf32x3")
 """The kinds of product that take as operands what the products before them left in registers, in `_backward_keys`."""
-
-RESOLUTION = tl.constexpr(2.0**-52)
-"""The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
-
-
-@kernel("dout", "dlse", "out", "lse", "high", "low", "delta")
-def _row_terms(
-    dout,
-    dlse,
-    out,
-    lse,
-    douts,
-    high,
-    low,
-    delta,
-    strides: tl.int64,
-    sizes: tl.int32,
-    scale: tl.float64,
-    reciprocal: tl.float64,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse."""
-    DTYPE: tl.constexpr = high.dtype.element_ty
-    E_PAD: tl.constexpr = triton.next_power_of_2(E)
-    dout_strides, dlse_strides = strides
-    B, H, L = sizes
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, E_PAD)
-    inside = row < tl.cast(B, tl.int64) * H * L
-    tile = inside[:, None] & (columns < E)[None, :]
-    batch, head, query = row // L // H, row // L % H, row % L
-    start = batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
-    slopes = tl.load(dout + (start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3]), mask=tile, other=0.0)
-    outs = tl.load(rows_at(out, row, E, E_PAD), mask=tile, other=0.0)
-    tl.store(rows_at(douts, row, E, E_PAD), slopes.to(douts.dtype.element_ty), mask=tile)
-
-    start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
-    term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
-    logarithm = tl.load(lse + row, mask=inside, other=0.0)
-    empty = logarithm == float("-inf")  # its weights become 2**(score - inf) = 0
-    logarithm = tl.where(empty, 0.0, logarithm)
-    score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
-    rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
-    rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
-    tl.store(high + row, score, mask=inside)
-    tl.store(low + row, tl.where(empty, float("inf"), rest).to(DTYPE), mask=inside)
-    tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
-
-
-@triton.jit
-def _load_rows(
-    query,
-    douts,
-    high,
-    low,
-    delta,
-    strides,
-    sizes,
-    batch,
-    head,
-    block,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    ALIGN: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0."""
-    _, H, L, _ = sizes
-    rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    inside = rows < L
-    queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), inside, D).to(OPERAND)
-    row = (tl.cast(batch, tl.int64) * H + head) * L + rows
-    slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
-    lows = tl.load(low + row, mask=inside, other=float("inf"))
-    return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -119,9 +41,7 @@ def _scores(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISIO
 
 
 @triton.jit
-def _weigh(
-    keys, values, rows, keep, log2_scale, TURNED: tl.constexpr, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
-):
+def weigh(keys, values, rows, keep, log2_scale, TURNED: tl.constexpr, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or if TURNED (keys, queries).
 
     A thread has few rows of a tile. As rows, the queries and their terms take few registers; as columns, P' and dS' lie where the products
@@ -143,8 +63,8 @@ def _weigh(
 
 
 @triton.jit
-def _product_over_queries(weights, tile, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The product (keys, width) of the weights of `_weigh` and a tile of rows of the queries."""
+def product_over_queries(weights, tile, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The product (keys, width) of the weights of `weigh` and a tile of rows of the queries."""
     if not TURNED:
         weights = tl.trans(weights)
     elif PRECISION == "tf32x3":
@@ -205,7 +125,7 @@ def _pull(
     values = keys
     if SLOPES:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-    weights, slopes = _weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION)
+    weights, slopes = weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION)
     if dvalue is not None:
         _store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
     if dkey is not None:
@@ -257,7 +177,7 @@ def _backward(
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
-    rows = _load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
+    rows = load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
     if offsets is not None:
         batch = 0
     scale_ = tl.full([1], scale, DTYPE)
@@ -369,52 +289,19 @@ def _backward_keys(
         dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
-            rows = _load_rows(
+            rows = load_rows(
                 query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND
             )
             queries, slopes, _, _, _ = rows
-            weights, score_slopes = _weigh(keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION)
+            weights, score_slopes = weigh(keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION)
             if dvalue is not None:
-                dv += _product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
+                dv += product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
             if dkey is not None:
-                dk += _product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
+                dk += product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
         if dvalue is not None:
             _store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
         if dkey is not None:
             _store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
-
-
-@kernel()
-def _sum_runs(
-    run_dquery,
-    offsets,
-    dquery,
-    sizes: tl.int32,
-    cut: tl.int32,
-    scale: tl.float64,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """dQ of one row: the shares of all runs, added in the order of the runs."""
-    DTYPE: tl.constexpr = run_dquery.dtype.element_ty
-    D_PAD: tl.constexpr = triton.next_power_of_2(D)
-    B, H, L, N = sizes
-    runs, most_runs = cut
-    row = tl.program_id(0) % L
-    head = tl.program_id(0) // L % H
-    batch = tl.program_id(0) // L // H
-    first, last = set_bounds(offsets, batch, N)
-    count = count_runs(last - first, most_runs)
-    stride = tl.cast(H, tl.int64) * L
-    start = first_slot(offsets, batch, N, runs) * stride + tl.cast(head, tl.int64) * L + row
-    columns = tl.arange(0, D_PAD)
-    total = tl.zeros([D_PAD], DTYPE)
-    for chunk in range(0, count, CHUNK):
-        run = chunk + tl.arange(0, CHUNK)
-        shares = rows_at(run_dquery, start + run * stride, D, D_PAD)
-        total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
-    total = unless_bad(total * tl.full([1], scale, DTYPE), offsets, B)
-    tl.store(dquery + (tl.program_id(0).to(tl.int64) * D + columns), total.to(dquery.dtype.element_ty), mask=columns < D)
 
 
 def attention_backward(
@@ -442,27 +329,7 @@ def attention_backward(
     dquery, dkey, dvalue = grads
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
-        douts = query.new_empty((B, H, L, E), dtype=products.operand)
-        high, low, delta = query.new_empty((3, B, H, L), dtype=sums)
-        _row_terms(
-            triton.cdiv(B * H * L, 16),
-            dout,
-            dlse,
-            out,
-            lse,
-            douts,
-            high,
-            low,
-            delta,
-            (dout.stride(), dlse.stride()),
-            (B, H, L),
-            scale,
-            1 / scale if scale else 0.0,
-            E=E,
-            ROWS=16,
-            enable_fp_fusion=False,  # fused with the first addition across lanes, a product gives each lane of a row another sum
-        )
-        inputs = (query, key, value, mask, offsets, douts, high, low, delta)
+        inputs = (query, key, value, mask, offsets, *row_terms(dout, dlse, out, lse, scale, products.operand, sums))
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
             (B, H, L, N),
@@ -485,6 +352,6 @@ def attention_backward(
         if not (shares is None and dkey is None and dvalue is None):
             _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options, **tiles._asdict())
         if shares is not None:
-            _sum_runs(B * H * L, shares, offsets, dquery, *numbers[1:], D=D, CHUNK=32)
+            sum_runs(shares, offsets, dquery, *numbers[1:])
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

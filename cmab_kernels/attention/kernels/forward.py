@@ -49,7 +49,7 @@ def _offset(peak, factor):
 
 
 @triton.jit
-def _absorb(
+def absorb(
     peak,
     total,
     acc,
@@ -83,6 +83,32 @@ def _absorb(
         weights, values = in_place(weights, values)
     acc = acc * fade[:, None] + product(weights * LIFT, values, OPERAND, PRECISION)
     return higher, total, acc
+
+
+@triton.jit
+def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr):
+    """(out, lse) of what `absorb` has gathered; `scale` is in float64."""
+    factor = _factor(peak, log2_scale, coarse, LARGE)
+    peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale
+    return acc * (1 / (tl.where(total == 0, 1, total) * LIFT))[:, None], peak_score + tl.log(total.to(tl.float64))
+
+
+@triton.jit
+def store_state(
+    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr
+):
+    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one."""
+    BLOCK_L: tl.constexpr = acc.shape[0]
+    E_PAD: tl.constexpr = acc.shape[1]
+    rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
+    inside = (rows < L)[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
+    if state_lse is not None:
+        state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
+        acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
+    row = slot_head.to(tl.int64) * L + rows
+    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
+    tl.store(lse + row, logarithm, mask=rows < L)
 
 
 @triton.jit
@@ -161,26 +187,15 @@ def _forward(
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = _absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
 
-    row = slot_head.to(tl.int64) * L + rows
-    columns = tl.arange(0, E_PAD)
-    acc *= (1 / (tl.where(total == 0, 1, total) * LIFT))[:, None]
-    factor = _factor(peak, log2_scale, coarse_, LARGE)
-    peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale_
-    logarithm = peak_score + tl.log(total.to(tl.float64))
-    inside = (rows < L)[:, None] & (columns < E)[None, :]
-    if state_lse is not None:
-        state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
-        acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
-    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
-    tl.store(lse + row, logarithm, mask=rows < L)
+    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT)
+    store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)
 
 
 @kernel("state_out", "state_lse")
@@ -257,7 +272,7 @@ def attention_forward(
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
     at_once = runs == 1 and cu_seqlens is None
     forward, block = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
-    out_strides, lse_strides = _NO_STRIDES if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0))
+    out_strides, lse_strides = state_strides(state_out, state_lse)
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
         out = query.new_empty(slots, H, L, E, dtype=state_dtype(query.dtype))
@@ -276,26 +291,45 @@ def attention_forward(
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride(), out_strides, lse_strides),
             (B, H, L, N),
             (runs, most_runs),
-            *_units(scale),
+            *units(scale),
         )
         if at_once:
             return out, lse
-        merged_out, merged_lse = out.new_empty(B, H, L, E), lse.new_empty(B, H, L)
-        _merge(
-            B * H * L,
-            out,
-            lse,
-            state_out,
-            state_lse,
-            offsets,
-            merged_out,
-            merged_lse,
-            (out_strides, lse_strides),
-            (B, H, L, N),
-            (runs, most_runs),
-            **merge_constants(most_runs, E),
-        )
-    return merged_out, merged_lse
+        return merge_runs(out, lse, state_out, state_lse, offsets, (B, H, L, N), (runs, most_runs))
+
+
+def merge_runs(
+    run_out: Tensor,
+    run_lse: Tensor,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    offsets: Tensor | None,
+    sizes: tuple[int, int, int, int],
+    cut: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The state of all runs, whose states are (slots, H, L, E) and (slots, H, L), and of the incoming one."""
+    (B, H, L, _), E = sizes, run_out.shape[-1]
+    out, lse = run_out.new_empty(B, H, L, E), run_lse.new_empty(B, H, L)
+    _merge(
+        B * H * L,
+        run_out,
+        run_lse,
+        state_out,
+        state_lse,
+        offsets,
+        out,
+        lse,
+        state_strides(state_out, state_lse),
+        sizes,
+        cut,
+        **merge_constants(cut[1], E),
+    )
+    return out, lse
+
+
+def state_strides(state_out: Tensor | None, state_lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The strides of an incoming state, as kernels take them."""
+    return _NO_STRIDES if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0))
 
 
 _NO_STRIDES = ((0,) * 4, (0,) * 4)
@@ -311,6 +345,6 @@ def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: i
 
 
 @cache
-def _units(scale: float) -> tuple[float, float, float]:
+def units(scale: float) -> tuple[float, float, float]:
     """The size of the scale, the power of two next below it in units of base 2, and its sign."""
     return abs(scale) or 1.0, 2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))), float((scale > 0) - (scale < 0))

@@ -56,7 +56,7 @@ def projected_attention_state(
         key_padding_mask: (B, N) bool, True = ignore; the values of ignored rows do not matter, be they NaN.
         cu_seqlens: (S + 1,) offsets of S sets packed into the rows of inputs of batch 1, as in `latent_attention`.
         scale: factor of the scores; None means D ** -0.5.
-        impl: "auto", "reference" or "native".
+        impl: "auto", "reference", "native" or "triton".
 
     Returns:
         The state: out (B, H, L, E), lse (B, H, L); stacked: out (K, B, H, L, E), lse (K, B, H, L). Differentiable to any order in query,

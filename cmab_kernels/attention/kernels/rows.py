@@ -1,0 +1,159 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What the gradients need of each row of the queries, and the sum of a row's own gradient over the runs of keys."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...triton_common import kernel, load_tile, rows_at, tile_at
+from .forward import LOG2_E
+from .runs import count_runs, first_slot, set_bounds, unless_bad
+
+RESOLUTION = tl.constexpr(2.0**-52)
+"""The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
+
+
+@kernel("dout", "dlse", "out", "lse", "high", "low", "delta")
+def _row_terms(
+    dout,
+    dlse,
+    out,
+    lse,
+    douts,
+    high,
+    low,
+    delta,
+    strides: tl.int64,
+    sizes: tl.int32,
+    scale: tl.float64,
+    reciprocal: tl.float64,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse."""
+    DTYPE: tl.constexpr = high.dtype.element_ty
+    E_PAD: tl.constexpr = triton.next_power_of_2(E)
+    dout_strides, dlse_strides = strides
+    B, H, L = sizes
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, E_PAD)
+    inside = row < tl.cast(B, tl.int64) * H * L
+    tile = inside[:, None] & (columns < E)[None, :]
+    batch, head, query = row // L // H, row // L % H, row % L
+    start = batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
+    slopes = tl.load(dout + (start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3]), mask=tile, other=0.0)
+    outs = tl.load(rows_at(out, row, E, E_PAD), mask=tile, other=0.0)
+    tl.store(rows_at(douts, row, E, E_PAD), slopes.to(douts.dtype.element_ty), mask=tile)
+
+    start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
+    term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
+    logarithm = tl.load(lse + row, mask=inside, other=0.0)
+    empty = logarithm == float("-inf")  # its weights become 2**(score - inf) = 0
+    logarithm = tl.where(empty, 0.0, logarithm)
+    score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
+    rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
+    rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
+    tl.store(high + row, score, mask=inside)
+    tl.store(low + row, tl.where(empty, float("inf"), rest).to(DTYPE), mask=inside)
+    tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
+
+
+@triton.jit
+def load_rows(
+    query,
+    douts,
+    high,
+    low,
+    delta,
+    strides,
+    sizes,
+    batch,
+    head,
+    block,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0."""
+    _, H, L, _ = sizes
+    rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
+    inside = rows < L
+    queries = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), inside, D).to(OPERAND)
+    row = (tl.cast(batch, tl.int64) * H + head) * L + rows
+    slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
+    lows = tl.load(low + row, mask=inside, other=float("inf"))
+    return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
+
+
+@kernel()
+def _sum_runs(
+    run_dquery,
+    offsets,
+    dquery,
+    sizes: tl.int32,
+    cut: tl.int32,
+    scale: tl.float64,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """dQ of one row: the shares of all runs, added in the order of the runs."""
+    DTYPE: tl.constexpr = run_dquery.dtype.element_ty
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    B, H, L, N = sizes
+    runs, most_runs = cut
+    row = tl.program_id(0) % L
+    head = tl.program_id(0) // L % H
+    batch = tl.program_id(0) // L // H
+    first, last = set_bounds(offsets, batch, N)
+    count = count_runs(last - first, most_runs)
+    stride = tl.cast(H, tl.int64) * L
+    start = first_slot(offsets, batch, N, runs) * stride + tl.cast(head, tl.int64) * L + row
+    columns = tl.arange(0, D_PAD)
+    total = tl.zeros([D_PAD], DTYPE)
+    for chunk in range(0, count, CHUNK):
+        run = chunk + tl.arange(0, CHUNK)
+        shares = rows_at(run_dquery, start + run * stride, D, D_PAD)
+        total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
+    total = unless_bad(total * tl.full([1], scale, DTYPE), offsets, B)
+    tl.store(dquery + (tl.program_id(0).to(tl.int64) * D + columns), total.to(dquery.dtype.element_ty), mask=columns < D)
+
+
+def row_terms(
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(douts, high, low, delta) of `_row_terms`: the first is (B, H, L, E) of `operand`, the others are (B, H, L) of `sums`."""
+    B, H, L, E = out.shape
+    douts = out.new_empty((B, H, L, E), dtype=operand)
+    high, low, delta = out.new_empty((3, B, H, L), dtype=sums)
+    _row_terms(
+        triton.cdiv(B * H * L, 16),
+        dout,
+        dlse,
+        out,
+        lse,
+        douts,
+        high,
+        low,
+        delta,
+        (dout.stride(), dlse.stride()),
+        (B, H, L),
+        scale,
+        1 / scale if scale else 0.0,
+        E=E,
+        ROWS=16,
+        enable_fp_fusion=False,  # fused with the first addition across lanes, a product gives each lane of a row another sum
+    )
+    return douts, high, low, delta
+
+
+def sum_runs(
+    shares: Tensor, offsets: Tensor | None, dquery: Tensor, sizes: tuple[int, int, int, int], cut: tuple[int, int], scale: float
+) -> None:
+    """Fill dQ (B, H, L, D) with the sums of the shares (slots, H, L, D) of all runs."""
+    B, H, L, D = dquery.shape
+    _sum_runs(B * H * L, shares, offsets, dquery, sizes, cut, scale, D=D, CHUNK=32)

@@ -1,0 +1,16 @@
+"""Attention over projected inputs in Triton: a program projects its run of the inputs tile by tile, for one head of one block.
+
+- `tiles`    a tile of rows, normed and projected; no key and no value is written
+- `forward`  the state of each run, merged as that of given keys
+- `backward` one pass for the queries and the projections, one for the inputs
+- `launch`   precision of the matrix products, and block sizes
+
+The heads of all K stacked blocks are neighbours in the grid, so that they read a run of the inputs while it is in the GPU's cache, once
+from memory. Inputs of half types are computed in float32, like the projections.
+"""
+
+from .backward import projected_attention_backward
+from .forward import projected_attention_forward
+from .launch import unsupported
+
+__all__ = ["projected_attention_backward", "projected_attention_forward", "unsupported"]

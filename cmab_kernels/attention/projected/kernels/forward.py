@@ -1,0 +1,258 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The state (out, lse) of each run of the inputs, projected to keys and values on the way, and their merge."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....tiles import chosen_once
+from ....triton_common import Kernel, alignment, allows_tf32, kept_keys, kernel, load_tile, mask_bytes, on_device, tile_at
+from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
+from ...kernels.runs import cut_keys, locate, vetted
+from .launch import apart, forward_constants, joined, queries_at_once, row_strides
+from .tiles import head_bias, projected, row_norms
+
+
+@triton.jit
+def _absorb_rows(
+    peak,
+    total,
+    acc,
+    queries,
+    inputs,
+    weight,
+    biases,
+    mask,
+    strides,
+    at,
+    batch,
+    start,
+    last,
+    units,
+    eps,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    NORMED: tl.constexpr,
+    LARGE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Project one tile of rows, and absorb its keys and values."""
+    _, input_strides, mask_strides, _, _ = strides
+    block, head, heads = at
+    key_bias, value_bias = biases
+    log2_scale, coarse = units
+    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
+    mean, factor = row_norms(inputs, input_strides, batch, start, keep, eps, C, BLOCK_N, COLUMNS, ALIGN, NORMED, peak.dtype)
+    keys, values = projected(
+        inputs,
+        input_strides,
+        weight,
+        batch,
+        start,
+        keep,
+        mean,
+        factor,
+        block,
+        head,
+        heads,
+        C,
+        D,
+        E,
+        queries.shape[1],
+        acc.shape[1],
+        COLUMNS,
+        ALIGN,
+        NORMED,
+        OPERAND,
+        PRECISION,
+    )
+    keys += key_bias[None, :]
+    values += value_bias[None, :]
+    return absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse, LARGE, 1.0, OPERAND, PRECISION)
+
+
+@kernel("query", "inputs", "weight", "bias", "mask", "state_out", "state_lse")
+def _projected_forward(
+    query,
+    inputs,
+    weight,
+    bias,
+    mask,
+    offsets,
+    state_out,
+    state_lse,
+    out,
+    lse,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
+    scale: tl.float64,
+    coarse: tl.float64,
+    sign: tl.float32,
+    eps: tl.float64,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    NORMED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the state of one run of rows for one block of queries of one head, as `_forward` does of given keys."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    B, K, H, L, N = sizes
+    query_strides, _, _, out_strides, lse_strides = strides
+    blocks = tl.cdiv(L, BLOCK_L)
+    block = tl.program_id(0) % blocks
+    slot_head = tl.program_id(0) // blocks
+    head = slot_head % (K * H)
+    batch, first, last = locate(slot_head // (K * H), offsets, B, N, cut)
+    queries = load_tile(
+        tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]),
+        block * BLOCK_L + tl.arange(0, BLOCK_L) < L,
+        D,
+    )
+    queries = queries * tl.full([1, 1], sign, DTYPE)
+    if offsets is not None:
+        batch = 0
+    at = (head // H, head % H, H)
+    biases = head_bias(bias, head // H, head % H, H, D, E, D_PAD, E_PAD)
+
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300  not a comparison
+    scale_ = tl.full([1], scale, tl.float64)
+    log2_scale = (scale_ * LOG2_E).to(DTYPE)
+    coarse_ = tl.full([1], coarse, DTYPE)
+    units = (log2_scale, coarse_)
+    peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
+    total = tl.zeros([BLOCK_L], DTYPE)
+    acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    whole = first + (last - first) // BLOCK_N * BLOCK_N
+    for start in range(first, whole, BLOCK_N):
+        peak, total, acc = _absorb_rows(
+            peak,
+            total,
+            acc,
+            queries,
+            inputs,
+            weight,
+            biases,
+            mask,
+            strides,
+            at,
+            batch,
+            start,
+            last,
+            units,
+            eps,
+            C,
+            D,
+            E,
+            BLOCK_N,
+            COLUMNS,
+            ALIGN[1],
+            NORMED,
+            LARGE,
+            OPERAND,
+            PRECISION,
+            False,
+        )
+    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
+        peak, total, acc = _absorb_rows(
+            peak,
+            total,
+            acc,
+            queries,
+            inputs,
+            weight,
+            biases,
+            mask,
+            strides,
+            at,
+            batch,
+            start,
+            last,
+            units,
+            eps,
+            C,
+            D,
+            E,
+            BLOCK_N,
+            COLUMNS,
+            ALIGN[1],
+            NORMED,
+            LARGE,
+            OPERAND,
+            PRECISION,
+            True,
+        )
+    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, 1.0)
+    store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)
+
+
+def projected_attention_forward(
+    query: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    scale: float,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    (K, B, H, L, D), (_, N, C) = query.shape, inputs.shape
+    E = weight.shape[1] // H - D
+    queries, before_out, before_lse = (joined(t) for t in (query, state_out, state_lse))
+    mask = mask_bytes(key_padding_mask)
+    cut = cut_keys(B, queries_at_once(K * H, L), N, cu_seqlens is not None)
+    at_once = cut.runs == 1 and cu_seqlens is None
+    forward, block = _chosen(query.dtype, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
+    strides = state_strides(before_out, before_lse)
+    with on_device(query):
+        offsets = vetted(cu_seqlens, N)
+        out = query.new_empty(cut.slots, K * H, L, E)
+        lse = query.new_empty(cut.slots, K * H, L, dtype=torch.float64)
+        forward(
+            cut.slots * K * H * -(-L // block),
+            queries,
+            inputs,
+            weight.contiguous(),
+            bias.contiguous(),
+            mask,
+            offsets,
+            before_out if at_once else None,
+            before_lse if at_once else None,
+            out,
+            lse,
+            (queries.stride(), row_strides(inputs), (0, 0) if mask is None else mask.stride(), *strides),
+            (B, K, H, L, N),
+            (cut.runs, cut.most_runs),
+            *units(scale),
+            eps or 0.0,
+        )
+        if not at_once:
+            out, lse = merge_runs(out, lse, before_out, before_lse, offsets, (B, K * H, L, N), (cut.runs, cut.most_runs))
+    return apart(out, K), apart(lse, K)
+
+
+@chosen_once
+def _chosen(
+    dtype: torch.dtype, C: int, D: int, E: int, queries: int, normed: bool, align: tuple[int, ...], tf32: bool
+) -> tuple[Kernel, int]:
+    """`_projected_forward` for such inputs, and the number of queries in a block; the choice depends on `tf32`, whether torch allows it."""
+    constants = forward_constants(dtype, C, D, E, queries)
+    return _projected_forward.given(ALIGN=align, NORMED=normed, **constants), constants["BLOCK_L"]

@@ -1,0 +1,112 @@
+"""The Triton kernels of attention over projected inputs compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected.kernels import launch as launches
+from cmab_kernels.attention.projected.kernels.launch import Tiles
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+KERNELS = ("_projected_forward", "_projected_backward", "_projected_backward_inputs")
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+ORDINARY = [("fp32", 16, 64, 90), ("fp32", 16, 64, 80), ("bf16", 64, 64, 100), ("fp64", 16, 64, 90)]
+NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64), (64, 512), CAPABILITIES) if case not in ORDINARY]
+SPILLING: set[tuple[str, int, int]] = set()
+"""Dtype, width and capability of kernels known to spill; no tile was found that avoids it."""
+
+
+def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False) -> dict[str, Launch]:
+    """Record a forward and a backward pass over several runs of rows, with an incoming state and, on request, a mask."""
+    sums = torch.promote_types(dtype, torch.float32)
+    query, inputs = torch.empty(1, 1, 4, latents, width, dtype=sums), torch.empty(1, 5003, columns, dtype=dtype)
+    weight, bias = torch.empty(1, 8 * width, columns, dtype=sums), torch.empty(1, 8 * width, dtype=sums)
+    out, lse = torch.empty(1, 1, 4, latents, width, dtype=sums), torch.empty(1, 1, 4, latents).double()
+    given = (query, inputs, weight, bias, torch.zeros(1, 5003, dtype=torch.bool) if mask else None, None)
+
+    def call() -> tuple[Tensor, ...]:
+        results = kernels.projected_attention_forward(*given, out, lse, 1.0, 1e-5)
+        return (*results, *kernels.projected_attention_backward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
+
+    return {launch.kernel.__name__: launch for launch in record(call)}
+
+
+def _faults(found: dict[str, Launch], capability: int, folder: Path) -> list[str]:
+    wrong = []
+    for name in KERNELS:
+        options = found[name].options
+        figures = compiled(found[name], capability, folder)
+        print(figures)
+        in_float64 = options["OPERAND"] == launches.triton_dtype(torch.float64)
+        matrix = options["PRECISION"] != "ieee" or (in_float64 and capability in (80, 90))
+        wrong += [f"{figures}: {fault}" for fault in faults(figures, matrix)]
+    return wrong
+
+
+@pytest.mark.parametrize("name, width, columns, capability", ORDINARY)
+def test_compiled(name: str, width: int, columns: int, capability: int, tmp_path: Path) -> None:
+    with as_if_on(capability):
+        found = _launches(DTYPES[name], width, columns)
+    assert set(found) == {*KERNELS, "_merge", "_row_terms", "_sum_runs"}
+    assert _faults(found, capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, columns, capability", NIGHTLY)
+def test_compiled_everywhere(name: str, width: int, columns: int, capability: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if (name, width, capability) in SPILLING:
+        request.applymarker(pytest.mark.xfail(reason="spills"))
+    with as_if_on(capability):
+        found = _launches(DTYPES[name], width, columns)
+    assert _faults(found, capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width, capability", list(itertools.product((16, 32, 64), CAPABILITIES)))
+def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
+    with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
+        found = _launches(torch.float32, width, 64)
+    assert _faults(found, capability, tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_compiled_with_a_mask(dtype: torch.dtype, tmp_path: Path) -> None:
+    """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernel must keep them apart."""
+    with as_if_on(90):
+        assert _faults(_launches(dtype, 16, 20, mask=True), 90, tmp_path) == []
+
+
+def test_the_programs_of_a_run_are_neighbours() -> None:
+    """Heads of all blocks follow each other in the grid, and none has a run of its own: they find the rows in the cache."""
+    with as_if_on(90):
+        launch = _launches(torch.float32, 16, 64)["_projected_forward"]
+    (runs, _), (_, blocks, heads, *_) = launch.options["cut"], launch.options["sizes"]
+    assert launch.grid == (runs * blocks * heads,) and runs <= 64
+
+
+# ---- each check refuses a planted fault
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    with mock.patch.object(launches, "_FORWARD", {"tf32x3": {64: Tiles(128, 64, 64, 4)}}), as_if_on(80):
+        found = _launches(torch.float32, 16, 64)
+    assert any("spilled" in fault for fault in _faults(found, 80, tmp_path))
+
+
+def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
+    with mock.patch.object(launches, "_FORWARD", {"tf32x3": {64: Tiles(64, 32, 64, 8)}}), as_if_on(86):
+        found = _launches(torch.float32, 64, 64)
+    assert any("shared memory" in fault for fault in _faults(found, 86, tmp_path))
