@@ -76,7 +76,7 @@ def programs() -> Iterator[list[Program]]:
         names = source.fn.arg_names
         constants = {names[at]: value for (at, *_), value in source.constants.items()}
         absent = tuple(name for name, value in constants.items() if value is None)
-        blocks = tuple((constants | options).get(name) for name in (*BLOCKS, *OPTIONS))
+        blocks = tuple((constants | options).get(name) for name in BLOCKS)
         compiled.append(Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}"))
         run = mock.Mock(global_scratch_size=0)
         return SimpleNamespace(run=run, function=0, packed_metadata=None, launch_metadata=lambda *_: None)

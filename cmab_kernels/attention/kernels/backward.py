@@ -351,7 +351,7 @@ def attention_backward(
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         if not (shares is None and dkey is None and dvalue is None):
             _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options, **tiles._asdict())
-        if shares is not None:
+        if shares is not None and dquery is not None:
             sum_runs(shares, offsets, dquery, *numbers[1:])
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

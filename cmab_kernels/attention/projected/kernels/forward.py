@@ -216,11 +216,11 @@ def projected_attention_forward(
     """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
     (K, B, H, L, D), (_, N, C) = query.shape, inputs.shape
     E = weight.shape[1] // H - D
-    queries, before_out, before_lse = (joined(t) for t in (query, state_out, state_lse))
+    queries, before_out, before_lse = joined(query), joined(state_out), joined(state_lse)
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, queries_at_once(K * H, L), N, cu_seqlens is not None)
     at_once = cut.runs == 1 and cu_seqlens is None
-    forward, block = _chosen(query.dtype, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
+    forward, block = _chosen(query.dtype, query.device, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
     strides = state_strides(before_out, before_lse)
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
@@ -251,8 +251,8 @@ def projected_attention_forward(
 
 @chosen_once
 def _chosen(
-    dtype: torch.dtype, C: int, D: int, E: int, queries: int, normed: bool, align: tuple[int, ...], tf32: bool
+    dtype: torch.dtype, device: torch.device, C: int, D: int, E: int, queries: int, normed: bool, align: tuple[int, ...], tf32: bool
 ) -> tuple[Kernel, int]:
     """`_projected_forward` for such inputs, and the number of queries in a block; the choice depends on `tf32`, whether torch allows it."""
-    constants = forward_constants(dtype, C, D, E, queries)
+    constants = forward_constants(dtype, device, C, D, E, queries)
     return _projected_forward.given(ALIGN=align, NORMED=normed, **constants), constants["BLOCK_L"]
