@@ -391,7 +391,7 @@ def _of_queries(call: _Call, E: int, needs: tuple[bool, bool, bool]) -> tuple[Te
 def _of_inputs(call: _Call, E: int) -> Tensor:
     """dinputs, contiguous."""
     queries, inputs, *_ = call.given
-    constants = input_constants(products(queries.dtype), queries.device, inputs.shape[2], queries.shape[-1], E, call.sizes[3])
+    constants = input_constants(products(queries.dtype), inputs.shape[2], queries.shape[-1], E, call.sizes[3])
     cut, dinputs = call.cut(1), torch.empty_like(inputs, memory_format=torch.contiguous_format)
     programs = cut.slots * SPLIT * triton.cdiv(inputs.shape[2], constants["PIECE"])
     lengths = (call.strides, call.sizes, (cut.runs, cut.most_runs))

@@ -101,15 +101,13 @@ _QUERIES: Table = {
     "double": {64: Tiles(16, 16, 16, 8)},
 }
 _INPUTS: Table = {
-    "tf32x3": {16: Tiles(32, 32, 32, 4), 32: Tiles(32, 16, 32, 4), 64: Tiles(16, 16, 16, 8)},
+    "tf32x3": {32: Tiles(32, 16, 32, 4), 64: Tiles(16, 16, 16, 8)},
     "tf32": {16: Tiles(64, 32, 32, 8), 64: Tiles(32, 32, 32, 8)},
     "double": {64: Tiles(16, 16, 16, 8)},
 }
 
-# In place of these rows, for float32 in parts: wider pieces of columns where Hopper reads them from shared memory, and fewer rows where
-# those of compute capability 8 would not fit in registers.
+# In place of the first row: wider pieces of columns, which Hopper reads from shared memory.
 _HOPPER_FORWARD = {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8)}
-_AMPERE_INPUTS = {32: Tiles(32, 16, 32, 4), 64: Tiles(16, 16, 16, 8)}
 
 
 def _constants(table: Table, products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
@@ -137,9 +135,8 @@ def query_constants(products: Products, columns: int, width: int, value_width: i
     return {"PIECE": min(padded(columns), piece), **_constants(_QUERIES, products, columns, width, value_width, queries)}
 
 
-def input_constants(products: Products, device: torch.device, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
+def input_constants(products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
     """The constants of `_projected_backward_inputs`, which holds a piece of the gradient of a tile of rows."""
-    piece = 32 if max(width, value_width) > 32 else 64
-    table = _INPUTS | {"tf32x3": _AMPERE_INPUTS} if capability_of(device)[0] == 8 else _INPUTS
-    constants = _constants(table, products, columns, width, value_width, queries)
+    piece = 32 if max(width, value_width) > 32 or products.kind == "double" else 64
+    constants = _constants(_INPUTS, products, columns, width, value_width, queries)
     return {"PIECE": min(padded(columns), piece), "TURNED": products.kind == "tf32x3", **constants}
