@@ -21,4 +21,5 @@ PYBIND11_MODULE(_C, module) {
   cmab::bind_projected(module);
   cmab::bind_prefix(module);
   cmab::bind_solve(module);
+  cmab::bind_stack(module);
 }

@@ -80,23 +80,33 @@ def _kept() -> dict[str, Any]:
     return {**rows, "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
 
 
-def _block() -> dict[str, Any]:
-    """A block of B sets of L latents and M block latents, 6 wide, with 2 heads."""
+def _stack() -> dict[str, Any]:
+    """Two blocks of B sets of L latents and m block latents, 6 wide, with 2 heads, over N inputs."""
     bias, square, forward = (6,), (6, 6), [(6,), (6,), (14, 6), (14,), (6, 7), (6,)]
     attend, across = ([*[bias] * norms, *[square] * 4, bias] for norms in (2, 4))
-    shapes = [square, bias, *forward, *attend, *forward, *across, *forward, *attend, *forward]
-    tensors = {"x": _rows(B, L, 6), "block": _rows(m, 6), "attended": _rows(B, 2, m, 3)}
-    return {**tensors, "scale": 0.4, "eps": 1e-5, "parameters": tuple(_rows(*shape) for shape in shapes)}
+    shapes = [(m, 6), *across, *forward, *attend, *forward, *across, *forward, *attend, *forward] * 2
+    tensors = {"x": _rows(B, L, 6), "inputs": _rows(B, N, 6), "key_padding_mask": torch.zeros(B, N, dtype=torch.bool)}
+    return {**tensors, "num_heads": 2, "scale": 0.4, "eps": 1e-5, "parameters": tuple(_rows(*shape) for shape in shapes)}
 
 
-def _block_kept() -> Tensor:
-    return torch.zeros(native.latent_block_bytes(**_block()) // 8, dtype=torch.float64)
+def _stack_state() -> dict[str, Any]:
+    return {"out": _rows(2 * B, 2, m, 3), "lse": _wide(2 * B, 2, m)}
 
 
-def _block_slopes() -> dict[str, Any]:
-    given = _block()
-    made = {"dy": _rows(B, L, 6), "dx": _rows(B, L, 6), "dblock": _rows(B, m, 6), "dattended": _rows(B, m, 6)}
-    return {**given, **made, "kept": _block_kept(), "gradients": tuple(map(torch.empty_like, given["parameters"]))}
+def _stack_kept() -> Tensor:
+    return torch.zeros(native.block_stack_bytes(**_stack()) // 8, dtype=torch.float64)
+
+
+def _stack_forward() -> dict[str, Any]:
+    before = {f"state_{name}": t for name, t in _stack_state().items()}
+    return {**_stack(), **before, **_stack_state(), "y": _rows(B, L, 6), "kept": _stack_kept()}
+
+
+def _stack_slopes() -> dict[str, Any]:
+    given = _stack()
+    made = {"dy": _rows(B, L, 6), "dx": _rows(B, L, 6), "dinputs": _rows(B, N, 6), "dattended": _rows(2 * B, m, 6)}
+    gradients = tuple(map(torch.empty_like, given["parameters"]))
+    return {**given, **_stack_state(), **made, "kept": _stack_kept(), "gradients": gradients}
 
 
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +154,8 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "attention_layer_backward",
         lambda: _layer() | _kept() | {"dy": _rows(B * L, D)} | _gradients(_layer()),
     ),
-    "latent block": ("latent_block", lambda: _block() | {"y": _rows(B, L, 6), "kept": _block_kept()}),
-    "gradient of the latent block": ("latent_block_backward", _block_slopes),
+    "stacked blocks": ("block_stack", _stack_forward),
+    "gradient of stacked blocks": ("block_stack_backward", _stack_slopes),
     "sums": ("gram", lambda: _sums() | {"gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)}),
     "gradient of sums": ("gram_backward", lambda: _sums() | _of_sums()),
     "rows": ("apply_rows", lambda: {"query": _rows(B, H, L, D), "weight": _wide(B, H, D, E), "out": _rows(B, H, L, E)}),
@@ -215,10 +225,11 @@ def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
     function, right = getattr(native, name), arguments()
     function(**right)
     needed = {"kept"} if call.startswith("gradient") else set()
+    optional = OPTIONAL | ({"inputs", "lse", "dattended"} if "stacked" in call else set())  # blocks that do not read have none
     for argument in right:
         with pytest.raises(TypeError, match=f"{name}: `{argument}` is missing"):
             function(**{other: given for other, given in right.items() if other != argument})
-        if (argument not in OPTIONAL or argument in needed) and isinstance(right[argument], Tensor):
+        if (argument not in optional or argument in needed) and isinstance(right[argument], Tensor):
             with pytest.raises(TypeError, match=f"{name}: `{argument}` is a NoneType"):
                 function(**right | {argument: None})
     with pytest.raises(TypeError, match="an argument that it does not have"):

@@ -95,7 +95,12 @@ class ShardedCMAB(ContextSharded[AttentionState]):
 
     def _updated(self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None) -> CMABUpdate:
         module = self.module
-        state = self._read(lambda: module._read(inputs, latents, None, key_padding_mask), before)
+
+        def read() -> AttentionState:
+            module._check(inputs, latents, key_padding_mask)
+            return module._read(inputs, None, key_padding_mask)
+
+        state = self._read(read, before)
         return CMABUpdate(module.update(inputs[:, :0], latents, state).latents, state)  # without inputs: what follows a merged state
 
     def init_state(self, batch: int) -> AttentionState:

@@ -1,7 +1,7 @@
-"""What follows the first cross-attention of a Constant Memory Attention Block, seven layers, in one native call forward and one back.
+"""Stacked Constant Memory Attention Blocks in one native call forward and one back.
 
-A few latents of little width are done sooner than seven operators are called. The definition is `composed`, those operators one after the
-other; it also gives the derivatives of second and higher order.
+A few latents of little width are done sooner than the operators of a block are called, and the first cross-attentions of all blocks read
+the inputs once. The definition is `composed`, the operators one after the other; it also gives the derivatives of second and higher order.
 """
 
 from __future__ import annotations
@@ -12,27 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.projected import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
 from ..tracing import is_differentiated
+from .reference import layer_norm
 from .schema import attention, feed_forward
 
-SIZES = (2, 6, 7, 6, 9, 6, 7, 6)
-"""The numbers of parameters of the parts. First the output projection of the first cross-attention: weight and bias. Then, in the
-order of `composed`, those of each feed-forward layer (norm, expand and contract: weight and bias) and of each attention (norm, and for the
-one across the context norm: weight and bias; query, key and value: weight; output: weight and bias)."""
+PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
+"""The numbers of tensors of a block's parts. First its latents (M, C). Then, in the order of `composed`, the parameters of each
+cross-attention (norm and context norm: weight and bias; query, key and value: weight; output: weight and bias), each feed-forward layer
+(norm, expand and contract: weight and bias) and each self-attention (as a cross-attention, without the context norm)."""
 
 
-def composed(x: Tensor, attended: Tensor, block: Tensor, *parameters: Tensor, num_heads: int, eps: float) -> Tensor:
-    """The definition:
+def composed(
+    x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor, num_heads: int, eps: float
+) -> Tensor:
+    """The definition: for each block, with block latents b,
 
-        m = feed-forward(self-attention(feed-forward(block + output(attended))))
-        y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))
+        m = feed-forward(self-attention(feed-forward(cross-attention(b, inputs))))
+        x = feed-forward(self-attention(feed-forward(cross-attention(x, m))))
 
-    for latents x (B, L, C), block latents (M, C) and the result (B, H, M, C / H) of the first cross-attention.
+    for latents x (B, L, C) and inputs (B, N, C), of which `mask` (B, N) are ignored. Without inputs, `attended` (K B, H, M, C / H) is what
+    the first cross-attentions give, before their output projection.
     """
-    output, *parts = _parts(parameters)
     scale = (x.shape[-1] // num_heads) ** -0.5
+    blocks = _blocks(parameters)
 
     def forward(features: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return feed_forward(features.flatten(0, 1), *weights, eps=eps, activation="geglu", impl="native").view_as(features)
@@ -44,46 +49,99 @@ def composed(x: Tensor, attended: Tensor, block: Tensor, *parameters: Tensor, nu
         numbers = {"num_heads": num_heads, "scale": scale, "eps": eps, "context_eps": eps}
         return attention(features, context, None, *norms, *projections, **numbers, impl="native")
 
-    joined = attended.transpose(1, 2).flatten(2).to(x.dtype)
-    m = forward(block + torch.nn.functional.linear(joined, *output), parts[0])
-    m = forward(attend(m, None, parts[1]), parts[2])
-    y = forward(attend(x, m, parts[3]), parts[4])
-    return forward(attend(y, None, parts[5]), parts[6])
+    def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        *norms, query, key, value, _, _ = weights
+        queries = torch.nn.functional.linear(layer_norm(block, norms[:2], eps), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
+        context_norm = norms[2], norms[3], eps
+        options = {"context_norm": context_norm, "key_padding_mask": mask, "scale": scale, "impl": "native"}
+        return projected_attention_state(queries, given, key, value, **options).out
+
+    given = [None] * len(blocks) if attended is None else attended.chunk(len(blocks))
+    for (block, *parts), out in zip(blocks, given, strict=True):
+        if out is None:
+            assert inputs is not None
+            out = read(block[0], inputs, parts[0])
+        m = block[0] + torch.nn.functional.linear(out.transpose(1, 2).flatten(2).to(x.dtype), *parts[0][-2:])
+        m = forward(attend(forward(m, parts[1]), None, parts[2]), parts[3])
+        x = forward(attend(forward(attend(x, m, parts[4]), parts[5]), None, parts[6]), parts[7])
+    return x
 
 
-def _parts(parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    parts, first = [], 0
-    for size in SIZES:
-        parts.append(parameters[first : first + size])
-        first += size
-    return parts
+def _blocks(parameters: Sequence[Tensor]) -> list[list[Sequence[Tensor]]]:
+    """The parameters of each block, in parts."""
+    blocks = []
+    for first in range(0, len(parameters), sum(PARTS)):
+        parts, at = [], first
+        for size in PARTS:
+            parts.append(parameters[at : at + size])
+            at += size
+        blocks.append(parts)
+    return blocks
 
 
-class _LatentBlock(torch.autograd.Function):
+class _BlockStack(torch.autograd.Function):
     """The native calls, and the derivatives of the definition where a gradient is to be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, num_heads: int, eps: float, *tensors: Tensor) -> Tensor:
-        y, kept = kernel("layers", "native", "latent_block")(*tensors[:3], tensors[3:], num_heads, eps, keep=True)
+    def forward(ctx: Any, num_heads: int, eps: float, *tensors: Any) -> Tensor:
+        x, inputs, mask, attended, *parameters = tensors
+        forward = kernel("layers", "native", "block_stack")
+        y, *kept = forward(x, inputs, mask, (None, None), attended, tuple(parameters), num_heads, eps, keep=True)
         ctx.num_heads, ctx.eps = num_heads, eps
-        ctx.save_for_backward(kept, *tensors)
-        return y
+        ctx.save_for_backward(*kept, *tensors)
+        result: Tensor = y
+        return result
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        kept, *tensors = ctx.saved_tensors
+        out, lse, kept, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            grads = gradient_of_formula(lambda *given: [composed(*given, num_heads=ctx.num_heads, eps=ctx.eps)], tensors, [dy])
+            _, _, mask, *_ = tensors
+            floating = [*tensors[:2], *tensors[3:]]
+
+            def definition(x: Tensor, inputs: Any, *rest: Any) -> list[Tensor]:
+                return [composed(x, inputs, mask, *rest, num_heads=ctx.num_heads, eps=ctx.eps)]
+
+            dx, dinputs, *grads = gradient_of_formula(definition, floating, [dy])
         else:
-            back, needs = kernel("layers", "native", "latent_block_backward"), ctx.needs_input_grad[5:]
-            grads = back(dy, kept, *tensors[:3], tensors[3:], ctx.num_heads, ctx.eps, needs)
-        return None, None, *grads
+            backward = kernel("layers", "native", "block_stack_backward")
+            dx, dinputs, *grads = backward(
+                dy, out, lse, kept, *tensors[:4], tuple(tensors[4:]), ctx.num_heads, ctx.eps, ctx.needs_input_grad[2:]
+            )
+        return None, None, dx, dinputs, None, *grads
 
 
-def latent_block(x: Tensor, attended: Tensor, block: Tensor, parameters: Sequence[Tensor], num_heads: int, eps: float) -> Tensor:
-    """Return what `composed` does, in the native code; all tensors are plain and on the CPU, and the parameters are of one dtype."""
-    if is_differentiated(x, attended, block, *parameters):
-        result: Tensor = _LatentBlock.apply(num_heads, eps, x, attended, block, *parameters)
+def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], num_heads: int, eps: float) -> Tensor:
+    """Return what `composed` does of `attended`, in the native code; all tensors are plain and on the CPU, the parameters of one dtype."""
+    if is_differentiated(x, attended, *parameters):
+        result: Tensor = _BlockStack.apply(num_heads, eps, x, None, None, attended, *parameters)
         return result
-    y, _ = kernel("layers", "native", "latent_block")(x, attended, block, parameters, num_heads, eps, keep=False)
+    forward = kernel("layers", "native", "block_stack")
+    y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), num_heads, eps, keep=False)
     return y
+
+
+def differentiated_blocks(
+    x: Tensor, inputs: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], num_heads: int, eps: float
+) -> Tensor:
+    """Return what `composed` does of the inputs, with a gradient."""
+    result: Tensor = _BlockStack.apply(num_heads, eps, x, inputs, mask, None, *parameters)
+    return result
+
+
+def updated_blocks(
+    x: Tensor,
+    inputs: Tensor,
+    mask: Tensor | None,
+    state: tuple[Tensor | None, Tensor | None],
+    parameters: Sequence[Tensor],
+    num_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, out, lse), without a gradient: what `composed` does of all inputs, and the state of the first cross-attentions.
+
+    `state` is that of the inputs before, (out, lse); out is (K B, H, M, C / H), lse (K B, H, M).
+    """
+    forward = kernel("layers", "native", "block_stack")
+    y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), num_heads, eps, keep=False)
+    return y, out, lse

@@ -43,6 +43,8 @@ def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[st
 
 _NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype) for _ in range(4)) for dtype in (torch.float32, torch.float64)}
 _NO_LSE = torch.empty(0, dtype=torch.float64)
+_OF_BLOCK = 57  # tensors of a block, csrc/layers/stack_binding.cpp
+_READING = range(1, 8)  # those that only the first cross-attention uses, before its output projection
 
 
 def _like(x: Tensor) -> Tensor:
@@ -131,43 +133,76 @@ def _attention_inputs(
     return named
 
 
-def _block_inputs(x: Tensor, attended: Tensor, block: Tensor, parameters: Sequence[Tensor], heads: int, eps: float) -> dict[str, Any]:
+def reads_heads(width: int) -> bool:
+    """Whether blocks can read their inputs with heads so wide."""
+    return width <= int(_C.MAX_WIDTH)
+
+
+def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: Sequence[Tensor], heads: int, eps: float) -> dict[str, Any]:
     if not all(map(Tensor.is_contiguous, parameters)):
-        parameters = [p.contiguous() for p in parameters]
-    inputs = {"x": x.contiguous(), "block": block.contiguous(), "attended": attended.contiguous()}
-    return {**inputs, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps, "parameters": tuple(parameters)}
+        parameters = tuple(p.contiguous() for p in parameters)
+    given = {"x": x.contiguous(), "inputs": inputs, "key_padding_mask": mask, "parameters": parameters, "num_heads": heads}
+    return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps}
 
 
-def latent_block(
-    x: Tensor, attended: Tensor, block: Tensor, parameters: Sequence[Tensor], heads: int, eps: float, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return (y, kept), what follows the first cross-attention of a block; `kept`, for the backward pass, is None unless it is wanted."""
-    y, inputs = _like(x), _block_inputs(x, attended, block, parameters, heads, eps)
-    if not y.numel():
-        return y, torch.empty(0, dtype=torch.float64) if keep else None
-    kept = torch.empty(_C.latent_block_bytes(**inputs) // 8, dtype=torch.float64) if keep else None
-    _C.latent_block(**inputs, y=y, kept=kept)
-    return y, kept
+def block_stack(
+    x: Tensor,
+    inputs: Tensor | None,
+    mask: Tensor | None,
+    state: tuple[Tensor | None, Tensor | None],
+    attended: Tensor | None,
+    parameters: tuple[Tensor, ...],
+    heads: int,
+    eps: float,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return (y, out, lse, kept) of stacked blocks, for `layers.block`: `out` is `attended` and lse None where that is given.
+
+    `kept`, for the backward pass, is None unless it is wanted.
+    """
+    y, given = _like(x), _stack_inputs(x, inputs, mask, parameters, heads, eps)
+    if attended is None:
+        blocks, (latents, width) = len(parameters) // _OF_BLOCK, parameters[0].shape
+        out = _sums(x, blocks * x.shape[0], heads, latents, width // heads)
+        lse = x.new_empty(blocks * x.shape[0], heads, latents, dtype=torch.float64)
+    else:
+        out, lse = attended.contiguous(), None
+    kept = torch.empty(_C.block_stack_bytes(**given) // 8, dtype=torch.float64) if keep else None
+    _C.block_stack(**given, state_out=state[0], state_lse=state[1], out=out, lse=lse, y=y, kept=kept)
+    return y, out, lse, kept
 
 
-def latent_block_backward(
+def block_stack_backward(
     dy: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     kept: Tensor,
     x: Tensor,
-    attended: Tensor,
-    block: Tensor,
-    parameters: Sequence[Tensor],
+    inputs: Tensor | None,
+    mask: Tensor | None,
+    attended: Tensor | None,
+    parameters: tuple[Tensor, ...],
     heads: int,
     eps: float,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, attended, block and the parameters; None for a parameter whose gradient is not needed."""
-    if not x.numel():
-        return tuple(torch.zeros_like(t) for t in (x, attended, block, *parameters))
-    batch, _, _, width = attended.shape
-    dx, dblock = x.new_empty(x.shape), x.new_empty(batch, *block.shape)
-    dattended = attended.new_empty(dblock.shape)
-    gradients = tuple(p.new_empty(p.shape) if need else None for p, need in zip(parameters, needs, strict=True))
-    inputs = _block_inputs(x, attended, block, parameters, heads, eps)
-    _C.latent_block_backward(**inputs, dy=dy.contiguous(), kept=kept, dx=dx, dblock=dblock, dattended=dattended, gradients=gradients)
-    return dx, dattended.unflatten(-1, (heads, width)).transpose(1, 2), dblock.sum(0), *gradients
+    """Return the gradients of x, inputs, attended and the parameters; None for one that is not needed."""
+    dx, dinputs = x.new_empty(x.shape), None if inputs is None or not needs[1] else inputs.new_empty(inputs.shape)
+    dattended = None if attended is None else out.new_empty(out.shape[0], out.shape[2], x.shape[2])
+    wanted = [i for i, need in enumerate(needs[4:]) if need and (attended is None or i % _OF_BLOCK not in _READING)]
+    gradients: list[Tensor | None] = [None] * len(parameters)
+    for i in wanted:
+        gradients[i] = parameters[i].new_empty(parameters[i].shape)
+    _C.block_stack_backward(
+        **_stack_inputs(x, inputs, mask, parameters, heads, eps),
+        dy=dy.contiguous(),
+        out=out,
+        lse=lse,
+        kept=kept,
+        dx=dx,
+        dinputs=dinputs,
+        dattended=dattended,
+        gradients=tuple(gradients),
+    )
+    return dx, dinputs, dattended if dattended is None else dattended.unflatten(-1, (heads, -1)).transpose(1, 2), *gradients

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_mask, wrong
-from ..layers.block import latent_block
-from ..tracing import is_plain, is_watched
-from .layers import LatentLayer, block_parameters, check_features, fused_impl
+from . import fused
+from .layers import LatentLayer, check_features
 from .stream import AttentionStream, follow_weights
 
 
@@ -98,7 +97,9 @@ class CMAB(nn.Module):
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
-        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask).out)
+        self._check(inputs, latents, key_padding_mask)
+        result = fused.forward([self], inputs, latents, key_padding_mask)
+        return self._retrieve(latents, self._read(inputs, None, key_padding_mask).out) if result is None else result
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -107,10 +108,15 @@ class CMAB(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
-        updated = self._read(new_inputs, latents, self.stream.held if state is None else state, key_padding_mask)
-        result = CMABUpdate(self._retrieve(latents, updated.out), updated)
+        self._check(new_inputs, latents, key_padding_mask)
+        before = self.stream.held if state is None else state
+        found = fused.update([self], new_inputs, latents, before, key_padding_mask)
+        if found is None:
+            updated = self._read(new_inputs, before, key_padding_mask)
+            found = self._retrieve(latents, updated.out), updated
+        result = CMABUpdate(*found)
         if state is None:
-            self.stream.state = updated
+            self.stream.state = result.state
         return result
 
     def remove(
@@ -122,7 +128,8 @@ class CMAB(nn.Module):
         `RuntimeError` if the module's own stream has seen no input.
         """
         before = self.stream.started(state)
-        left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))
+        self._check(old_inputs, latents, key_padding_mask)
+        left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
         result = CMABRemoval(self._retrieve(latents, left.out), left, reliable)
         if state is None:
             self.stream.state = left
@@ -132,18 +139,18 @@ class CMAB(nn.Module):
         """Return the state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
         return self.stream.init_state(batch)
 
-    def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Check the arguments, and return the state of CA(L_B, X), which comes before the output projection."""
+    def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
         check_inputs(inputs, latents, key_padding_mask, self.latents)
+
+    def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Return the state of CA(L_B, X), which comes before the output projection."""
         return self.compress.cross_attention.read(self.latents, inputs, state, key_padding_mask)
 
     def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
         """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
-        if not is_watched() and fused_impl(latents) == "native" and is_plain(latents, out, self.latents):
-            found = block_parameters(self.compress, self.retrieve)
-            if found is not None:
-                x = latents if latents.dim() == 3 else latents.expand(out.shape[0], -1, -1)
-                return latent_block(x, out, self.latents, found[0], out.shape[1], found[1])
+        result = fused.attend([self], latents, out)
+        if result is not None:
+            return result
         block = self.compress.after_context(self.compress.cross_attention.add(self.latents, out))
         return self.retrieve(latents, block)
 

@@ -13,6 +13,7 @@ from ..attention.projected import projected_attention_state
 from ..attention.projected.api import attention_state_of_chunks
 from ..attention.state import subtract_state
 from ..checks import wrong
+from . import fused
 from .chunks import check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs
 from .stream import AttentionStream, follow_weights
@@ -66,7 +67,9 @@ class CMABStack(nn.Module):
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after all blocks. No state is read or written."""
-        return self._retrieve(latents, self._read(inputs, latents, None, key_padding_mask))
+        self._check(inputs, latents, key_padding_mask)
+        result = fused.forward(self._blocks, inputs, latents, key_padding_mask)
+        return self._retrieve(latents, self._read(inputs, None, key_padding_mask)) if result is None else result
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -75,10 +78,15 @@ class CMABStack(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
-        updated = self._read(new_inputs, latents, self.stream.held if state is None else state, key_padding_mask)
-        result = CMABUpdate(self._retrieve(latents, updated), updated)
+        blocks, before = self._blocks, self.stream.held if state is None else state
+        self._check(new_inputs, latents, key_padding_mask)
+        found = fused.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
+        if found is None:
+            updated = self._read(new_inputs, before, key_padding_mask)
+            found = self._retrieve(latents, updated), updated
+        result = CMABUpdate(*found)
         if state is None:
-            self.stream.state = updated
+            self.stream.state = result.state
         return result
 
     def remove(
@@ -86,7 +94,8 @@ class CMABStack(nn.Module):
     ) -> CMABRemoval:
         """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
         before = self.stream.started(state)
-        left, reliable = subtract_state(before, self._read(old_inputs, latents, None, key_padding_mask))
+        self._check(old_inputs, latents, key_padding_mask)
+        left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
         result = CMABRemoval(self._retrieve(latents, left), left, reliable)
         if state is None:
             self.stream.state = left
@@ -102,7 +111,7 @@ class CMABStack(nn.Module):
         `ValueError` or `TypeError` for a state or latents that do not fit the module.
         """
         self.stream._check(state)
-        check_inputs(latents.new_empty(state.lse.shape[1], 0, latents.shape[-1]), latents, None, self._blocks[0].latents)
+        self._check(latents.new_empty(state.lse.shape[1], 0, latents.shape[-1]), latents, None)
         return self._retrieve(latents, state)
 
     def encode(
@@ -174,20 +183,25 @@ class CMABStack(nn.Module):
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
 
-    def _read(self, inputs: Tensor, latents: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Check the arguments, and return the states of CA(L_B, X) of all blocks."""
+    def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
+        check_inputs(inputs, latents, key_padding_mask, self._blocks[0].latents)
+
+    def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Return the states of CA(L_B, X) of all blocks."""
         blocks = self._blocks
-        check_inputs(inputs, latents, key_padding_mask, blocks[0].latents)
         stacked = None if inputs.is_cuda else self._stacked()
         if stacked is None:
             before = [None] * len(blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
-            each = [block._read(inputs, latents, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
+            each = [block._read(inputs, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
             return AttentionState(*(torch.stack(parts) for parts in zip(*each, strict=True)))
         query, weights, norm = stacked
         return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
 
     def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
         """Take the latents through what follows the first cross-attention in each block."""
+        result = fused.attend(self._blocks, latents, state.out.flatten(0, 1))
+        if result is not None:
+            return result
         for block, out in zip(self._blocks, state.out, strict=True):
             latents = block._retrieve(latents, out)
         return latents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -218,61 +217,6 @@ class CrossAttention(_Attention):
             state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)
         assert state is not None  # a split has at least one chunk
         return state
-
-
-# ---- a block as one operator
-
-_FEED_FORWARD = (("norm", nn.LayerNorm, True), ("expand", nn.Linear, True), ("contract", nn.Linear, True))
-_PROJECTIONS = (*((name, nn.Linear, False) for name in ("query", "key", "value")), ("output", nn.Linear, True))
-_SELF_ATTENTION = (("norm", nn.LayerNorm, True), *_PROJECTIONS)
-_CROSS_ATTENTION = (("norm", nn.LayerNorm, True), ("context_norm", nn.LayerNorm, True), *_PROJECTIONS)
-"""The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
-_PLAIN = {nn.Parameter, Tensor}
-
-
-def _collect(layer: nn.Module, leaves: Iterable[tuple[str, type[nn.Module], bool]], tensors: list[Any], eps: set[float]) -> bool:
-    """Append the parameters of a layer's modules to `tensors`, and the eps of its norms to `eps`.
-
-    False if a module, the layer included, is not just its kind, or a parameter is absent or of a type of its own.
-    """
-    modules = layer._modules
-    if plain_parameters(layer, type(layer)) is None:
-        return False
-    for name, kind, biased in leaves:
-        module: Any = modules[name]
-        found = plain_parameters(module, kind)
-        if found is None:
-            return False
-        weight, bias = found["weight"], found["bias"]
-        if type(weight) not in _PLAIN or (type(bias) in _PLAIN) is not biased:
-            return False
-        tensors += (weight, bias) if biased else (weight,)
-        if kind is nn.LayerNorm:
-            eps.add(module.eps)
-    return True
-
-
-def block_parameters(compress: LatentLayer, retrieve: LatentLayer) -> tuple[list[Tensor], float] | None:
-    """Return the parameters of what follows the first cross-attention of a block, as `latent_block` takes them, and the eps of all norms.
-
-    None if the modules must be called one by one.
-    """
-    tensors: list[Tensor] = []
-    eps: set[float] = set()
-    one, two = compress._modules, retrieve._modules
-    parts: tuple[tuple[Any, Any], ...] = (
-        (one["cross_attention"], _PROJECTIONS[-1:]),
-        (one["cross_feed_forward"], _FEED_FORWARD),
-        (one["self_attention"], _SELF_ATTENTION),
-        (one["self_feed_forward"], _FEED_FORWARD),
-        (two["cross_attention"], _CROSS_ATTENTION),
-        (two["cross_feed_forward"], _FEED_FORWARD),
-        (two["self_attention"], _SELF_ATTENTION),
-        (two["self_feed_forward"], _FEED_FORWARD),
-    )
-    if plain_parameters(retrieve, LatentLayer) is None or not all(_collect(layer, leaves, tensors, eps) for layer, leaves in parts):
-        return None
-    return (tensors, eps.pop()) if len(eps) == 1 else None
 
 
 class LatentLayer(nn.Module):

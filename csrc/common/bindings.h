@@ -31,5 +31,6 @@ void bind_pinv(pybind11::module_&);
 void bind_projected(pybind11::module_&);
 void bind_prefix(pybind11::module_&);
 void bind_solve(pybind11::module_&);
+void bind_stack(pybind11::module_&);
 
 }  // namespace cmab

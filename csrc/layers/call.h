@@ -1,6 +1,8 @@
 // The fused layers of latents on the CPU, over raw memory; the caller allocates everything.
 #pragma once
 
+#include <vector>
+
 #include "linear/linear.h"
 
 namespace cmab::cpu {
@@ -106,8 +108,45 @@ struct LatentBlockGradients {
 
 // The bytes of what the forward pass keeps for the backward pass.
 size_t latent_block_bytes(const LatentBlock&);
-// Fills y (batch * latents, width), contiguous, and `kept`; null: nothing is kept.
+// Fills y (batch * latents, width), contiguous, and `kept`; null: nothing is kept, and y may be x.
 void latent_block(const LatentBlock&, void* y, void* kept);
+// Given dy (batch * latents, width), which may be the gradient of x.
 void latent_block_backward(const LatentBlock&, const Matrix& dy, void* kept, const LatentBlockGradients&);
+
+// K blocks, each with the latents that the one before has made. Their first cross-attentions, of
+// norm(block) over context_norm(inputs), read the inputs (batch, rows, width) once for all.
+struct BlockReading {
+  NormWeights norm, context_norm;
+  Weights query, key, value;
+};
+struct BlockStack {
+  std::vector<LatentBlock> blocks;  // without x and attended
+  std::vector<BlockReading> readings;
+  Matrix x;    // (batch * latents, width), of the first block
+  bool reads;  // else `out` is given, and nothing is read
+  Operand inputs;
+  int64_t rows;
+  const uint8_t* ignored;  // (batch, rows), or null
+  int64_t ignored_stride[2];
+};
+struct BlockReadingGradients {
+  WeightGradients norm, context_norm, query, key, value;
+};
+struct BlockStackGradients {
+  void* x;         // (batch * latents, width), contiguous; not null
+  void* inputs;    // (batch, rows, width), contiguous, or null
+  void* attended;  // that of `out`, as rows (K * batch * block_latents, width) in the type of sums; null if it was read
+  std::vector<LatentBlockGradients> blocks;  // `block` is the sum over the batch here; x and attended are not used
+  std::vector<BlockReadingGradients> readings;
+};
+
+size_t block_stack_bytes(const BlockStack&);
+// Fills y and `kept` as latent_block does. Where it reads, it fills out (K * batch, H, M, D), in the type of sums, and
+// lse (K * batch, H, M) too: the state of the inputs, merged with the incoming one (without data: there is none).
+void block_stack(const BlockStack&, const Operand& state_out, const Operand& state_lse, void* out, double* lse, void* y,
+                 void* kept);
+// Without an incoming state.
+void block_stack_backward(const BlockStack&, const Matrix& dy, const void* out, const double* lse, void* kept,
+                          const BlockStackGradients&);
 
 }  // namespace cmab::cpu

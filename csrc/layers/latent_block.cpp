@@ -78,7 +78,6 @@ size_t latent_block_bytes(const LatentBlock& in) { return Kept(in, true, nullptr
 void latent_block(const LatentBlock& in, void* y, void* memory) {
   Workspace workspace;
   if (!memory) workspace.reserve(Kept(in, false, nullptr).bytes);
-  if (memory) prefer_huge_pages(memory, int64_t(latent_block_bytes(in)));
   const Kept kept(in, memory != nullptr, memory ? memory : workspace.at(0));
   const size_t bytes = in.block_latents * in.width * element_bytes(in.dtype);
   for (int64_t b = 0; b < in.batch; ++b) std::memcpy(static_cast<char*>(kept.block[0]) + b * bytes, in.block, bytes);

@@ -1,6 +1,7 @@
 // The table of kernels of linear layers for the instruction set that this file is compiled for.
 #include "common/instance.h"
 #include "linear/activation.h"
+#include "linear/fold.h"
 #include "linear/norm.h"
 #include "linear/products.h"
 
@@ -9,12 +10,13 @@ namespace {
 
 template <class T>
 constexpr LinearKernels table() {
-  return {Tiles<T>::stride,           Tiles<T>::bytes,         Products<T>::packed_bytes,
-          Normaliser<T>::stats_bytes, Products<T>::pack,       Tiles<T>::load,
-          Tiles<T>::load_heads,       Tiles<T>::store,         Products<T>::multiply,
-          Products<T>::add_products,  Tiles<T>::add_rows,      Tiles<T>::add_tile,
-          Normaliser<T>::normalise,   Normaliser<T>::backward, Activations<T>::activate,
-          Activations<T>::backward,   Tiles<T>::sum_parts};
+  return {Tiles<T>::stride,           Tiles<T>::bytes,          Products<T>::packed_bytes,
+          Normaliser<T>::stats_bytes, Products<T>::pack,        Tiles<T>::load,
+          Tiles<T>::load_heads,       Tiles<T>::store,          Products<T>::multiply,
+          Products<T>::add_products,  Tiles<T>::add_rows,       Tiles<T>::add_tile,
+          Normaliser<T>::normalise,   Normaliser<T>::backward,  Folding<T>::fold,
+          Folding<T>::unfold,         Activations<T>::activate, Activations<T>::backward,
+          Tiles<T>::sum_parts};
 }
 
 }  // namespace

@@ -76,6 +76,14 @@ struct LinearKernels {
   void (*normalise_backward)(RowTile rows, RowTile dnormed, int count, int width, const Norm&, const void* stats,
                              RowTile drows, void* dweight, void* dbias);
 
+  // Folds a norm's weight and bias, in the compute type, into the weight (rows, width) after it, and back: folded
+  // (rows, width) and bias (rows,) are contiguous, in the compute type. dweight is as the weight, contiguous, or null;
+  // dscale and dshift (width,), in the compute type, are added to.
+  void (*fold)(DType, const Matrix& weight, int rows, int width, const void* scale, const void* shift, void* folded,
+               void* bias);
+  void (*unfold)(DType, const Matrix& weight, int rows, int width, const void* scale, const void* shift,
+                 const void* dfolded, const void* dbias, void* dweight, void* dscale, void* dshift);
+
   void (*activate)(Activation, RowTile features, RowTile gate, int count, int width, RowTile to);
   // Overwrites features and gate by their gradients, given that of the result, which it computes again.
   void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width,

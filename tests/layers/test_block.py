@@ -1,47 +1,62 @@
-"""What follows the first cross-attention of a block, in one native call: the same as its seven operators, derivatives included."""
+"""Stacked blocks in one native call: the same as their operators one after the other, derivatives included."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from cmab_kernels import attention_layer, explain
-from cmab_kernels.layers.block import SIZES, composed, latent_block
+from cmab_kernels.layers.block import PARTS, attended_blocks, composed, differentiated_blocks, updated_blocks
 
 pytestmark = pytest.mark.skipif(
     not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable, reason="the extension was not built"
 )
 HEADS, EPS = 2, 1e-5
 SHAPES = {
-    "a few latents": (2, 5, 7, 8, 6),
-    "odd widths": (3, 1, 3, 10, 5),
-    "rows of several tiles": (2, 130, 61, 24, 33),
-    "many pieces": (7, 128, 200, 16, 32),
+    "a few latents": (2, 5, 7, 9, 8, 6),
+    "odd widths": (3, 1, 3, 70, 10, 5),
+    "rows of several tiles": (2, 130, 61, 33, 24, 33),
+    "many pieces": (7, 128, 200, 50, 16, 32),
 }
-"""Name -> B, L, M, C and the inner width of the feed-forward layers."""
+"""Name -> B, L, M, N, C and the inner width of the feed-forward layers."""
+Given = list[Any]
 
 
-def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    batch, latents, block, width, inner = shape
+def _parameters(width: int, block: int, inner: int) -> list[tuple[int, ...]]:
     bias, square = (width,), (width, width)
     forward = [bias, bias, (2 * inner, width), (2 * inner,), (width, inner), bias]
     attend, across = ([*[bias] * norms, *[square] * 4, bias] for norms in (2, 4))
-    parts = [square, bias, *forward, *attend, *forward, *across, *forward, *attend, *forward]
-    shapes = [(batch, latents, width), (batch, HEADS, block, width // HEADS), (block, width), *parts]
+    return [(block, width), *across, *forward, *attend, *forward, *across, *forward, *attend, *forward]
+
+
+def _given(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, reads: bool = True, depth: int = 2) -> Given:
+    """The arguments of `composed`: x, inputs and their mask or `attended`, and the parameters of the blocks."""
+    batch, latents, block, rows, width, inner = shape
+    first = (batch, rows, width) if reads else (depth * batch, HEADS, block, width // HEADS)
+    shapes = [(batch, latents, width), first, *_parameters(width, block, inner) * depth]
     made = [torch.randn(s, dtype=torch.float64) / (s[-1] ** 0.5 if len(s) == 2 else 1.0) for s in shapes]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return [t.to(wide if i == 1 else dtype).requires_grad_() for i, t in enumerate(made)]
+    x, read, *parameters = (t.to(wide if i == 1 and not reads else dtype).requires_grad_() for i, t in enumerate(made))
+    return [x, read, torch.rand(batch, rows) < 0.3, None, *parameters] if reads else [x, None, None, read, *parameters]
 
 
-def _fused(*tensors: Tensor) -> Tensor:
-    return latent_block(*tensors[:3], tensors[3:], HEADS, EPS)
+def _fused(x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor) -> Tensor:
+    if attended is not None:
+        return attended_blocks(x, attended, parameters, HEADS, EPS)
+    assert inputs is not None
+    return differentiated_blocks(x, inputs, mask, parameters, HEADS, EPS)
 
 
-def _by_layer(*tensors: Tensor) -> Tensor:
-    return composed(*tensors, num_heads=HEADS, eps=EPS)
+def _by_layer(*given: Any) -> Tensor:
+    return composed(*given, num_heads=HEADS, eps=EPS)
+
+
+def _floating(given: Given) -> list[Tensor]:
+    return [t for t in given if t is not None and t.is_floating_point()]
 
 
 def _close(ours: Sequence[Tensor], right: Sequence[Tensor], tolerance: float) -> None:
@@ -50,23 +65,25 @@ def _close(ours: Sequence[Tensor], right: Sequence[Tensor], tolerance: float) ->
         assert (mine - wanted).norm() <= tolerance * wanted.norm() + tolerance
 
 
-def _results(function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in tensors]
+def _results(function: Callable[..., Tensor], given: Given, dy: Tensor) -> list[Tensor]:
+    leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in given]
     result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, dy.to(result.dtype))]
+    return [result.detach(), *torch.autograd.grad(result, _floating(leaves), dy.to(result.dtype), materialize_grads=True)]
 
 
+both = pytest.mark.parametrize("reads", [True, False], ids=["inputs", "attended"])
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_one_call_is_seven_operators(shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Results and gradients err as little as those of the seven operators do; without a gradient, the result has the same bits."""
-    tensors = _tensors(shape, dtype)
-    assert len(tensors) == 3 + sum(SIZES)
-    dy = torch.randn(shape[0], shape[1], shape[3])
-    ours, theirs = (_results(function, tensors, dy) for function in (_fused, _by_layer))
-    with torch.no_grad():
-        assert torch.equal(_fused(*tensors), ours[0])
-    right = _results(_by_layer, [t.double() for t in tensors], dy)
+def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, reads: bool) -> None:
+    """Results and gradients err as little as those of the operators do."""
+    given = _given(shape, dtype, reads=reads)
+    assert len(given) == 4 + 2 * sum(PARTS)
+    dy = torch.randn(*shape[:2], shape[4])
+    ours, theirs = (_results(function, given, dy) for function in (_fused, _by_layer))
+    right = _results(_by_layer, [t.double() if t is not None and t.is_floating_point() else t for t in given], dy)
     largest = max(exact.norm() for exact in right)  # one key's weight is 1: gradients through it are differences that cancel to 0
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         assert mine.dtype == other.dtype
@@ -74,41 +91,72 @@ def test_one_call_is_seven_operators(shape: Sequence[int], dtype: torch.dtype) -
         assert error <= allowed
 
 
-def test_only_the_gradients_that_are_needed_are_made() -> None:
-    for chosen in range(3 + sum(SIZES)):
-        tensors = [t.detach().requires_grad_(i == chosen) for i, t in enumerate(_tensors(SHAPES["a few latents"]))]
-        ours, right = (torch.autograd.grad(f(*tensors).sin().sum(), tensors[chosen])[0] for f in (_fused, _by_layer))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_nothing_kept_changes_no_bit(shape: Sequence[int]) -> None:
+    x, inputs, mask, _, *parameters = _given(shape, torch.float32)
+    y, out, _ = updated_blocks(x, inputs, mask, (None, None), parameters, HEADS, EPS)
+    assert torch.equal(y, _fused(x, inputs, mask, None, *parameters))
+    with torch.no_grad():
+        assert torch.equal(y, _fused(x, None, None, out, *parameters))
+
+
+def test_chunks_and_their_states_are_the_whole() -> None:
+    x, inputs, mask, _, *parameters = _given(SHAPES["rows of several tiles"])
+    whole = updated_blocks(x, inputs, mask, (None, None), parameters, HEADS, EPS)
+    state: tuple[Tensor | None, Tensor | None] = (None, None)
+    for first, last in ((0, 5), (5, 5), (5, 33)):
+        y, *state = updated_blocks(x, inputs[:, first:last], mask[:, first:last], tuple(state), parameters, HEADS, EPS)
+    _close([y, *state], whole, 1e-12)
+
+
+def test_ignored_inputs_are_not_read() -> None:
+    """A NaN in an ignored row reaches no result and no gradient; the row's own gradient is 0. So where all are ignored."""
+    for share in (0.5, 1.0):
+        given = _given(SHAPES["a few latents"])
+        mask = torch.rand(2, 9) < share
+        clean, dirty = ([given[0], given[1].detach().masked_fill(mask.unsqueeze(-1), v), mask, *given[3:]] for v in (0.0, torch.nan))
+        ours, right = (_results(_fused, one, torch.ones(2, 5, 8)) for one in (dirty, clean))
+        assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+        assert not ours[2][mask].any()
+
+
+@both
+def test_only_the_gradients_that_are_needed_are_made(reads: bool) -> None:
+    many = len(_given(SHAPES["a few latents"], reads=reads, depth=1))
+    for chosen in range(many):
+        given = [t if t is None else t.detach() for t in _given(SHAPES["a few latents"], reads=reads, depth=1)]
+        if given[chosen] is None or not given[chosen].is_floating_point():
+            continue
+        given[chosen].requires_grad_()
+        if not reads and 4 < chosen <= 4 + 7:  # the first cross-attention up to its output projection is not part of the call
+            assert torch.autograd.grad(_fused(*given).sum(), given[chosen], allow_unused=True)[0] is None
+            continue
+        ours, right = (torch.autograd.grad(f(*given).sin().sum(), given[chosen], materialize_grads=True)[0] for f in (_fused, _by_layer))
         _close([ours], [right], 1e-12)
 
 
-def test_second_derivatives_are_those_of_the_definition() -> None:
-    tensors = _tensors((1, 2, 3, 4, 3))
+@both
+def test_second_derivatives_are_those_of_the_definition(reads: bool) -> None:
+    given = _given((1, 2, 3, 3, 4, 3), reads=reads)
     seconds = []
     for function in (_fused, _by_layer):
-        first = torch.autograd.grad(function(*tensors).sin().sum(), tensors, create_graph=True)
-        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in first), tensors))
-    _close(*seconds, 1e-11)
+        first = torch.autograd.grad(function(*given).sin().sum(), _floating(given), create_graph=True, materialize_grads=True)
+        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in first), _floating(given), materialize_grads=True))
+    _close(*seconds, 1e-11 * max(float(g.norm()) for g in seconds[1]))
 
 
-def test_strides_and_threads_change_no_bit() -> None:
-    tensors = [t.detach() for t in _tensors(SHAPES["rows of several tiles"], torch.float32)]
-    apart = [t.repeat_interleave(2, -1)[..., ::2].requires_grad_() for t in tensors]
+@both
+def test_strides_and_threads_change_no_bit(reads: bool) -> None:
+    given = [t if t is None else t.detach() for t in _given(SHAPES["rows of several tiles"], torch.float32, reads=reads)]
+    apart = [t if t is None else t.repeat_interleave(2, -1)[..., ::2] for t in given]
     found, threads = [], torch.get_num_threads()
-    for given, number in ((tensors, 1), (apart, 1), (tensors, 2), (tensors, 3)):
+    for one, number in ((given, 1), (apart, 1), (given, 2), (given, 3)):
         torch.set_num_threads(number)
-        leaves = [t.detach().requires_grad_() if t.is_contiguous() else t for t in given]
+        leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in one]
         result = _fused(*leaves)
-        found.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
+        found.append([result, *torch.autograd.grad(result.sin().sum(), _floating(leaves), materialize_grads=True)])
     torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-
-
-@pytest.mark.parametrize("empty", [(0, 5, 7, 8, 6), (2, 0, 7, 8, 6)], ids=["no batch", "no latents"])
-def test_nothing_is_asked(empty: Sequence[int]) -> None:
-    tensors = _tensors(empty)
-    result = _fused(*tensors)
-    assert result.shape == tensors[0].shape
-    assert not any(g.any() for g in torch.autograd.grad(result.sum(), tensors))
 
 
 def test_heads_may_be_wider_than_those_of_the_attention_operators() -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 import cmab_kernels
-from cmab_kernels.nn import CMAB, cmab, layers
+from cmab_kernels.nn import CMAB, fused, layers
 
 DIM, BLOCK, HEADS, BATCH, INPUTS, LATENTS = 12, 5, 3, 2, 41, 4
 
@@ -104,19 +104,20 @@ def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> No
     shapes = []
     read = layers.projected_attention_state
     monkeypatch.setattr(layers, "projected_attention_state", lambda q, *a, **k: shapes.append(q.shape) or read(q, *a, **k))
-    block()(*points())
+    module = block()
+    module.update(*points(), module.init_state(BATCH))
     assert shapes[0] == (HEADS, BLOCK, DIM // HEADS)
 
 
 def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows the first cross-attention is one native call; with a hook on one part, an operator for each of the other layers."""
+    """A block is one native call; with a hook on one part, an operator for each of the other layers."""
     calls = []
-    for place, name in ((cmab, "latent_block"), (layers, "feed_forward"), (layers, "attention")):
+    for place, name in ((fused, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
         operator = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k))
     module, (inputs, latents) = block(), points()
     module(inputs, latents)
-    assert calls == ["latent_block"]
+    assert calls == ["differentiated_blocks"]
     with cmab_kernels.use_impl("reference"):
         module(inputs, latents)
     with torch.autocast("cpu", torch.bfloat16):
@@ -127,6 +128,10 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
     assert sorted(calls[1:]) == ["attention"] * 3 + ["feed_forward"] * 3
 
 
+PARTS = ["compress.cross_attention.query", "retrieve.self_feed_forward.expand", "retrieve.self_attention.value"]
+PARTS += ["compress.cross_attention.key", "retrieve.cross_attention.output"]
+
+
 class Doubled(torch.nn.Linear):
     """A layer with a forward of its own, such as an adapter has."""
 
@@ -134,7 +139,7 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(features)
 
 
-@pytest.mark.parametrize("name", ["retrieve.self_feed_forward.expand", "retrieve.self_attention.value", "retrieve.cross_attention.output"])
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass"])
 def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
     """Whatever is put around or in place of a part of a layer has its effect."""

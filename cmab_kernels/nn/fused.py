@@ -1,0 +1,151 @@
+"""Constant Memory Attention Blocks in one native call, where their modules are just what they were made as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..attention import AttentionState
+from ..attention.state import check_state
+from ..backends import kernel
+from ..dtypes import state_dtype
+from ..layers.block import attended_blocks, differentiated_blocks, updated_blocks
+from ..tracing import is_differentiated, is_plain, is_watched
+from .layers import LatentLayer, fused_impl, plain_parameters
+
+
+class Block(Protocol):
+    """The parts of a `CMAB`."""
+
+    latents: nn.Parameter
+    compress: LatentLayer
+    retrieve: LatentLayer
+
+
+def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor) -> Tensor | None:
+    """Return the latents (B, L, C) after all blocks, from the `out`s (K B, H, M, D) of their first cross-attentions.
+
+    None if the modules must be called one by one.
+    """
+    found = _callable(blocks, latents, outs)
+    if found is None:
+        return None
+    batch, heads = outs.shape[0] // len(blocks), outs.shape[1]
+    return attended_blocks(_over_batch(latents, batch), outs, found[0], heads, found[1])
+
+
+def update(
+    blocks: Sequence[Block],
+    inputs: Tensor,
+    latents: Tensor,
+    state: AttentionState | None,
+    mask: Tensor | None,
+    lead: tuple[int, ...] = (),
+) -> tuple[Tensor, AttentionState] | None:
+    """Return the latents after all blocks, and the state of their first cross-attentions over the inputs and those of `state`.
+
+    `lead` is (K,) where a state has that dimension. None if a gradient may be taken, or if the modules must be called one by one.
+    """
+    found = _callable(blocks, latents, inputs, mask)
+    if found is None:
+        return None
+    batch, heads = inputs.shape[0], blocks[0].compress.cross_attention.num_heads
+    block_latents, width = blocks[0].latents.shape
+    shape = (*lead, batch, heads, block_latents, width // heads)
+    given: tuple[Any, Any] = (None, None)
+    if state is not None:
+        check_state(state, shape, state_dtype(inputs.dtype), inputs.device)
+        given = (state.out.flatten(0, 1), state.lse.flatten(0, 1)) if lead else state
+    if is_differentiated(inputs, latents, *given, *found[0]) or not is_plain(*given):
+        return None
+    y, out, lse = updated_blocks(_over_batch(latents, batch), inputs, mask, given, found[0], heads, found[1])
+    return y, AttentionState(out.view(shape), lse.view(shape[:-1]))
+
+
+def forward(blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return the latents after all blocks; None if the modules must be called one by one."""
+    found = _callable(blocks, latents, inputs, mask)
+    if found is None:
+        return None
+    x, heads = _over_batch(latents, inputs.shape[0]), blocks[0].compress.cross_attention.num_heads
+    if is_differentiated(inputs, latents, *found[0]):
+        return differentiated_blocks(x, inputs, mask, found[0], heads, found[1])
+    return updated_blocks(x, inputs, mask, (None, None), found[0], heads, found[1])[0]
+
+
+def _over_batch(latents: Tensor, batch: int) -> Tensor:
+    return latents if latents.dim() == 3 else latents.expand(batch, -1, -1)
+
+
+def _callable(blocks: Sequence[Block], latents: Tensor, *others: Tensor | None) -> tuple[list[Tensor], float] | None:
+    """Return the parameters of the blocks, as `layers.block` takes them, and the eps of all norms; None if one call cannot stand for them.
+
+    `others` are the inputs, their mask, or what was made of them.
+    """
+    if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, *others):
+        return None
+    rows = others[0]
+    if not latents.numel() or rows is None or not rows.shape[0] or not blocks[0].latents.shape[0]:
+        return None
+    if not kernel("layers", "native", "reads_heads")(latents.shape[-1] // blocks[0].compress.cross_attention.num_heads):
+        return None
+    return _parameters(blocks)
+
+
+# ---- the parameters
+
+_FEED_FORWARD = (("norm", nn.LayerNorm, True), ("expand", nn.Linear, True), ("contract", nn.Linear, True))
+_PROJECTIONS = (*((name, nn.Linear, False) for name in ("query", "key", "value")), ("output", nn.Linear, True))
+_SELF_ATTENTION = (("norm", nn.LayerNorm, True), *_PROJECTIONS)
+_CROSS_ATTENTION = (("norm", nn.LayerNorm, True), ("context_norm", nn.LayerNorm, True), *_PROJECTIONS)
+"""The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
+_PLAIN = {nn.Parameter, Tensor}
+
+
+def _collect(layer: nn.Module, leaves: Iterable[tuple[str, type[nn.Module], bool]], tensors: list[Any], eps: set[float]) -> bool:
+    """Append the parameters of a layer's modules to `tensors`, and the eps of its norms to `eps`.
+
+    False if a module, the layer included, is not just its kind, or a parameter is absent or of a type of its own.
+    """
+    modules = layer._modules
+    if plain_parameters(layer, type(layer)) is None:
+        return False
+    for name, kind, biased in leaves:
+        module: Any = modules[name]
+        found = plain_parameters(module, kind)
+        if found is None:
+            return False
+        weight, bias = found["weight"], found["bias"]
+        if type(weight) not in _PLAIN or (type(bias) in _PLAIN) is not biased:
+            return False
+        tensors += (weight, bias) if biased else (weight,)
+        if kind is nn.LayerNorm:
+            eps.add(module.eps)
+    return True
+
+
+def _parameters(blocks: Sequence[Block]) -> tuple[list[Tensor], float] | None:
+    """Return the parameters of the blocks and the eps of all norms; None if a module is not just its kind."""
+    tensors: list[Tensor] = []
+    eps: set[float] = set()
+    for block in blocks:
+        one, two = block.compress._modules, block.retrieve._modules
+        parts: tuple[tuple[Any, Any], ...] = (
+            (one["cross_attention"], _CROSS_ATTENTION),
+            (one["cross_feed_forward"], _FEED_FORWARD),
+            (one["self_attention"], _SELF_ATTENTION),
+            (one["self_feed_forward"], _FEED_FORWARD),
+            (two["cross_attention"], _CROSS_ATTENTION),
+            (two["cross_feed_forward"], _FEED_FORWARD),
+            (two["self_attention"], _SELF_ATTENTION),
+            (two["self_feed_forward"], _FEED_FORWARD),
+        )
+        latents: Any = block.latents
+        if type(latents) not in _PLAIN or plain_parameters(block.retrieve, LatentLayer) is None:
+            return None
+        tensors.append(latents)
+        if not all(_collect(layer, leaves, tensors, eps) for layer, leaves in parts):
+            return None
+    return (tensors, eps.pop()) if len(eps) == 1 else None

@@ -1,0 +1,304 @@
+// A stack of Constant Memory Attention Blocks in one call, forward and back: the first cross-attentions of all blocks
+// in one pass over the inputs, then what follows in each block.
+#include <cstring>
+
+#include "layers/call.h"
+#include "layers/projection.h"
+#include "projected/call.h"
+
+namespace cmab::cpu {
+namespace {
+
+// The extents of the first cross-attentions: C columns of the inputs and of all heads, 2 C of keys and values.
+struct Extents {
+  int64_t depth, batch, latents, heads, width;  // K, B, M, H, C
+  DType dtype, sums;
+
+  explicit Extents(const BlockStack& in)
+      : depth(int64_t(in.blocks.size())),
+        batch(in.blocks[0].batch),
+        latents(in.blocks[0].block_latents),
+        heads(in.blocks[0].heads),
+        width(in.blocks[0].width),
+        dtype(in.blocks[0].dtype),
+        sums(state_type(dtype)) {}
+
+  int64_t set() const { return latents * width; }  // elements of the queries of one batch element
+  int64_t block() const { return batch * set(); }
+  // How often queries are in memory: operands have one stride over blocks and batch.
+  int64_t copies() const { return depth == 1 ? 1 : batch; }
+  int head_width() const { return int(width / heads); }
+};
+
+// Memory for `elements` in the type of sums, one after the other.
+class Sums {
+ public:
+  Sums(DType dtype, void* memory) : arena_(memory), bytes_(element_bytes(dtype)) {}
+  void* take(int64_t elements) { return arena_.take<char>(elements * bytes_); }
+  size_t used() const { return arena_.used(); }
+
+ private:
+  Arena arena_;
+  const size_t bytes_;
+};
+
+// What a pass over the inputs reads beside them: the queries (K, copies, M, C), and the weights (K, 2 C, C) and biases
+// (K, 2 C) of keys and values with the norm folded in.
+struct Folded {
+  void *query, *weight, *bias;
+
+  Folded(Sums& take, const Extents& n)
+      : query(take.take(n.depth * n.copies() * n.set())),
+        weight(take.take(n.depth * 2 * n.width * n.width)),
+        bias(take.take(n.depth * 2 * n.width)) {}
+};
+
+// The norm of the inputs in the compute type, and the sums of its gradient.
+struct ContextNorm {
+  void *scale, *shift, *dscale, *dshift;
+
+  ContextNorm(Taker& take, int width)
+      : scale(take.vector(width)), shift(take.vector(width)), dscale(take.vector(width)), dshift(take.vector(width)) {}
+  void load(const LinearKernels& kernel, const Extents& n, const NormWeights& from) const {
+    load_vector(kernel, n.dtype, from.weight, int(n.width), scale);
+    load_vector(kernel, n.dtype, from.bias, int(n.width), shift);
+    load_vector(kernel, n.dtype, nullptr, int(n.width), dscale);
+    load_vector(kernel, n.dtype, nullptr, int(n.width), dshift);
+  }
+};
+
+// Calls function(weight, gradient of it, first row among the 2 C) for keys and values.
+template <class Function>
+void for_each_projection(const Extents& n, const BlockReading& reading, const BlockReadingGradients& to,
+                         Function function) {
+  function(reading.key.weight, to.key.weight, int64_t(0));
+  function(reading.value.weight, to.value.weight, n.width);
+}
+
+// The block latents of block k, which make its queries.
+Source queries_of(const BlockStack& in, const Extents& n, int64_t k, void* query, const WeightGradients& gradient) {
+  const BlockReading& reading = in.readings[k];
+  const Matrix rows{in.blocks[k].block, n.width, 1};
+  return {n.dtype,
+          rows,
+          n.latents,
+          int(n.width),
+          nullptr,
+          &reading.norm,
+          {{&reading.query, int(n.width), query, gradient}}};
+}
+
+// Fills the queries, weights and biases.
+void prepare(const LinearKernels& kernel, const BlockStack& in, const Extents& n, const Folded& folded) {
+  Workspace workspace;
+  workspace.reserve(bytes_of<ContextNorm>(kernel, int(n.width)));
+  const auto norm = placed<ContextNorm>(workspace.at(0), kernel, int(n.width));
+  const size_t set_bytes = n.set() * element_bytes(n.sums);
+  for (int64_t k = 0; k < n.depth; ++k) {
+    char* const query = static_cast<char*>(offset(folded.query, k * n.copies() * n.set(), n.sums));
+    project(kernel, queries_of(in, n, k, query, {}), in.blocks[0].threads);
+    for (int64_t b = 1; b < n.copies(); ++b) std::memcpy(query + b * set_bytes, query, set_bytes);
+    norm.load(kernel, n, in.readings[k].context_norm);
+    for_each_projection(n, in.readings[k], {}, [&](const Matrix& weight, void*, int64_t first) {
+      const int64_t row = k * 2 * n.width + first;
+      kernel.fold(n.dtype, weight, int(n.width), int(n.width), norm.scale, norm.shift,
+                  offset(folded.weight, row * n.width, n.sums), offset(folded.bias, row, n.sums));
+    });
+  }
+}
+
+// Rows (K B, M, C), `set_stride` apart, as heads.
+Operand heads_apart(const Extents& n, const void* rows, int64_t set_stride) {
+  return {const_cast<void*>(rows), {set_stride, n.head_width(), n.width, 1}};
+}
+
+ProjectedInputs pass_over(const BlockStack& in, const Extents& n, const Folded& folded) {
+  ProjectedInputs call{};
+  Inputs& attention = call.attention;
+  attention.shape = {n.sums, n.head_width(), n.head_width(), in.blocks[0].scale};
+  attention.batch = n.batch, attention.heads = n.heads, attention.queries = n.latents, attention.keys = in.rows;
+  attention.query = heads_apart(n, folded.query, n.copies() == n.batch ? n.set() : 0);
+  attention.ignored = in.ignored;
+  std::copy_n(in.ignored_stride, 2, attention.ignored_stride);
+  attention.threads = in.blocks[0].threads;
+  call.blocks = n.depth, call.dtype = n.dtype, call.inputs = in.inputs, call.columns = int(n.width);
+  call.weight = folded.weight, call.bias = folded.bias;
+  call.normed = true, call.eps = in.readings[0].context_norm.eps;
+  return call;
+}
+
+// What the forward pass keeps: the latents before each block but the first, and what each block keeps.
+struct Kept {
+  std::vector<void*> latents, blocks;
+  size_t bytes;
+
+  Kept(const BlockStack& in, void* memory) : latents{nullptr} {
+    Arena arena(memory);
+    const LatentBlock& any = in.blocks[0];
+    const size_t row_bytes = any.width * element_bytes(any.dtype);
+    for (size_t k = 1; k < in.blocks.size(); ++k)
+      latents.push_back(arena.take<char>(any.batch * any.latents * row_bytes));
+    for (const LatentBlock& block : in.blocks) blocks.push_back(arena.take<char>(latent_block_bytes(block)));
+    bytes = arena.used();
+  }
+};
+
+// Block k, with x `latents` (null: those of the first block).
+LatentBlock block_of(const BlockStack& in, const Extents& n, int64_t k, const void* latents, const void* out) {
+  LatentBlock block = in.blocks[k];
+  block.x = latents ? Matrix{latents, n.width, 1} : in.x;
+  block.attended = offset(out, k * n.block(), n.sums);
+  return block;
+}
+
+// ---- the backward pass
+
+struct BackwardMemory : Folded {
+  void *dattended, *dquery, *dqueries, *dweight, *dbias;
+  void *dblock, *dlatents;  // of one block, and of all, summed over the batch
+
+  BackwardMemory(Sums& take, const Extents& n)
+      : Folded(take, n),
+        dattended(take.take(n.depth * n.block())),
+        dquery(take.take(n.depth * n.block())),
+        dqueries(take.take(n.set())),
+        dweight(take.take(n.depth * 2 * n.width * n.width)),
+        dbias(take.take(n.depth * 2 * n.width)),
+        dblock(take.take(n.block())),
+        dlatents(take.take(n.depth * n.set())) {}
+};
+
+// to (M, C) = the sum over the batch of parts (B, M, C), all in the dtype of the inputs.
+void sum_over_batch(const LinearKernels& kernel, const Extents& n, const void* parts, void* to) {
+  struct Tiles {
+    RowTile sum, part;
+    Tiles(Taker& take, int width) : sum(take.tile(width)), part(take.tile(width)) {}
+  };
+  const int width = int(n.width);
+  Workspace workspace;
+  workspace.reserve(bytes_of<Tiles>(kernel, width));
+  const auto tiles = placed<Tiles>(workspace.at(0), kernel, width);
+  for (int64_t row = 0; row < n.latents; row += kRowTile) {
+    const int count = int(std::min<int64_t>(kRowTile, n.latents - row));
+    for (int64_t b = 0; b < n.batch; ++b) {
+      const Matrix from{offset(parts, b * n.set() + row * width, n.dtype), width, 1};
+      kernel.load(n.dtype, from, count, width, nullptr, 0, b ? tiles.part : tiles.sum);
+      if (b) kernel.add_tile(tiles.part, count, width, tiles.sum);
+    }
+    kernel.store(tiles.sum, count, width, n.dtype, offset(to, row * width, n.dtype), width);
+  }
+}
+
+class Backward {
+ public:
+  Backward(const BlockStack& in, const BlockStackGradients& to) : in_(in), n_(in), to_(to) {
+    Sums count(n_.sums, nullptr);
+    BackwardMemory(count, n_);
+    workspace_.reserve(count.used());
+  }
+
+  void run(const Matrix& dy, const void* out, const double* lse, void* kept) const {
+    Sums take(n_.sums, workspace_.at(0));
+    const BackwardMemory memory(take, n_);
+    after_reading(memory, dy, out, kept);
+    if (!in_.reads) return;
+    prepare(kernel_, in_, n_, memory);
+    double no_dlse = 0;
+    projected_attention_backward(pass_over(in_, n_, memory), heads_apart(n_, memory.dattended, n_.set()),
+                                 {&no_dlse, {}}, out, lse, {memory.dquery, to_.inputs, memory.dweight, memory.dbias});
+    for (int64_t k = 0; k < n_.depth; ++k) {
+      unfold(memory, k);
+      before_reading(memory, k);
+    }
+  }
+
+ private:
+  // From the last block to the first; the gradient of the latents between stays where that of x will be.
+  void after_reading(const BackwardMemory& memory, const Matrix& dy, const void* out, void* kept_memory) const {
+    const Kept kept(in_, kept_memory);
+    for (int64_t k = n_.depth - 1; k >= 0; --k) {
+      LatentBlockGradients gradients = to_.blocks[k];
+      gradients.x = to_.x, gradients.block = memory.dblock;
+      gradients.attended = offset(in_.reads ? memory.dattended : to_.attended, k * n_.block(), n_.sums);
+      latent_block_backward(block_of(in_, n_, k, kept.latents[k], out),
+                            k == n_.depth - 1 ? dy : Matrix{to_.x, n_.width, 1}, kept.blocks[k], gradients);
+      void* const dlatents = in_.reads ? summed(memory, k) : to_.blocks[k].block;
+      if (dlatents) sum_over_batch(kernel_, n_, memory.dblock, dlatents);
+    }
+  }
+
+  // The gradients of the weights and of the norm of keys and values.
+  void unfold(const BackwardMemory& memory, int64_t k) const {
+    Workspace workspace;
+    const int width = int(n_.width);
+    workspace.reserve(bytes_of<ContextNorm>(kernel_, width));
+    const auto norm = placed<ContextNorm>(workspace.at(0), kernel_, width);
+    const BlockReadingGradients& to = to_.readings[k];
+    norm.load(kernel_, n_, in_.readings[k].context_norm);
+    for_each_projection(n_, in_.readings[k], to, [&](const Matrix& weight, void* dweight, int64_t first) {
+      const int64_t row = k * 2 * n_.width + first;
+      kernel_.unfold(n_.dtype, weight, width, width, norm.scale, norm.shift,
+                     offset(memory.dweight, row * n_.width, n_.sums), offset(memory.dbias, row, n_.sums), dweight,
+                     norm.dscale, norm.dshift);
+    });
+    const auto write = [&](void* sums, void* out) {
+      if (out) kernel_.store({sums, 0}, 1, width, n_.dtype, out, 0);
+    };
+    write(norm.dscale, to.context_norm.weight), write(norm.dshift, to.context_norm.bias);
+  }
+
+  // The gradients of the block latents, and of what makes their queries.
+  void before_reading(const BackwardMemory& memory, int64_t k) const {
+    kernel_.sum_parts(offset(memory.dquery, k * n_.block(), n_.sums), n_.set() * element_bytes(n_.sums), int(n_.batch),
+                      n_.set(), n_.sums, memory.dqueries);
+    const Heads heads{memory.dqueries, int(n_.heads), n_.head_width(), n_.latents};
+    const Source source = queries_of(in_, n_, k, nullptr, to_.readings[k].query);
+    ProjectionBackward(kernel_, source, {heads}, {summed(memory, k), n_.width, 1}, to_.blocks[k].block,
+                       to_.readings[k].norm)
+        .run(in_.blocks[0].threads);
+  }
+
+  void* summed(const BackwardMemory& memory, int64_t k) const {
+    return offset(memory.dlatents, k * n_.set(), n_.dtype);
+  }
+
+  const BlockStack& in_;
+  const Extents n_;
+  const BlockStackGradients& to_;
+  const LinearKernels& kernel_ = linear_kernels(n_.dtype);
+  Workspace workspace_;
+};
+
+}  // namespace
+
+size_t block_stack_bytes(const BlockStack& in) { return Kept(in, nullptr).bytes; }
+
+void block_stack(const BlockStack& in, const Operand& state_out, const Operand& state_lse, void* out, double* lse,
+                 void* y, void* memory) {
+  const Extents n(in);
+  if (in.reads) {
+    Workspace workspace;
+    Sums count(n.sums, nullptr);
+    Folded(count, n);
+    workspace.reserve(count.used());
+    Sums take(n.sums, workspace.at(0));
+    const Folded folded(take, n);
+    prepare(linear_kernels(n.dtype), in, n, folded);
+    projected_attention_forward(pass_over(in, n, folded), state_out, state_lse, out, lse);
+  }
+  if (memory) prefer_huge_pages(memory, int64_t(block_stack_bytes(in)));
+  const Kept kept(in, memory);
+  for (int64_t k = 0; k < n.depth; ++k) {
+    const bool last = k == n.depth - 1;
+    const void* const latents = k == 0 ? nullptr : memory ? kept.latents[k] : y;
+    latent_block(block_of(in, n, k, latents, out), last || !memory ? y : kept.latents[k + 1],
+                 memory ? kept.blocks[k] : nullptr);
+  }
+}
+
+void block_stack_backward(const BlockStack& in, const Matrix& dy, const void* out, const double* lse, void* kept,
+                          const BlockStackGradients& gradients) {
+  Backward(in, gradients).run(dy, out, lse, kept);
+}
+
+}  // namespace cmab::cpu

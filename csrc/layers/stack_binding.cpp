@@ -1,0 +1,203 @@
+// Python bindings of stacked Constant Memory Attention Blocks on the CPU.
+#include "common/arguments.h"
+#include "common/bindings.h"
+#include "layers/call.h"
+
+namespace py = pybind11;
+using namespace cmab::cpu;
+
+namespace cmab {
+namespace {
+
+// The tensors of all blocks, parameters or their gradients, one after the other; null where an optional one is None.
+class Tensors {
+ public:
+  static constexpr int64_t kOfBlock = 57;
+
+  Tensors(Arguments& in, const char* name, DType dtype, bool optional)
+      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), optional_(optional) {
+    in.require(PyTuple_Check(items_) && count() > 0 && count() % kOfBlock == 0, name,
+               "is not a tuple of 57 tensors for each block");
+  }
+
+  int64_t blocks() const { return count() / kOfBlock; }
+  void* contiguous(const char* dims) {
+    const TensorView view = next(dims);
+    in_.require(view.contiguous(), name_, "holds a tensor that is not contiguous");
+    return view.data;
+  }
+  Weights weights(const char* dims, const char* bias) {
+    const TensorView weight = next(dims);
+    return {{weight.data, weight.stride[0], weight.stride[1]}, bias ? contiguous(bias) : nullptr};
+  }
+  NormWeights norm(double eps) {
+    const void* weight = contiguous("C");
+    return {weight, contiguous("C"), eps};
+  }
+  WeightGradients gradients(const char* dims, const char* bias) {
+    void* weight = contiguous(dims);
+    return {weight, bias ? contiguous(bias) : nullptr};
+  }
+
+ private:
+  int64_t count() const { return PyTuple_GET_SIZE(items_); }
+  TensorView next(const char* dims) {
+    PyObject* item = PyTuple_GET_ITEM(items_, next_++);
+    return optional_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
+  }
+
+  Arguments& in_;
+  const char* const name_;
+  PyObject* const items_;
+  const DType dtype_;
+  const bool optional_;
+  int64_t next_ = 0;
+};
+
+// Calls feed_forward(number) and attention(number) in the order of a block's layers after the first.
+template <class FeedForward, class Attention>
+void for_each_layer(FeedForward feed_forward, Attention attention) {
+  feed_forward(0), attention(0), feed_forward(1), attention(1), feed_forward(2), attention(2), feed_forward(3);
+}
+
+void read_block(Tensors& read, double eps, LatentBlock& block, BlockReading& reading) {
+  block.block = read.contiguous("MC");
+  reading.norm = read.norm(eps), reading.context_norm = read.norm(eps);
+  reading.query = read.weights("CC", nullptr), reading.key = read.weights("CC", nullptr);
+  reading.value = read.weights("CC", nullptr), block.output = read.weights("CC", "C");
+  for_each_layer(
+      [&](int number) {
+        FeedForwardWeights& weights = block.feed_forward[number];
+        weights.norm = read.norm(eps);
+        weights.expand = read.weights("GC", "G"), weights.contract = read.weights("CF", "C");
+      },
+      [&](int number) {
+        AttentionWeights& weights = block.attention[number];
+        weights.norm = read.norm(eps);
+        if (number == 1) weights.context_norm = read.norm(eps);
+        weights.query = read.weights("CC", nullptr), weights.key = read.weights("CC", nullptr);
+        weights.value = read.weights("CC", nullptr), weights.output = read.weights("CC", "C");
+      });
+}
+
+void read_gradients(Tensors& read, LatentBlockGradients& block, BlockReadingGradients& reading) {
+  block.block = read.contiguous("MC");
+  reading.norm = read.gradients("C", "C"), reading.context_norm = read.gradients("C", "C");
+  reading.query = read.gradients("CC", nullptr), reading.key = read.gradients("CC", nullptr);
+  reading.value = read.gradients("CC", nullptr), block.output = read.gradients("CC", "C");
+  for_each_layer(
+      [&](int number) {
+        FeedForwardWeightGradients& of = block.feed_forward[number];
+        of.norm = read.gradients("C", "C");
+        of.expand = read.gradients("GC", "G"), of.contract = read.gradients("CF", "C");
+      },
+      [&](int number) {
+        AttentionWeightGradients& of = block.attention[number];
+        of.norm = read.gradients("C", "C");
+        if (number == 1) of.context_norm = read.gradients("C", "C");
+        of.query = read.gradients("CC", nullptr), of.key = read.gradients("CC", nullptr);
+        of.value = read.gradients("CC", nullptr), of.output = read.gradients("CC", "C");
+      });
+}
+
+// Letters: B, L and M latents, N inputs, C columns, S = K B sets of H heads of D, F = inner and G = 2 F columns of the
+// feed-forward layers.
+BlockStack read_stack(Arguments& in) {
+  const TensorView x = in.contiguous("x", "BLC", kFloating);
+  PyObject* const given = in.object("inputs");  // inputs without rows have no memory, but are there
+  const bool reads = given != Py_None;
+  const TensorView inputs = reads ? in.read(given, "inputs", "BNC", x.dtype) : TensorView{};
+  const TensorView ignored = in.optional("key_padding_mask", "BN", DType::kBool);
+  const double eps = in.number("eps");
+  LatentBlock common{};
+  common.dtype = x.dtype, common.scale = in.number("scale"), common.threads = torch_threads();
+  common.heads = int(in.integer("num_heads"));
+  common.batch = in.extent('B'), common.latents = in.extent('L'), common.width = int(in.extent('C'));
+  in.require(common.heads >= 1 && common.width % common.heads == 0, "num_heads", "does not divide the columns");
+  Tensors read(in, "parameters", x.dtype, false);
+  BlockStack stack{};
+  stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
+  for (int64_t k = 0; k < read.blocks(); ++k) read_block(read, eps, stack.blocks[k], stack.readings[k]);
+  in.require(in.extent('G') == 2 * in.extent('F'), "parameters", "has features and a gate of other widths");
+  for (LatentBlock& block : stack.blocks) {
+    block.block_latents = in.extent('M');
+    block.inner = int(in.extent('F'));
+  }
+  stack.x = {x.data, x.shape[2], 1};
+  stack.reads = reads, stack.inputs = operand(inputs), stack.rows = reads ? in.extent('N') : 0;
+  stack.ignored = static_cast<const uint8_t*>(ignored.data);
+  stack.ignored_stride[0] = ignored.stride[0], stack.ignored_stride[1] = ignored.stride[1];
+  return stack;
+}
+
+// A state, or a part of one, of all blocks.
+TensorView read_part(Arguments& in, const TensorView& view, const BlockStack& stack, const char* name) {
+  const LatentBlock& any = stack.blocks[0];
+  const bool fits =
+      !view.data || (view.shape[0] == int64_t(stack.blocks.size()) * any.batch && view.shape[1] == any.heads &&
+                     view.shape[2] == any.block_latents && (view.dims == 3 || view.shape[3] == any.width / any.heads));
+  in.require(fits, name, "has another shape");
+  return view;
+}
+
+void* read_kept(Arguments& in, const BlockStack& stack, bool optional) {
+  const TensorView kept =
+      optional ? in.optional_contiguous("kept", "Z", DType::kFloat64) : in.contiguous("kept", "Z", DType::kFloat64);
+  in.require(!kept.data || size_t(kept.shape[0]) * sizeof(double) == block_stack_bytes(stack), "kept",
+             "has another size");
+  return kept.data;
+}
+
+py::object stack_bytes(Arguments& in) {
+  const BlockStack stack = read_stack(in);
+  return py::int_(block_stack_bytes(stack));
+}
+
+void stack_forward(Arguments& in) {
+  const BlockStack stack = read_stack(in);
+  const DType dtype = stack.blocks[0].dtype, sums = state_type(dtype);
+  const auto part = [&](const TensorView& view, const char* name) { return read_part(in, view, stack, name); };
+  const Operand state_out = operand(part(in.optional("state_out", "SHMD", sums), "state_out"));
+  const Operand state_lse = operand(part(in.optional("state_lse", "SHM", DType::kFloat64), "state_lse"));
+  void* out = part(in.contiguous("out", "SHMD", sums), "out").data;
+  void* lse = part(in.optional_contiguous("lse", "SHM", DType::kFloat64), "lse").data;
+  in.require(lse || !stack.reads, "lse", "is None");
+  void* y = in.contiguous("y", "BLC", dtype).data;
+  void* kept = read_kept(in, stack, true);
+  const auto running = in.run();
+  block_stack(stack, state_out, state_lse, out, static_cast<double*>(lse), y, kept);
+}
+
+void stack_backward(Arguments& in) {
+  const BlockStack stack = read_stack(in);
+  const DType dtype = stack.blocks[0].dtype, sums = state_type(dtype);
+  const auto part = [&](const TensorView& view, const char* name) { return read_part(in, view, stack, name); };
+  const void* out = part(in.contiguous("out", "SHMD", sums), "out").data;
+  const void* lse = part(in.optional_contiguous("lse", "SHM", DType::kFloat64), "lse").data;
+  in.require(lse || !stack.reads, "lse", "is None");
+  const TensorView dy = in.contiguous("dy", "BLC", dtype);
+  void* kept = read_kept(in, stack, false);
+  BlockStackGradients to{};
+  to.x = in.contiguous("dx", "BLC", dtype).data;
+  to.inputs = in.optional_contiguous("dinputs", "BNC", dtype).data;
+  const TensorView dattended = in.optional_contiguous("dattended", "SMC", sums);
+  in.require(dattended.data ? dattended.shape[0] == int64_t(stack.blocks.size()) * stack.blocks[0].batch : stack.reads,
+             "dattended", "has another shape");
+  to.attended = dattended.data;
+  Tensors read(in, "gradients", dtype, true);
+  in.require(read.blocks() == int64_t(stack.blocks.size()), "gradients", "are those of another number of blocks");
+  to.blocks.resize(read.blocks()), to.readings.resize(read.blocks());
+  for (int64_t k = 0; k < read.blocks(); ++k) read_gradients(read, to.blocks[k], to.readings[k]);
+  const auto running = in.run();
+  block_stack_backward(stack, {dy.data, dy.shape[2], 1}, out, static_cast<const double*>(lse), kept, to);
+}
+
+}  // namespace
+
+void bind_stack(py::module_& module) {
+  define<stack_bytes>(module, "block_stack_bytes");
+  define<stack_forward>(module, "block_stack");
+  define<stack_backward>(module, "block_stack_backward");
+}
+
+}  // namespace cmab
