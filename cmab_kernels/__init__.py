@@ -8,9 +8,9 @@ from .attention import (
     latent_attention,
     merge_states,
     prefix_attention_states,
+    projected_attention_state,
     remove_from_state,
 )
-from .attention.projected import projected_attention_state
 from .backends import Explanation, explain, use_impl
 from .intention import (
     RidgeSolution,

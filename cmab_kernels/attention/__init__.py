@@ -2,6 +2,7 @@
 
 from .api import attention_state, latent_attention, merge_states, remove_from_state
 from .prefix import prefix_attention_states
+from .projected import projected_attention_state
 from .state import AttentionState, Removal, empty_state
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "latent_attention",
     "merge_states",
     "prefix_attention_states",
+    "projected_attention_state",
     "remove_from_state",
 ]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.projected import projected_attention_state
+from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
 from ..tracing import is_differentiated
-from .reference import layer_norm
 from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
@@ -51,17 +51,17 @@ def composed(
 
     def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
         *norms, query, key, value, _, _ = weights
-        queries = torch.nn.functional.linear(layer_norm(block, norms[:2], eps), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
-        context_norm = norms[2], norms[3], eps
-        options = {"context_norm": context_norm, "key_padding_mask": mask, "scale": scale, "impl": "native"}
-        return projected_attention_state(queries, given, key, value, **options).out
+        queries = F.linear(F.layer_norm(block, block.shape[-1:], *norms[:2], eps), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
+        norm = norms[2], norms[3], eps
+        state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")
+        return state.out
 
     given = [None] * len(blocks) if attended is None else attended.chunk(len(blocks))
     for (block, *parts), out in zip(blocks, given, strict=True):
         if out is None:
             assert inputs is not None
             out = read(block[0], inputs, parts[0])
-        m = block[0] + torch.nn.functional.linear(out.transpose(1, 2).flatten(2).to(x.dtype), *parts[0][-2:])
+        m = block[0] + F.linear(out.transpose(1, 2).flatten(2).to(x.dtype), *parts[0][-2:])
         m = forward(attend(forward(m, parts[1]), None, parts[2]), parts[3])
         x = forward(attend(forward(attend(x, m, parts[4]), parts[5]), None, parts[6]), parts[7])
     return x
