@@ -50,9 +50,10 @@ def composed(
         return attention(features, context, None, *norms, *projections, **numbers, impl="native")
 
     def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        *norms, query, key, value, _, _ = weights
-        queries = F.linear(F.layer_norm(block, block.shape[-1:], *norms[:2], eps), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
-        norm = norms[2], norms[3], eps
+        scale_of_norm, shift, *context_norm, query, key, value, _, _ = weights
+        normed = F.layer_norm(block, block.shape[-1:], scale_of_norm, shift, eps)
+        queries = F.linear(normed, query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
+        norm = context_norm[0], context_norm[1], eps
         state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")
         return state.out
 
