@@ -128,7 +128,7 @@ def _nystrom(
         SIZE=size,
         IN_REGISTERS=in_registers,
         PRECISION=chosen.input_precision,
-        **_constants("nystrom", dtype, value_width, landmarks),
+        **_constants(ELEMENTS["nystrom"], dtype, value_width, landmarks),
         num_warps=warps("nystrom.forward", chosen, device, size),
     )
     return step, in_registers
@@ -137,15 +137,16 @@ def _nystrom(
 @functools.cache
 def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: bool) -> Kernel:
     """`_attention_step` for such a state. Tiles of rows of sums, with the addresses of their elements, do not fit in the registers of 4
-    warps (test_cubin.py)."""
-    constants = _constants("attention", dtype, value_width, window)
+    warps, and in float64 only half as many fit in those of 8 (test_cubin.py)."""
+    elements = ELEMENTS["attention"] // (2 if retroactive and dtype == torch.float64 else 1)
+    constants = _constants(elements, dtype, value_width, window)
     return _attention_step.given(dtype, RETROACTIVE=retroactive, **constants, num_warps=8 if retroactive else 4)
 
 
-def _constants(kernel: str, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
+def _constants(elements: int, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
     """What both kernels share. Block sizes are powers of two by the width of the values, and by the number of rows of sums where few."""
     width = padded(value_width)
-    block = min(max(ELEMENTS[kernel] // width, 4), 128)
+    block = min(max(elements // width, 4), 128)
     return {
         "SCHEDULE": SCHEDULE,
         "WIDTH": width,
