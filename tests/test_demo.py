@@ -16,7 +16,7 @@ from cmab_kernels import attention_state
 from cmab_kernels.demo import cmab, intention
 from cmab_kernels.demo.cmab import conditioning as c
 from cmab_kernels.demo.intention import cloud, digits
-from cmab_kernels.measure import Peak, peak_memory
+from cmab_kernels.measure import Peak, peak_memory, readable
 
 pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 MIB = 2**20
@@ -108,6 +108,20 @@ def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
         assert expected in text
     assert f"{output} replaced" in text
     assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 50_000
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["quiet", "busy"])
+def test_the_best_of_several_calls_is_told_and_a_busy_machine_too(others, tmp_path: Path, capsys, monkeypatch):
+    def samples(calls, rounds, device):
+        for call in calls.values():
+            call()
+        return {name: [0.25 * (1 + 7 * others * (i % 4 != 1)) for i in range(rounds)] for name in calls}
+
+    monkeypatch.setattr(cmab, "interleave", samples)
+    monkeypatch.setattr(cmab, "peak_memory", lambda *_, **__: Peak(0, 0))
+    cmab.run(str(tmp_path / "demo.png"), [700])
+    text = capsys.readouterr().out
+    assert text.count(readable(0.25)) == 5 and ("The machine is busy: calls took up to 8.0 times as long" in text) is others
 
 
 @pytest.mark.parametrize(("fits", "left_out"), [(c.SDPA_NAME, 1), (None, 4)])

@@ -35,13 +35,16 @@ SMALL = 8192
 SECONDS = 3.0
 """Seconds to spend on timing at each number of pixels, after one call of each method. At least two more calls of each are timed."""
 
+BUSY = 1.5
+"""Where the median call takes so many times the best one, other work takes the processor, and the demo says so."""
+
 
 @dataclass
 class Figures:
     """The time and memory of one method at one number of pixels."""
 
     seconds: float
-    """Median time of a call."""
+    """Time of the best call: calls of all methods take turns, and work of others on the machine only ever adds to one."""
     memory: int
     """Peak of memory beyond the inputs, in bytes."""
 
@@ -57,6 +60,8 @@ class Scan:
     """Method -> its figures for the attention alone, with keys and values given."""
     difference: dict[str, float] = field(default_factory=dict)
     """"conditioning" or "attention" -> the largest difference between any two methods' results, if more than one method ran."""
+    unrest: float = 1.0
+    """The largest ratio of any method's median time to its best."""
 
 
 def run(output: str, points: list[int] | None = None) -> None:
@@ -77,10 +82,13 @@ def run(output: str, points: list[int] | None = None) -> None:
             print(line)
         for line in _streaming(counts[-1], device, impl):
             print(line)
+    busy = _busy(scans)
+    if busy:
+        print(f"\n{busy}")
     from .plot import draw
 
     existed = target.exists()
-    draw(scans, target, where(device, impl))
+    draw(scans, target, f"{where(device, impl)}\n{busy}" if busy else where(device, impl))
     print(f"{target} {'replaced' if existed else 'written'}")
 
 
@@ -148,7 +156,9 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
             )
     once = sum(sum(samples) for samples in first.values())
     more = interleave(tasks, min(20, max(2, int(SECONDS / once))) if tasks else 0, device)
-    figures |= {name: Figures(statistics.median(first[name] + more[name]), peaks[name].extra) for name in fitting}
+    samples = {name: first[name] + more[name] for name in fitting}
+    figures |= {name: Figures(min(samples[name]), peaks[name].extra) for name in fitting}
+    scan.unrest = max([scan.unrest, *(statistics.median(each) / min(each) for each in samples.values())])
     bar.update(_effort(scan.count) * (TIMING_STEPS * len(names) + len(names) - len(fitting)))
 
 
@@ -169,6 +179,14 @@ def _largest_difference(results: list[Tensor]) -> float:
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------------------------
+
+
+def _busy(scans: list[Scan]) -> str:
+    """A warning if other work disturbed the timing, else nothing."""
+    unrest = max(scan.unrest for scan in scans)
+    if unrest < BUSY:
+        return ""
+    return f"The machine is busy: calls took up to {unrest:.1f} times as long as the best, which is shown. Run it again when it is quiet."
 
 
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
@@ -230,6 +248,6 @@ def _random_sizes(count: int) -> list[int]:
 
 
 def _latency(call: Callable[[], Any], device: str) -> float:
-    """Seconds of a short call: the median of 9 samples, each the mean of 20 calls."""
+    """Seconds of a short call: the best of 9 samples, each the mean of 20 calls."""
     seconds(call, device, repeats=10)
-    return statistics.median(seconds(call, device, repeats=20) for _ in range(9))
+    return min(seconds(call, device, repeats=20) for _ in range(9))
