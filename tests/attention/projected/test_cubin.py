@@ -25,8 +25,12 @@ KERNELS = ("_projected_forward", "_projected_backward", "_projected_backward_inp
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 ORDINARY = [("fp32", 16, 64, 90), ("fp32", 16, 64, 80), ("bf16", 64, 64, 100), ("fp64", 16, 64, 90)]
 NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64), (64, 512), CAPABILITIES) if case not in ORDINARY]
-SPILLING: set[tuple[str, int, int]] = set()
-"""Dtype, width and capability of kernels known to spill; no tile was found that avoids it."""
+SPILLING = {
+    *itertools.product(("bf16", "fp32"), (64,), (80, 86, 89)),
+    *itertools.product(("fp64",), (32, 64), CAPABILITIES),
+}
+"""Dtype, width and capability of kernels known to spill, 1 % to 2 % of the instructions, and in float64 up to 19 %; no tile was found that
+avoids it."""
 
 
 def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False) -> dict[str, Launch]:
@@ -95,6 +99,15 @@ def test_the_programs_of_a_run_are_neighbours() -> None:
         launch = _launches(torch.float32, 16, 64)["_projected_forward"]
     (runs, _), (_, blocks, heads, *_) = launch.options["cut"], launch.options["sizes"]
     assert launch.grid == (runs * blocks * heads,) and runs <= 64
+
+
+@pytest.mark.parametrize("rows, blocks, wanted", [(1024, 1, ["_projected_forward"]), (5003, 2, ["_projected_forward", "_merge"])])
+def test_launches(rows: int, blocks: int, wanted: list[str]) -> None:
+    """One launch for K blocks over a run of rows, which merges the incoming state too; and one more where there are several runs."""
+    query, inputs = torch.empty(blocks, 2, 4, 8, 16), torch.empty(2, rows, 64)
+    weight, out, lse = torch.empty(blocks, 128, 64), torch.empty(blocks, 2, 4, 8, 16), torch.empty(blocks, 2, 4, 8).double()
+    found = record(lambda: kernels.projected_attention_forward(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5))
+    assert [launch.kernel.__name__ for launch in found] == wanted
 
 
 # ---- each check refuses a planted fault

@@ -90,7 +90,7 @@ Table = dict[str, dict[int, Tiles]]
 # By precision and widest head: the largest tiles that fit in registers and shared memory, as test_cubin.py of the set's tests sees it.
 # 64-bit addresses of tiles in several layouts take as many registers as their numbers, so that tiles are smaller than those of given keys.
 _FORWARD: Table = {
-    "tf32x3": {16: Tiles(128, 32, 64, 8), 32: Tiles(64, 32, 32, 8), 64: Tiles(64, 32, 16, 8)},
+    "tf32x3": {16: Tiles(128, 64, 32, 8), 32: Tiles(64, 32, 32, 8), 64: Tiles(64, 32, 16, 8)},
     "tf32": {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8)},
     "double": {16: Tiles(32, 32, 16, 8), 64: Tiles(16, 16, 16, 8)},
 }
@@ -106,7 +106,7 @@ _INPUTS: Table = {
     "double": {64: Tiles(16, 16, 16, 8)},
 }
 
-# In place of the first row: wider pieces of columns, which Hopper reads from shared memory.
+# In place of the first row on Hopper, whose products read operands from shared memory: wider pieces of columns, and fewer rows of them.
 _HOPPER_FORWARD = {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8)}
 
 
