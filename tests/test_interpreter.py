@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
         ("attention", "test_kernels"),
         ("attention", "test_kernels_large"),
         ("attention", "test_kernels_tf32"),
+        ("attention/prefix", "test_kernels"),
         ("attention/projected", "test_kernels"),
         ("intention", "test_kernels"),
         ("intention/solve", "test_kernels"),

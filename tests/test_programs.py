@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pkgutil
 import random
@@ -27,6 +28,7 @@ import triton.language as tl
 import cmab_kernels
 from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
 from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
@@ -121,6 +123,16 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     attention.attention_backward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
 
 
+def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None:
+    B, H, L, N = (random.choice(SIZES[:most]) for most in (5, 5, 11, len(SIZES)))
+    q, k, v = (_some(B, H, n, 16, dtype=dtype) for n in (L, N, N))
+    mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
+    state = (_some(B, H, L, 16), _some(B, H, L, dtype=torch.float64)) if given == "state" else (None, None)
+    chunk = random.randint(*every)
+    out, lse = prefix.prefix_forward(q, k, v, mask, *state, chunk, 0.25)
+    prefix.prefix_backward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True, True, True, True))
+
+
 def _projected(dtype: torch.dtype, given: str = "") -> None:
     K, B, H, L, N = (random.choice(SIZES[:most]) for most in (3, 5, 3, 11, len(SIZES)))
     sums = torch.promote_types(dtype, torch.float32)
@@ -193,6 +205,8 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
             calls[f"attention step {name} {how}"] = 60, partial(_attention_step, dtype, retroactive)
             for fixed, landmarks in ((True, (3, 16)), (False, (33, 64)), (False, (65, 128))):
                 calls[f"nystrom step {name} {how} {fixed} {landmarks}"] = 30, partial(_nystrom_step, dtype, landmarks, fixed, retroactive)
+        for given, every in itertools.product(("", "mask", "state"), ((1, 2), (3, 15), (16, 10**6))):
+            calls[f"prefixes {name} {given} {every}"] = 200, partial(_prefix, dtype, every, given)
     for given in ("", "weights", "mask"):
         calls[f"intention {given}"] = 500, partial(_intention, given)
     for dtype in (torch.float32, torch.float64):

@@ -16,6 +16,7 @@ import cmab_kernels as ck
 from bench.floors import BYTES, Work, attention_work, pinv_work, ridge_work, rows_work, solve_work
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.kernels import launch as intention_launch
 from cmab_kernels.intention.kernels.sums import IN_FLOAT32
@@ -37,6 +38,7 @@ WHOLE = (80, 90, 100)
 EVERYWHERE = (
     *(f"{heads}, bfloat16" for heads in ("4 heads of 16, L 128, N 1e6", "8 heads of 64, L 512, N 1e6")),
     *("4 heads of 16, L 128, N 1e6, float32", "1 head of 64, L 128, N 1e6, float32"),
+    "16 x 4 heads of 16, L 16, N 1,000, every 1, float32",
     *("256 x (N 1,024, d 64), float32", "1 x (N 1e6, d 64), float32", "1,024 x (m 16), float32", "64 x (m 256), float32"),
     *(f"256 x (order {order}, 64 columns), {dtype}" for order in (64, 256) for dtype in ("float32", "float64")),
     *(f"{shape}n 64, d 64, a block a head, float32" for shape in ("", "m 16, ")),
@@ -108,6 +110,26 @@ def _attention(B: int, H: int, L: int, N: int, D: int, dtype: str, shape: str, t
         work = attention_work(B * H * L * N, B * H * N, D, D, dtype, name == "backward", "cuda")
         through_tf32 = tf32 or (dtype == "float16" and name == "backward")
         yield Case("latent_attention", name, shape, dtype, D, call, replace(work, dtype="tf32") if through_tf32 else work, tf32)
+
+
+def _prefixes(B: int, H: int, L: int, N: int, D: int, every: int, dtype: str, shape: str) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+    prefixes = N // every
+
+    def inputs() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(B, H, n, D, dtype=kind) for n in (L, N, N))
+
+    def forward() -> None:
+        prefix.prefix_forward(*inputs(), None, None, None, every, D**-0.5)
+
+    def backward() -> None:
+        out, lse = torch.empty(B, H, prefixes, L, D), torch.empty(B, H, prefixes, L, dtype=torch.float64)
+        prefix.prefix_backward(out, lse, *inputs(), None, None, None, out, lse, every, D**-0.5, (True, True, True, False))
+
+    states = B * H * prefixes * L * (4 * D + 8)
+    for name, call, moved in (("forward", forward, states), ("backward", backward, 2 * states)):
+        work = attention_work(B * H * L * N, B * H * N, D, D, dtype, name == "backward", "cuda")
+        yield Case("prefix_attention_states", name, shape, dtype, D, call, replace(work, bytes=work.bytes + moved))
 
 
 # ---- Intention
@@ -219,6 +241,9 @@ def cases() -> list[Case]:
         *_attention(1, 1, 128, million, 64, "float32", "1 head of 64, L 128, N 1e6"),
         *_attention(1, 4, 128, million, 16, "float16", "4 heads of 16, L 128, N 1e6"),
         *_attention(1, 4, 128, million // 10, 16, "float64", "4 heads of 16, L 128, N 1e5"),
+        *_prefixes(16, 4, 16, 1000, 16, 1, "float32", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
+        *_prefixes(16, 4, 16, 1000, 16, 1, "bfloat16", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
+        *_prefixes(16, 4, 16, 1000, 16, 20, "float32", "16 x 4 heads of 16, L 16, N 1,000, every 20"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)", tf32=True),
         *_intention(256, 1024, 64, "bfloat16", "256 x (N 1,024, d 64)"),
@@ -307,6 +332,46 @@ def _runs(launch: Launch, runs: int, width: int) -> Pass:
     return Pass("element of a run", chunk * width, launch.grid[0] * triton.cdiv(runs, chunk), moved)
 
 
+def _windows(launch: Launch) -> Pass:
+    """One tile of scores of a window; the states are written once."""
+    o, (_, key, value, *_, out, lse) = launch.options, launch.args
+    tiles = triton.cdiv(o["cut"][3], o["BLOCK_N"])
+    moved = key.nbytes + value.nbytes + out.nbytes + lse.nbytes
+    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], launch.grid[0] * tiles, moved)
+
+
+def _scanned(launch: Launch, steps: int, moved: int) -> Pass:
+    """One tile of the steps of a scan."""
+    o = launch.options
+    return Pass("element of a state", o["TILE"] * o["E"], launch.grid[0] * triton.cdiv(steps, o["TILE"]), moved)
+
+
+def _send_back(launch: Launch) -> Pass:
+    o, (dout, _, _, lse, *_, slopes, high, low, delta, _, _) = launch.options, launch.args
+    written = sum(t.nbytes for t in (slopes, high, low, delta) if t is not None)
+    return _scanned(launch, min(o["cut"][1], o["sizes"][2]), 2 * dout.nbytes + 2 * lse.nbytes + written)
+
+
+def _scores_of_chunks(launch: Launch, outer: int, inner: int, moved: int) -> Pass:
+    """Tiles of scores of several chunks, `inner` of them in each pass through the outer loop, of which a block makes `outer`."""
+    o = launch.options
+    return Pass("score", inner * o["BLOCK_L"] * o["BLOCK_N"], launch.grid[0] * outer, moved, trips=inner)
+
+
+def _prefix_keys(launch: Launch) -> Pass:
+    o, (_, key, value, _, slopes, *_) = launch.options, launch.args
+    blocks = triton.cdiv(o["sizes"][1], o["BLOCK_L"] // o["GROUP"])
+    groups = triton.cdiv(o["BLOCK_N"], o["GROUP"] * o["every"])
+    return _scores_of_chunks(launch, groups, blocks, 2 * (key.nbytes + value.nbytes) + slopes.nbytes)
+
+
+def _prefix_queries(launch: Launch) -> Pass:
+    o, (_, key, value, _, slopes, *_) = launch.options, launch.args
+    groups = triton.cdiv(o["BLOCK_N"], o["GROUP"] * o["every"])
+    tiles = triton.cdiv(min(o["cut"][1], o["sizes"][2]), o["BLOCK_N"])
+    return _scores_of_chunks(launch, tiles, groups, key.nbytes + value.nbytes + slopes.nbytes)
+
+
 def _gram(launch: Launch) -> Pass:
     """One tile of keys into one tile of a sum. Tiles above the diagonal are not formed."""
     o = launch.options
@@ -362,6 +427,11 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_backward": lambda launch: _scores(launch, 2),
     "_backward_keys": _scores_of_keys,
     "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["D"]),
+    "_windows": _windows,
+    "_scan": lambda launch: _scanned(launch, launch.options["sizes"][2], sum(t.nbytes for t in launch.args if t is not None)),
+    "_send_back": _send_back,
+    "_prefix_keys": _prefix_keys,
+    "_prefix_queries": _prefix_queries,
     "_gram": _gram,
     "_add_runs": lambda launch: _runs(launch, launch.options["runs"], launch.options["BLOCK"]),
     "_gram_backward": lambda launch: _row_tiles(

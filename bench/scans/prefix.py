@@ -18,6 +18,7 @@ from .case import EAGER, Case, declared, direction, dtype_name, kernels, operato
 LOOP = "attention_state, in a loop"
 MASKED = "scaled_dot_product_attention, masked"
 CUMULATIVE = EAGER + ", cumulative sums"
+SCANNED = EAGER + ", parallel scan"
 RIDGE_LOOP = "ridge_state, in a loop"
 
 
@@ -26,6 +27,24 @@ def cumulative_attention(query: Tensor, key: Tensor, value: Tensor, every: int) 
     scores = query @ key.mT * query.shape[-1] ** -0.5
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp().unflatten(-1, (-1, every)).transpose(2, 3)
     return (weights @ value.unflatten(2, (-1, every))).cumsum(2) / weights.sum(-1, keepdim=True).cumsum(2)
+
+
+def scanned_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
+    """The merge as a parallel scan over the chunks' states, each step over twice as many: right for any logits."""
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).unflatten(-1, (-1, every)).transpose(2, 3)
+    peak = scores.detach().amax(-1)
+    weights = (scores - peak.unsqueeze(-1)).exp()
+    total, acc = weights.sum(-1), weights @ value.unflatten(2, (-1, every))
+    step = 1
+    while step < peak.shape[2]:
+        higher = torch.maximum(peak[:, :, step:], peak[:, :, :-step])
+        own, before = (peak[:, :, step:] - higher).exp(), (peak[:, :, :-step] - higher).exp()
+        total = torch.cat([total[:, :, :step], total[:, :, step:] * own + total[:, :, :-step] * before], 2)
+        merged = acc[:, :, step:] * own.unsqueeze(-1) + acc[:, :, :-step] * before.unsqueeze(-1)
+        acc = torch.cat([acc[:, :, :step], merged], 2)
+        peak = torch.cat([peak[:, :, :step], higher], 2)
+        step *= 2
+    return acc / total.unsqueeze(-1)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
@@ -67,8 +86,8 @@ def attention_prefixes(
     rows = batch * heads * prefixes * latents
     ours = kernels(scan, definition=rows * keys < 2**23)
     functions: dict[str, Callable[..., Tensor]] = {name: partial(_ours, impl=name) for name in ours}
-    functions[CUMULATIVE] = cumulative_attention
-    if prefixes <= 512:
+    functions |= {CUMULATIVE: cumulative_attention, SCANNED: scanned_attention}
+    if prefixes <= 1024:
         functions[LOOP] = looped_attention
     if rows * keys <= 2**26:
         functions[MASKED] = masked_attention
@@ -93,7 +112,7 @@ def attention_prefixes(
         name=f"prefixes-{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}-every-{every}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "L": latents, "N": keys, "t": every, "D": width},
         inputs=inputs,
-        baselines=(CUMULATIVE,),
+        baselines=tuple(name for name in (CUMULATIVE, SCANNED, LOOP, MASKED) if name in functions),
         work=work,
         refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=12 * rows * width * 8),
         smaller={"keys": 4 * every, "batch": 1},
@@ -152,12 +171,15 @@ def ridge_prefixes(
 
 
 def cases() -> Iterator[Case]:
-    if kernels("prefix_attention_states", definition=False):  # on a GPU there is none yet
-        yield from (
-            attention_prefixes(keys, backward=backward, quick=keys == 1024)
-            for keys in (256, 1024, 2048, 4096)
-            for backward in (False, True)
-        )
-        yield from (attention_prefixes(every=every, backward=backward) for every in (4, 16, 64) for backward in (False, True))
+    yield from (
+        attention_prefixes(keys, backward=backward, quick=keys == 1024) for keys in (256, 1024, 2048, 4096) for backward in (False, True)
+    )
+    yield from (
+        attention_prefixes(events, latents=latents, heads=1, width=width, batch=16, backward=backward)
+        for latents, width in ((8, 16), (32, 32))
+        for events in (200, 500, 1000)
+        for backward in (False, True)
+    )
+    yield from (attention_prefixes(every=every, backward=backward) for every in (4, 16, 64) for backward in (False, True))
     yield from (ridge_prefixes(keys, quick=keys == 1024) for keys in (256, 1024, 2048, 4096))
     yield from (ridge_prefixes(every=every) for every in (4, 16, 64))

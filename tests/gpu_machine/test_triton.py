@@ -17,6 +17,7 @@ from cmab_kernels.testing import OperatorSuite, oracles
 from cmab_kernels.triton_common import Kernel
 
 from ..attention import test_suite as attention
+from ..attention.prefix import test_suite as prefix
 from ..attention.projected import test_suite as projected
 from ..intention import test_suite as intention
 from ..intention.solve import test_suite as solve
@@ -33,6 +34,7 @@ FEW = {"B": 1, "H": 2}
 LANDMARKS = {**FEW, "L": 20, "N": 21}
 SLOW = [pytest.param("fp64", marks=pytest.mark.nightly)]
 ATTENTION = {"_forward", "_row_terms", "_backward"}
+PREFIXES = {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries"}
 PROJECTED = {"_projected_forward", "_row_terms", "_projected_backward", "_projected_backward_inputs"}
 INTENTION = {"_gram", "_gram_backward", "_apply"}
 PINV = {"_pinv", "_pinv_backward"}
@@ -47,6 +49,7 @@ EVERY = {
     "_sum_runs",
     "_merge",
     "_vet",
+    *PREFIXES,
     *INTENTION,
     "_add_runs",
     *PINV,
@@ -104,6 +107,27 @@ def test_attention_of_one_row() -> None:
 @pytest.mark.parametrize("emptied", ["B", "N", "L", "LN"])
 def test_attention_of_nothing(emptied: str) -> None:
     in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied), on_machine)
+
+
+# ---- states of all prefixes
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_prefixes(name: str) -> None:
+    """Groups of four chunks of three keys; the last is not full."""
+    assert accuracy(prefix.TestPrefixStates, name, {**FEW, "B": 1, "N": 31}) >= {*PREFIXES, "_sum_runs"}
+
+
+@pytest.mark.parametrize("suite", [prefix.TestEveryKey, prefix.TestWholeTiles, prefix.TestIncomingState])
+def test_other_prefixes(suite: type[OperatorSuite]) -> None:
+    """Sixteen chunks of a key, chunks of their own, and a state before them."""
+    assert accuracy(suite, "fp32", {**FEW, "B": 1, "H": 1, "N": 70}) >= PREFIXES
+
+
+def test_prefixes_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KEYS", "PREFIXES"):
+        monkeypatch.setattr(f"cmab_kernels.attention.prefix.kernels.backward.{name}", 16)
+    assert accuracy(prefix.TestEveryKey, "fp32", {"B": 1, "H": 1, "L": 3, "N": 40, "D": 8, "E": 8}) >= PREFIXES
 
 
 # ---- attention over projected inputs

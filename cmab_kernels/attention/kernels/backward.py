@@ -73,7 +73,7 @@ def product_over_queries(weights, tile, TURNED: tl.constexpr, OPERAND: tl.conste
 
 
 @triton.jit
-def _store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl.constexpr):
+def store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl.constexpr):
     """Store one tile of a contiguous gradient. Ignored keys get exact zeros, even where dout is not finite."""
     _, H, _, N = sizes
     keys = start + tl.arange(0, tile.shape[0])
@@ -127,9 +127,9 @@ def _pull(
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
     weights, slopes = weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION)
     if dvalue is not None:
-        _store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
+        store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
     if dkey is not None:
-        _store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
+        store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
     if QUERY:
         if PRECISION == "tf32x3":
             slopes, keys = in_place(slopes, keys)
@@ -299,9 +299,9 @@ def _backward_keys(
             if dkey is not None:
                 dk += product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
         if dvalue is not None:
-            _store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
+            store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
         if dkey is not None:
-            _store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
+            store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
 
 
 def attention_backward(

@@ -72,7 +72,7 @@ def absorb(
     """
     scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
     if keep is not None:
-        scores = tl.where(keep[None, :], scores, float("-inf"))
+        scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     factor = _factor(higher, scale, coarse, LARGE)
     offset = _offset(higher, factor)

@@ -14,6 +14,17 @@ RESOLUTION = tl.constexpr(2.0**-52)
 """The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
 
 
+@triton.jit
+def base_two(logarithm, scale, reciprocal, DTYPE: tl.constexpr):
+    """A logarithm as a score and a remainder in base 2; of an empty sum the remainder is inf, so that weights are 2**(score - inf) = 0."""
+    empty = logarithm == float("-inf")
+    logarithm = tl.where(empty, 0.0, logarithm)
+    score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
+    rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
+    rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
+    return score, tl.where(empty, float("inf"), rest).to(DTYPE)
+
+
 @kernel("dout", "dlse", "out", "lse", "high", "low", "delta")
 def _row_terms(
     dout,
@@ -49,14 +60,10 @@ def _row_terms(
     start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
     term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
     logarithm = tl.load(lse + row, mask=inside, other=0.0)
-    empty = logarithm == float("-inf")  # its weights become 2**(score - inf) = 0
-    logarithm = tl.where(empty, 0.0, logarithm)
-    score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
-    rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
-    rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
+    score, rest = base_two(logarithm, scale, reciprocal, DTYPE)
     tl.store(high + row, score, mask=inside)
-    tl.store(low + row, tl.where(empty, float("inf"), rest).to(DTYPE), mask=inside)
-    tl.store(delta + row, tl.where(empty, 0.0, term).to(DTYPE), mask=inside)
+    tl.store(low + row, rest, mask=inside)
+    tl.store(delta + row, tl.where(logarithm == float("-inf"), 0.0, term).to(DTYPE), mask=inside)
 
 
 @triton.jit

@@ -1,0 +1,275 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The states of all prefixes: of each window, by a scan of all windows, and within each window on top of the windows before it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....dtypes import state_dtype
+from ....triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, tile_at
+from ...kernels.forward import LOG2_E, absorb, state_of, state_strides, units
+from ...kernels.launch import WIDEST_BLOCK, forward_constants
+from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
+
+
+@triton.jit
+def row_of_query(block, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
+    """The query of each row of a tile."""
+    return block * (BLOCK_L // GROUP) + tl.arange(0, BLOCK_L) % (BLOCK_L // GROUP)
+
+
+@triton.jit
+def chunk_of_row(BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
+    """Which of GROUP chunks each row of a tile belongs to."""
+    return tl.arange(0, BLOCK_L) // (BLOCK_L // GROUP)
+
+
+@triton.jit
+def queries_of(query, strides, batch, head, block, L, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
+    """A block of queries, once for each of GROUP chunks, as the BLOCK_L rows of a tile: those of the first chunk come first."""
+    rows = row_of_query(block, BLOCK_L, GROUP)
+    start = query + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
+    offsets = rows.to(tl.int64)[:, None] * strides[2] + tl.arange(0, D_PAD).to(tl.int64)[None, :] * strides[3]
+    return load_tile(start + offsets, rows < L, D)
+
+
+@triton.jit
+def weighted(weights, seen, rows):
+    """The sums of the rows by the weights (sums, rows) of those that are seen: others take no part, even if they are no numbers."""
+    return tl.sum(tl.where(seen[:, :, None], weights[:, :, None] * rows[None, :, :], 0.0), 1)
+
+
+@triton.jit
+def plus_log(peak, total):
+    """peak + log(total), -inf of an empty sum. No lane has a logarithm of its own kind to take, for which the others would wait."""
+    empty = total == 0
+    return tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1, total).to(tl.float64)))
+
+
+@triton.jit
+def _on_top(outs, logarithm, base_out, base_lse):
+    """A state merged with that of earlier keys."""
+    DTYPE: tl.constexpr = outs.dtype
+    peak = tl.maximum(logarithm, base_lse)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weight, base_weight = tl.exp((logarithm - peak).to(DTYPE)), tl.exp((base_lse - peak).to(DTYPE))
+    total = weight + base_weight
+    share = 1 / tl.where(total == 0, 1, total)
+    return outs * (weight * share)[:, None] + base_out * (base_weight * share)[:, None], plus_log(peak, total)
+
+
+@kernel("query", "key", "value", "mask")
+def _windows(
+    query,
+    key,
+    value,
+    mask,
+    base_out,
+    base_lse,
+    out,
+    lse,
+    strides: tl.int64,
+    sizes: tl.int32,
+    every: tl.int32,
+    cut: tl.int32,
+    scale: tl.float64,
+    coarse: tl.float64,
+    sign: tl.float32,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LIFT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The states of GROUP prefixes of the keys of one window, for one block of queries, on top of the window's base if there is one.
+
+    Prefix g of a window has its first (g + 1) `every` keys. The rows of all GROUP prefixes share a tile, each with a maximum of its own.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
+    H, L, N, slots = sizes
+    query_strides, key_strides, value_strides, mask_strides = strides
+    blocks = tl.cdiv(L, BLOCK_L // GROUP)
+    block = tl.program_id(0) % blocks
+    window = tl.program_id(0) // blocks % cut[0]
+    slot_head = tl.program_id(0) // blocks // cut[0]
+    batch, head = slot_head // H, slot_head % H
+    first, last = window_of(window, N, cut)
+    query_row = row_of_query(block, BLOCK_L, GROUP)
+    prefix = chunk_of_row(BLOCK_L, GROUP)
+    queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
+    queries = (queries * sign).to(query.dtype.element_ty)
+
+    scale_ = tl.full([1], scale, tl.float64)
+    log2_scale = (scale_ * LOG2_E).to(DTYPE)
+    coarse_ = tl.full([1], coarse, DTYPE)
+    peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
+    total = tl.zeros([BLOCK_L], DTYPE)
+    acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    for start in tl.range(first, last, BLOCK_N, num_stages=1):
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
+        if GROUP > 1:
+            keep = keep[None, :] & (((start - first + tl.arange(0, BLOCK_N)) // every)[None, :] <= prefix[:, None])
+        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+
+    outs, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT)
+    columns = tl.arange(0, E_PAD)
+    if base_lse is not None:
+        row = (slot_head.to(tl.int64) * cut[0] + window) * L + query_row
+        base = tl.load(rows_at(base_out, row, E, E_PAD), mask=(query_row < L)[:, None] & (columns < E)[None, :], other=0.0)
+        outs, logarithm = _on_top(outs, logarithm, base, tl.load(base_lse + row, mask=query_row < L, other=0.0))
+    slot = window * GROUP + prefix
+    inside = (query_row < L) & (slot < slots)
+    row = (slot_head.to(tl.int64) * slots + slot) * L + query_row
+    tl.store(rows_at(out, row, E, E_PAD), outs, mask=inside[:, None] & (columns < E)[None, :])
+    tl.store(lse + row, logarithm, mask=inside)
+
+
+@kernel("state_out", "state_lse")
+def _scan(
+    run_out,
+    run_lse,
+    state_out,
+    state_lse,
+    out,
+    lse,
+    strides: tl.int64,
+    sizes: tl.int32,
+    parts: tl.int32,
+    lag: tl.int32,
+    E: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The states of all windows up to each one, for one query of a head, on top of the incoming state.
+
+    If `lag` is 1 the state before each window is stored, else that after the last of each `parts` windows.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    H, L, windows, slots = sizes
+    out_strides, lse_strides = strides
+    query = tl.program_id(0) % L
+    slot_head = tl.program_id(0) // L
+    columns = (tl.arange(0, E_PAD) < E)[None, :]
+    steps = tl.arange(0, TILE)
+    newest = steps == TILE - 1
+    acc = tl.zeros([1, E_PAD], DTYPE)
+    before = tl.full([1], float("-inf"), tl.float64)
+    if state_lse is not None:
+        batch, head = slot_head // H, slot_head % H
+        before = tl.load(tile_at(state_lse, lse_strides, batch, head, query, 1, 1, 0)).reshape([1])
+        acc = tl.load(tile_at(state_out, out_strides, batch, head, query, 1, E_PAD, 0), mask=columns, other=0.0)
+    for first in range(-lag, windows - lag, TILE):
+        window = first + steps
+        there = (window >= 0) & (window < windows)
+        row = (slot_head.to(tl.int64) * windows + window) * L + query
+        own = tl.load(run_lse + row, mask=there, other=float("-inf"))
+        outs = tl.load(rows_at(run_out, row, E, E_PAD), mask=there[:, None] & columns, other=0.0)
+        seen = steps[None, :] <= steps[:, None]
+        peak = tl.maximum(tl.max(tl.where(seen, own[None, :], float("-inf")), 1), before)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        weights = tl.where(seen, tl.exp((own[None, :] - peak[:, None]).to(DTYPE)), 0.0)
+        weight = tl.exp((before - peak).to(DTYPE))
+        total = tl.sum(weights, 1) + weight
+        share = 1 / tl.where(total == 0, 1, total)
+        accs = weighted(weights * share[:, None], seen, outs) + (weight * share)[:, None] * acc
+        slot = window // parts + lag
+        ends = (window % parts == parts - 1) | (window == windows - 1)
+        inside = (ends | (lag == 1)) & (slot < slots) & (window < windows)
+        row = slot_head.to(tl.int64) * slots * L + slot.to(tl.int64) * L + query
+        tl.store(rows_at(out, row, E, E_PAD), accs, mask=inside[:, None] & columns)
+        logarithm = plus_log(peak, total)
+        tl.store(lse + row, logarithm, mask=inside)
+        before = tl.max(tl.where(newest, logarithm, float("-inf")), 0, keep_dims=True)
+        acc = tl.sum(tl.where(newest[:, None], accs, 0.0), 0, keep_dims=True)
+
+
+def prefix_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    every: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of every prefix."""
+    (B, H, L, _), (N, E) = query.shape, value.shape[-2:]
+    every = chunk_of(every, N)
+    prefixes = -(-N // every)
+    out = query.new_empty(B, H, prefixes, L, E, dtype=state_dtype(query.dtype))
+    lse = query.new_empty(B, H, prefixes, L, dtype=torch.float64)
+    if not lse.numel():
+        return out, lse
+    cut = cut_windows(N, every)
+    mask = mask_bytes(key_padding_mask)
+    with on_device(query):
+        run_out, run_lse = out.new_empty(B, H, cut.count, L, E), lse.new_empty(B, H, cut.count, L)
+        bases = (out, lse) if cut.group == 1 else (torch.empty_like(run_out), torch.empty_like(run_lse))
+        _launch(query, key, value, mask, None, None, run_out, run_lse, every, cut, scale, 1)
+        _scan(
+            B * H * L,
+            run_out,
+            run_lse,
+            state_out,
+            state_lse,
+            *bases,
+            state_strides(state_out, state_lse),
+            (H, L, cut.count, bases[1].shape[2]),
+            cut.parts,
+            int(cut.group > 1),
+            E=E,
+            **scan_constants(E),
+        )
+        if cut.group > 1:
+            _launch(query, key, value, mask, *bases, out, lse, every, cut, scale, cut.group)
+    return out, lse
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    base_out: Tensor | None,
+    base_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    every: int,
+    cut: Windows,
+    scale: float,
+    group: int,
+) -> None:
+    """Fill the states of `group` prefixes of each window."""
+    (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
+    chosen = forward_constants(query.dtype, query.device, D, E, min(group * L, WIDEST_BLOCK))
+    chosen["BLOCK_N"] = tile_of_keys(chosen["BLOCK_N"], cut.group > 1)
+    _windows(
+        B * H * cut.count * triton.cdiv(L, chosen["BLOCK_L"] // group),
+        query,
+        key,
+        value,
+        mask,
+        base_out,
+        base_lse,
+        out,
+        lse,
+        (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+        (H, L, N, lse.shape[2]),
+        every,
+        cut.numbers,
+        *units(scale),
+        GROUP=group,
+        ALIGN=alignment(query, key, value),
+        **chosen,
+    )

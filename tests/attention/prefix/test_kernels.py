@@ -1,0 +1,114 @@
+"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels.attention.prefix import kernels
+from cmab_kernels.attention.prefix.kernels import backward, cut
+from cmab_kernels.attention.prefix.reference import prefix_attention_backward_reference, prefix_attention_reference
+from cmab_kernels.testing import between_margins, guarded_results
+
+assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def margins() -> Iterator[None]:
+    """Put results between margins of memory, and check at the end of the test that no kernel wrote to the margins."""
+    with guarded_results():
+        yield
+
+
+def _check(
+    latents: int,
+    keys: int,
+    width: int,
+    value_width: int,
+    every: int,
+    dtype: torch.dtype,
+    state: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    needs: tuple[bool, ...] = (True, True, True, True),
+    scale: float = 0.3,
+) -> None:
+    """Compare states and gradients with the definition in float64."""
+    shapes = (latents, width), (keys, width), (keys, value_width)
+    inputs = tuple(between_margins(torch.randn(2, 2, *shape).to(dtype)) for shape in shapes)
+    wide, before = tuple(t.double() for t in inputs), state or (None, None)
+    wide_state = tuple(None if t is None else t.double() for t in before)
+    out, lse = kernels.prefix_forward(*inputs, mask, *before, every, scale)
+    right = prefix_attention_reference(*wide, mask, *wide_state, every, scale)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, right[1], rtol=tolerance, atol=tolerance)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = kernels.prefix_backward(dout, dlse, *inputs, mask, *before, out, lse, every, scale, needs)
+    wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, mask, *wide_state, *right, every, scale)
+    like = (*inputs, *(before if state else ()))
+    for ours, theirs, given, need in zip(grads, wanted, like, (*needs, needs[3]), strict=False):
+        assert ours.shape == (given.shape if need else (0,)) and (not need or ours.dtype == given.dtype)
+        if need:
+            assert ours.isfinite().all() and ((ours - theirs).abs() <= 4 * tolerance * theirs.abs().max()).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("latents, keys, width, value_width, every", [(5, 37, 8, 8, 1), (17, 70, 9, 33, 20), (130, 33, 16, 16, 16)])
+def test_states_and_gradients(latents: int, keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
+    _check(latents, keys, width, value_width, every, dtype)
+
+
+@pytest.mark.parametrize("every", [1, 3, 50, 1000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_several_runs_on_top_of_a_state(every: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that end within a run, at its end, and beyond it; a row of the state is empty, and whole chunks are masked."""
+    monkeypatch.setattr(cut, "PART", 32)
+    for name in ("KEYS", "PREFIXES"):
+        monkeypatch.setattr(backward, name, 32)
+    state = (torch.randn(2, 2, 5, 7), torch.randn(2, 2, 5).double())
+    state[0][:, :, 1], state[1][:, :, 1] = 0.0, -torch.inf
+    mask = None
+    if masked:
+        mask = torch.rand(2, 110) < 0.3
+        mask[0, :60] = True
+    _check(5, 110, 8, 7, every, torch.float32, state, mask)
+
+
+@pytest.mark.parametrize("needed", range(4))
+def test_only_the_gradients_that_are_asked_for(needed: int) -> None:
+    state = (torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3).double())
+    _check(3, 20, 4, 4, 6, torch.float32, state, needs=tuple(i == needed for i in range(4)))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_any_scale(scale: float) -> None:
+    _check(3, 20, 4, 4, 6, torch.float64, scale=scale)
+
+
+def test_a_mask_that_hides_all() -> None:
+    """States without a key are empty, and no gradient is sent through them, not even a NaN."""
+    rows = torch.randn(2, 2, 20, 4)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    out, lse = kernels.prefix_forward(rows[:, :, :3], rows, rows, mask, None, None, 6, 0.5)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+    grads = kernels.prefix_backward(
+        torch.full_like(out, torch.nan), torch.ones_like(lse), rows[:, :, :3], rows, rows, mask, None, None, out, lse, 6, 0.5, (True,) * 4
+    )
+    assert all(grad.eq(0).all() for grad in grads)
+
+
+def test_the_public_function_takes_them() -> None:
+    rows = torch.randn(2, 2, 20, 4)
+    states = (ck.prefix_attention_states(rows[:, :, :3], rows, rows, every=6, impl=impl) for impl in ("triton", "reference"))
+    for ours, right in zip(*states, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
