@@ -243,7 +243,6 @@ def cases() -> list[Case]:
         *_attention(1, 4, 128, million // 10, 16, "float64", "4 heads of 16, L 128, N 1e5"),
         *_prefixes(16, 4, 16, 1000, 16, 1, "float32", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
         *_prefixes(16, 4, 16, 1000, 16, 1, "bfloat16", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
-        *_prefixes(16, 4, 16, 1000, 16, 20, "float32", "16 x 4 heads of 16, L 16, N 1,000, every 20"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)", tf32=True),
         *_intention(256, 1024, 64, "bfloat16", "256 x (N 1,024, d 64)"),

@@ -36,7 +36,7 @@ def prefix_attention_states(
             (B, H, L) in float64. It is not changed.
         key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: a chunk has `every` keys with them.
         scale: factor of the scores; None means D ** -0.5.
-        impl: "auto", "reference" or "native". On a GPU the reference runs, which stores T L N scores.
+        impl: "auto", "reference", "native" or "triton". The reference stores T L N scores.
 
     Returns:
         out (B, H, T, L, E) in float32 (float64 for float64 inputs) and lse (B, H, T, L) in float64, T = ceil(N / every); out 0 and lse -inf

@@ -63,25 +63,25 @@ def _check(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("latents, keys, width, value_width, every", [(5, 37, 8, 8, 1), (17, 70, 9, 33, 20), (130, 33, 16, 16, 16)])
+@pytest.mark.parametrize("latents, keys, width, value_width, every", [(5, 37, 8, 8, 1), (3, 40, 9, 33, 20), (33, 17, 16, 16, 16)])
 def test_states_and_gradients(latents: int, keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
     _check(latents, keys, width, value_width, every, dtype)
 
 
-@pytest.mark.parametrize("every", [1, 3, 50, 1000])
+@pytest.mark.parametrize("every", [1, 50])
 @pytest.mark.parametrize("masked", [False, True])
 def test_several_runs_on_top_of_a_state(every: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that end within a run, at its end, and beyond it; a row of the state is empty, and whole chunks are masked."""
+    """Chunks within a run and across runs; a row of the state is empty, and whole chunks are masked."""
     monkeypatch.setattr(cut, "PART", 32)
     for name in ("KEYS", "PREFIXES"):
         monkeypatch.setattr(backward, name, 32)
-    state = (torch.randn(2, 2, 5, 7), torch.randn(2, 2, 5).double())
+    state = (torch.randn(2, 2, 3, 7), torch.randn(2, 2, 3).double())
     state[0][:, :, 1], state[1][:, :, 1] = 0.0, -torch.inf
     mask = None
     if masked:
-        mask = torch.rand(2, 110) < 0.3
+        mask = torch.rand(2, 70) < 0.3
         mask[0, :60] = True
-    _check(5, 110, 8, 7, every, torch.float32, state, mask)
+    _check(3, 70, 8, 7, every, torch.float32, state, mask)
 
 
 @pytest.mark.parametrize("needed", range(4))
@@ -112,3 +112,23 @@ def test_the_public_function_takes_them() -> None:
     states = (ck.prefix_attention_states(rows[:, :, :3], rows, rows, every=6, impl=impl) for impl in ("triton", "reference"))
     for ours, right in zip(*states, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
+    """Prefixes share a tile, each with a maximum of its own; gradients of values depend on the last bit of lse."""
+    scores = 2.0 ** torch.linspace(20, 60, 37, dtype=torch.float64)
+    scores = {"rising": scores, "falling": scores.flip(0), "mixed": scores[torch.randperm(37)]}[order].to(dtype)
+    inputs = (torch.ones(1, 1, 1, 1, dtype=dtype), scores.view(1, 1, -1, 1), torch.randn(1, 1, 37, 5, dtype=dtype))
+    wide = tuple(t.double() for t in inputs)
+    out, lse = kernels.prefix_forward(*inputs, None, None, None, 2, 0.25)
+    right = prefix_attention_reference(*wide, None, None, None, 2, 0.25)
+    dout, dlse = torch.randn_like(out), torch.zeros_like(lse)
+    grads = kernels.prefix_backward(dout, dlse, *inputs, None, None, None, out, lse, 2, 0.25, (True, True, True, False))
+    wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, None, None, None, *right, 2, 0.25)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, right[1], rtol=tolerance, atol=0)
+    torch.testing.assert_close(grads[2].double(), wanted[2], rtol=tolerance, atol=8 * tolerance)
+    assert all(grad.isfinite().all() for grad in grads)
