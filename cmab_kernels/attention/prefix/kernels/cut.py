@@ -25,11 +25,11 @@ MOST_RUNS = 64
 class Windows(NamedTuple):
     """`group` chunks of `every` keys make a window; or, where `group` is 1, a chunk makes `parts` windows of `part` keys.
 
-    `count` windows in all, and a chunk, or a group of them, has `length` keys.
+    `windows` in all, and a chunk, or a group of them, has `length` keys.
     """
 
     group: int
-    count: int
+    windows: int
     parts: int
     length: int
     part: int

@@ -228,7 +228,7 @@ def prefix_forward(
     cut = cut_windows(N, every)
     mask = mask_bytes(key_padding_mask)
     with on_device(query):
-        run_out, run_lse = out.new_empty(B, H, cut.count, L, E), lse.new_empty(B, H, cut.count, L)
+        run_out, run_lse = out.new_empty(B, H, cut.windows, L, E), lse.new_empty(B, H, cut.windows, L)
         bases = (out, lse) if cut.group == 1 else (torch.empty_like(run_out), torch.empty_like(run_lse))
         _launch(query, key, value, mask, None, None, run_out, run_lse, every, cut, scale, 1)
         _scan(
@@ -239,7 +239,7 @@ def prefix_forward(
             state_lse,
             *bases,
             state_strides(state_out, state_lse),
-            (H, L, cut.count, bases[1].shape[2]),
+            (H, L, cut.windows, bases[1].shape[2]),
             cut.parts,
             int(cut.group > 1),
             E=E,
@@ -269,7 +269,7 @@ def _launch(
     chosen = forward_constants(query.dtype, query.device, D, E, min(group * L, WIDEST_BLOCK))
     chosen["BLOCK_N"] = tile_of_keys(chosen["BLOCK_N"], cut.group > 1)
     _windows(
-        B * H * cut.count * triton.cdiv(L, chosen["BLOCK_L"] // group),
+        B * H * cut.windows * triton.cdiv(L, chosen["BLOCK_L"] // group),
         query,
         key,
         value,
