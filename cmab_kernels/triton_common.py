@@ -252,6 +252,13 @@ def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
 
 
 @triton.jit
+def rows_from(base, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
+    """Pointers to ROWS rows, from `row` on, of a contiguous (rows, WIDTH) tensor."""
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    return base + tl.cast(row, tl.int64) * WIDTH + (rows[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :])
+
+
+@triton.jit
 def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
     """Load a tile that starts at `column`, with zeros from column WIDTH on and in rows where `keep` is False, which are not read.
 
@@ -297,28 +304,28 @@ def _operand(tile, OPERAND: tl.constexpr):
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """The matrix product of two tiles, which are converted to OPERAND; "tf32x3" multiplies float32 in two parts each."""
     if PRECISION == "tf32x3":
-        result = _product_of_parts(a, b)
+        a_high, a_low = parts(a)
+        b_high, b_low = parts(b)
+        result = product_of_parts(a_high, a_low, b_high, b_low)
     else:
         result = tl.dot(_operand(a, OPERAND), _operand(b, OPERAND), input_precision=PRECISION)
     return result
 
 
 @triton.jit
-def _product_of_parts(a, b):
-    """A float32 product as three in tf32. What is left out, low times low, is below 2**-20 of each term.
+def product_of_parts(a_high, a_low, b_high, b_low):
+    """A float32 product as three in tf32, of the `parts` of both. What is left out, low times low, is below 2**-20 of each term.
 
     An infinity has a NaN for its low part, and the low products are NaN, or infinities of the right sign: as the lowest number they leave
     the result to the product of the high parts.
     """
-    a_high, a_low = _parts(a)
-    b_high, b_low = _parts(b)
     low = tl.dot(a_low, b_high, input_precision="tf32")
     low = tl.dot(a_high, b_low, low, input_precision="tf32")
     return tl.dot(a_high, b_high, tl.where(low > -3.4e38, low, -3.4e38), input_precision="tf32")
 
 
 @triton.jit
-def _parts(x):
+def parts(x):
     """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, x - high

@@ -82,18 +82,22 @@ def _of_rows(tiles: Any) -> tuple[int, ...]:
 
 def targets() -> Iterator[Target]:
     """What is used most first: half precision and float32 at narrow heads, float64 and the widest last."""
-    attention = ("attention.forward", "attention.backward", "attention.backward_keys")
-    for dtype, width, kernel in itertools.product(("bfloat16", "float32"), (16, 64), attention):
-        yield Target(kernel, dtype, width)
+    yield from _of_attention(("bfloat16", "float32"), (16, 64))
     for dtype, width in itertools.product(("float32", "bfloat16"), (64, 16)):
         for kernel in ("intention.gram", "intention.backward", "intention.apply"):
             yield Target(kernel, dtype, width)
     for kernel, dtype, width in itertools.product(("nystrom.forward", "nystrom.backward"), ("float32", "float64"), (16, 32, 64)):
         yield Target(kernel, dtype, width)
-    for dtype, width, kernel in itertools.product(("bfloat16", "float32"), (32, 128, 256), attention):
-        yield Target(kernel, dtype, width)
-    for width, kernel in itertools.product((16, 64), attention):
-        yield Target(kernel, "float64", width)
+    yield from _of_attention(("bfloat16", "float32"), (32, 128, 256))
+    yield from _of_attention(("float64",), (16, 64))
+
+
+def _of_attention(dtypes: tuple[str, ...], widths: tuple[int, ...]) -> Iterator[Target]:
+    for dtype, width in itertools.product(dtypes, widths):
+        yield Target("attention.forward", dtype, width)
+        yield Target("attention.backward", dtype, width)
+        if dtype != "float32" or width > 64:  # else float32 in parts, whose gradients are one kernel's
+            yield Target("attention.backward_keys", dtype, width)
 
 
 MOVES: tuple[dict[str, int], ...] = (

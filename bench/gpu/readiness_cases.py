@@ -265,7 +265,8 @@ def cases() -> list[Case]:
 class Pass(NamedTuple):
     """`per`: what is counted, of which a block does `elements` in a pass; `passes` of all blocks together; `moved`: bytes, each once.
 
-    `trips`: of a loop within the main one. `loops`: that many of the outermost loops, each as often as the other.
+    `trips`: of a loop within the main one. `loops`: that many of the outermost loops, each as often as the other. `inner`: the main loop is
+    the innermost that has all products, and those between the loops in it are its own.
     """
 
     per: str
@@ -275,6 +276,7 @@ class Pass(NamedTuple):
     trips: float = 1.0
     loops: int = 1
     rare: tuple[tuple[str, float], ...] = ()
+    inner: bool = False
 
 
 class MultiplyAdds(NamedTuple):
@@ -294,9 +296,9 @@ def counted(code: Code, passing: Pass | MultiplyAdds) -> tuple[Counts, Pass]:
         each = code.multiply_adds(loop) * code.warps * WARP
         return code.count(loop), Pass("multiply-add", each, (passing.count or 0.0) / each, passing.moved)
     counts = Counts()
-    loops: list[Loop | None] = [*code.main_loops(passing.loops)]
+    loops: list[Loop | None] = [code.around_products(loop) if passing.inner else loop for loop in code.main_loops(passing.loops)]
     for main in loops or [None]:
-        counts.add(code.count(main, passing.trips, dict(passing.rare)), 1.0)
+        counts.add(code.count(main, passing.trips, dict(passing.rare), peeled=not passing.inner), 1.0)
     return counts, passing
 
 
@@ -315,6 +317,15 @@ def _scores_of_keys(launch: Launch) -> Pass:
     blocks = triton.cdiv(L, o["BLOCK_L"])
     moved = 2 * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size()
     return Pass("score", blocks * o["BLOCK_L"] * o["BLOCK_N"], B * H * triton.cdiv(N, o["BLOCK_N"]), moved, trips=blocks)
+
+
+def _scores_in_parts(launch: Launch) -> Pass:
+    """A block of queries and a chunk of keys at hand: one tile of keys a pass, by pieces of its columns where they are many."""
+    o = launch.options
+    B, H, L, N = o["sizes"]
+    passes = B * H * triton.cdiv(L, o["BLOCK_L"]) * triton.cdiv(N, o["BLOCK_N"])
+    moved = 2 * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size()
+    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], passes, moved, trips=max(o["D"] / (o["PIECE"] or o["D"]), 1.0), inner=True)
 
 
 def _row_terms(launch: Launch) -> Pass:
@@ -425,6 +436,7 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_row_terms": _row_terms,
     "_backward": lambda launch: _scores(launch, 2),
     "_backward_keys": _scores_of_keys,
+    "_backward_in_parts": _scores_in_parts,
     "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["D"]),
     "_windows": _windows,
     "_scan": lambda launch: _scanned(launch, launch.options["sizes"][2], sum(t.nbytes for t in launch.args if t is not None)),

@@ -180,11 +180,16 @@ class Code:
             chosen.append(next(loop for loop, amount in amounts.items() if loop not in chosen and amount >= ALIKE * most))
         return chosen
 
-    def count(self, loop: Loop | None, trips: float = 1.0, rare: Mapping[str, float] | None = None) -> Counts:
+    def around_products(self, loop: Loop) -> Loop:
+        """The smallest loop within this one that has half of its matrix products: the others are those of its ragged end."""
+        products = {other: sum(self.count(other, peeled=False).flops.values()) for other in self.loops if other.blocks <= loop.blocks}
+        return min((other for other, amount in products.items() if amount >= ALIKE / 2 * products[loop]), key=self.size)
+
+    def count(self, loop: Loop | None, trips: float = 1.0, rare: Mapping[str, float] | None = None, peeled: bool = True) -> Counts:
         """Counts one pass through a loop, or all the code. Each loop in it is taken `trips` times, and a loop in that as often again.
 
-        The matrix products that were peeled off a loop in it, to overlap with its loads, are passes less. `rare`: instruction -> how often
-        a branch with it is taken.
+        Matrix products between the loops in it are taken to be `peeled` off these, to overlap with their loads: they are passes less.
+        `rare`: instruction -> how often a branch with it is taken.
         """
         blocks = frozenset(range(len(self.blocks))) if loop is None else loop.blocks
         within = [other for other in self.loops if other.blocks < blocks]
@@ -198,9 +203,9 @@ class Code:
             counts.add(self._of(self.blocks[block]), min(shares, default=1.0) if loop is None or block != loop.head else 1.0)
         of_children = Counts()
         for child in children:
-            of_children.add(self.count(child, trips, rare), 1.0)
-        peeled = sum(counts.flops.values()) / (sum(of_children.flops.values()) or math.inf)
-        counts.add(of_children, max(trips - peeled, 0.0))
+            of_children.add(self.count(child, trips, rare, peeled), 1.0)
+        before = sum(counts.flops.values()) / (sum(of_children.flops.values()) or math.inf) if peeled else 0.0
+        counts.add(of_children, max(trips - before, 0.0))
         return counts
 
     def _of(self, block: Iterable[int]) -> Counts:

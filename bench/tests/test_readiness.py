@@ -153,6 +153,18 @@ def test_passes_that_were_peeled_off_count_once() -> None:
     assert code.count(code.outermost()[0], trips=8).instructions["matrix"] == 8
 
 
+def test_products_around_pieces_are_their_own() -> None:
+    """The main loop goes through pieces, and multiplies once more itself. A ragged end with as many products follows it."""
+    product, other = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0", "FADD R1, R1, R1"
+    main = [other, product, "@P0 BRA 0x20", product, "@P1 BRA 0x10"]
+    code = Code(_sass(other, *main, other, other, other, product, product, "@P2 BRA 0x60", "@P3 BRA 0x0", "EXIT"), 4)
+    (outer,) = code.outermost()
+    loop = code.around_products(outer)
+    assert code.blocks[loop.head].start == 1 and code.size(loop) == len(main)
+    assert code.count(loop, trips=4, peeled=False).instructions["matrix"] == 5, "four pieces, and one product between them"
+    assert code.count(loop, trips=4).instructions["matrix"] == 4
+
+
 @pytest.mark.parametrize(
     "lines, warps, kind, flops",
     [
@@ -230,6 +242,9 @@ def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
     for capability in (90, 100):
         row = _row(record, "latent_attention backward, 4 heads of 16, L 128, N 1e6, bfloat16", "_backward", capability)
         assert row["flops"] == {"half": 10 * 16}
+        for heads, width in (("4 heads of 16", 16), ("1 head of 64", 64)):
+            row = _row(record, f"latent_attention backward, {heads}, L 128, N 1e6, float32", "_backward_in_parts", capability)
+            assert row["flops"] == {"tf32": pytest.approx(30 * width, rel=0.01)}, "five products, each three of parts"
 
 
 def test_no_time_is_below_what_the_work_needs(record: dict[str, Any]) -> None:

@@ -130,6 +130,42 @@ def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
 
 
+@pytest.mark.parametrize(
+    "capability, latents, keys, width, value_width",
+    [(90, 129, 530, 16, 16), (80, 70, 300, 30, 17), (90, 70, 300, 64, 64), (100, 70, 300, 9, 50)],
+)
+def test_float32_in_chunks(capability: int, latents: int, keys: int, width: int, value_width: int) -> None:
+    """Gradients are added up over blocks of queries and chunks of keys, with a ragged end. Masked keys are NaN, and fill some tiles."""
+    q, k, v = _inputs(1, 1, latents, keys, width, value_width, torch.float32)
+    mask = torch.rand(1, keys) < 0.2
+    mask[0, 60:200] = True
+    k[:, :, mask[0]], v[:, :, mask[0]] = math.nan, math.inf
+    with as_if_on(capability):
+        Case(q, k, v, between_margins(mask)).check(TOLERANCE[torch.float32])
+
+
+def test_masked_keys_beside_low_logits() -> None:
+    """A masked key is read as 0, whose logit is far above all others': its weight would be infinite."""
+    q, k, v = torch.full((1, 1, 3, 2), 1e2), torch.full((1, 1, 70, 2), -1e2), torch.randn(1, 1, 70, 3)
+    case = Case(q, k, v, torch.arange(70)[None] % 3 == 0, scale=1.0)
+    assert all(grad.isfinite().all() for grad in case.grads)
+
+
+@pytest.mark.parametrize("latents", [6, 70])
+def test_packed_sets_in_float32(latents: int) -> None:
+    """Sets of no key, of part of a tile, and of several chunks have the same bits as each alone."""
+    sizes = [0, 3, 0, 600, 1, 64]
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)])
+    q, k, v = torch.randn(len(sizes), 1, latents, 16), *_inputs(1, 1, sum(sizes), sum(sizes), 16, 5, torch.float32)[1:]
+    packed = Case(q, k, v, torch.rand(1, sum(sizes)) < 0.1, offsets)
+    packed.check(TOLERANCE[torch.float32])
+    for i, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+        cotangents = packed.dout[i : i + 1], packed.dlse[i : i + 1]
+        alone = Case(q[i : i + 1], k[:, :, first:last], v[:, :, first:last], packed.mask[:, first:last], cotangents=cotangents)
+        ours = packed.grads[0][i : i + 1], *(grad[:, :, first:last] for grad in packed.grads[1:])
+        assert all(map(torch.equal, ours, alone.grads))
+
+
 def test_wide_heads_in_float64_where_shared_memory_is_little() -> None:
     """Where a block has 99 KiB, a tile of keys holds 8 of more than 128 numbers."""
     with as_if_on(86):

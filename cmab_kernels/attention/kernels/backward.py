@@ -24,13 +24,11 @@ from ...triton_common import (
     tile_at,
     triton_dtype,
 )
+from .backward_in_parts import _backward_in_parts
 from .forward import LOG2_E
-from .launch import backward_keys_tiles, backward_products, backward_tiles
+from .launch import backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
 from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
-
-IN_PLACE = ("half", "tf32x3")
-"""The kinds of product that take as operands what the products before them left in registers, in `_backward_keys`."""
 
 
 @triton.jit
@@ -131,8 +129,6 @@ def _pull(
     if dkey is not None:
         store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
     if QUERY:
-        if PRECISION == "tf32x3":
-            slopes, keys = in_place(slopes, keys)
         dq += product(slopes, keys, OPERAND, PRECISION)
     return dq
 
@@ -329,28 +325,28 @@ def attention_backward(
     dquery, dkey, dvalue = grads
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
-        inputs = (query, key, value, mask, offsets, *row_terms(dout, dlse, out, lse, scale, products.operand, sums))
+        filled_to = tiles.BLOCK_L if products.kind == "tf32x3" else 1
+        inputs = (query, key, value, mask, offsets, *row_terms(dout, dlse, out, lse, scale, products.operand, sums, filled_to))
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
             (B, H, L, N),
             (cut.runs, cut.most_runs),
             scale,
         )
-        options = {
-            "D": D,
-            "E": E,
-            "ALIGN": alignment(query, key, value),
-            "OPERAND": triton_dtype(products.operand),
-            "PRECISION": products.input_precision,
-        }
-        blocks = triton.cdiv(L, tiles.BLOCK_L)
-        if (blocks > 1 or products.kind == "tf32x3") and (dkey is not None or dvalue is not None):
-            passing = backward_keys_tiles(products, query.device, max(D, E))
-            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **options, **passing._asdict())
-            dkey = dvalue = None
         shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
-        if not (shares is None and dkey is None and dvalue is None):
-            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options, **tiles._asdict())
+        options = {"D": D, "E": E, "ALIGN": alignment(query, key, value), **tiles._asdict()}
+        if products.kind == "tf32x3" and any(needs):
+            piece = piece_of_columns(query.device, max(D, E))
+            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, PIECE=piece, **options, enable_fp_fusion=False)
+            dkey = dvalue = None
+        options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
+        blocks = triton.cdiv(L, tiles.BLOCK_L)
+        if blocks > 1 and (dkey is not None or dvalue is not None):
+            passing = backward_keys_tiles(products, query.device, max(D, E))._asdict()
+            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind == "half", **(options | passing))
+            dkey = dvalue = None
+        if products.kind != "tf32x3" and not (shares is None and dkey is None and dvalue is None):
+            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
         if shares is not None and dquery is not None:
             sum_runs(shares, offsets, dquery, *numbers[1:])
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)

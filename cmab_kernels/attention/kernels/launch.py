@@ -22,7 +22,7 @@ def forward_products(dtype: torch.dtype, width: int) -> Products:
 
 def backward_products(dtype: torch.dtype, width: int, device: torch.device) -> Products:
     """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's."""
-    widest = 64 if capability_of(device)[0] in (HOPPER[0], BLACKWELL) else 32
+    widest = 32 if has_little_shared_memory(device) else 64
     return Products(torch.float32, "tf32") if dtype == torch.float16 else _products(dtype, width <= widest)
 
 
@@ -49,14 +49,12 @@ _FORWARD = {
 _BACKWARD = {
     "half": {16: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(32, 32, 8, 1)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
-    "tf32x3": {16: Tiles(64, 64, 4, 1), 32: Tiles(64, 32, 4, 1), 64: Tiles(64, 32, 8, 1)},
     "ieee": {64: Tiles(32, 32, 8, 1), 128: Tiles(32, 16, 8, 1), 256: Tiles(16, 16, 8, 1)},
     "double": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
 _BACKWARD_KEYS = {
     "half": {64: Tiles(64, 64, 4, 1), 128: Tiles(32, 64, 8, 1), 256: Tiles(32, 32, 8, 1)},
     "tf32": {16: Tiles(128, 64, 8, 2), 64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
-    "tf32x3": {32: Tiles(32, 64, 4, 1), 64: Tiles(32, 64, 8, 1)},
     "ieee": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
     "double": {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
 }
@@ -81,13 +79,11 @@ _WITH_LITTLE_SHARED_MEMORY = {
     "attention.backward_keys": {"double": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 16, 8, 1), 256: Tiles(16, 8, 8, 1)}},
 }
 
-_HOPPER_BACKWARD = {16: Tiles(64, 64, 4, 1), 64: Tiles(64, 32, 4, 1)}
-_HOPPER_BACKWARD_KEYS = {16: Tiles(64, 128, 8, 1), 64: Tiles(32, 64, 4, 1)}
-
-
-def _on(device: torch.device, table: dict[str, dict[int, Tiles]], on_hopper: dict[int, Tiles]) -> dict[str, dict[int, Tiles]]:
-    """The table with the tiles of Hopper for float32 in parts."""
-    return table | {"tf32x3": on_hopper} if capability_of(device)[0] == HOPPER[0] else table
+_BACKWARD_IN_PARTS = {
+    HOPPER[0]: {64: Tiles(64, 64, 4, 1)},
+    BLACKWELL: {32: Tiles(64, 64, 4, 1), 64: Tiles(64, 128, 8, 1)},
+}
+_AMPERE_BACKWARD_IN_PARTS = {32: Tiles(64, 64, 4, 1), 64: Tiles(32, 64, 4, 1)}
 
 
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
@@ -105,13 +101,23 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
-    """The tiles of `_backward`, which holds a block of queries and reads the keys."""
-    return _tiles("attention.backward", _on(device, _BACKWARD, _HOPPER_BACKWARD), products, device, width).at_most(queries)
+    """The tiles of `_backward`, or for float32 in parts `_backward_in_parts`, which hold a block of queries and read the keys."""
+    in_parts = _BACKWARD_IN_PARTS.get(capability_of(device)[0], _AMPERE_BACKWARD_IN_PARTS)
+    return _tiles("attention.backward", _BACKWARD | {"tf32x3": in_parts}, products, device, width).at_most(queries)
+
+
+_PIECES = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {16: None, 32: 16, 64: 32}}
+
+
+def piece_of_columns(device: torch.device, width: int) -> int | None:
+    """The columns that `_backward_in_parts` multiplies at a time, None for all: fewer where registers hold operands or their addresses."""
+    pieces = _PIECES.get(capability_of(device)[0], {64: 16})
+    return next(piece for widest, piece in pieces.items() if width <= widest)
 
 
 def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
     """The tiles of `_backward_keys`, which holds a tile of keys and reads the queries."""
-    return _tiles("attention.backward_keys", _on(device, _BACKWARD_KEYS, _HOPPER_BACKWARD_KEYS), products, device, width)
+    return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)
 
 
 WIDEST_BLOCK = 256

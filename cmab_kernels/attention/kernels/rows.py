@@ -37,21 +37,26 @@ def _row_terms(
     delta,
     strides: tl.int64,
     sizes: tl.int32,
+    rows: tl.int32,
     scale: tl.float64,
     reciprocal: tl.float64,
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse."""
+    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse.
+
+    The last three are stored for `rows` rows of a head: those beyond the last query have weight 0.
+    """
     DTYPE: tl.constexpr = high.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     dout_strides, dlse_strides = strides
     B, H, L = sizes
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    stored = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, E_PAD)
-    inside = row < tl.cast(B, tl.int64) * H * L
+    batch, head, query = stored // rows // H, stored // rows % H, stored % rows
+    inside = (query < L) & (batch < B)
+    row = (batch * H + head) * L + query
     tile = inside[:, None] & (columns < E)[None, :]
-    batch, head, query = row // L // H, row // L % H, row % L
     start = batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
     slopes = tl.load(dout + (start[:, None] + columns.to(tl.int64)[None, :] * dout_strides[3]), mask=tile, other=0.0)
     outs = tl.load(rows_at(out, row, E, E_PAD), mask=tile, other=0.0)
@@ -59,11 +64,11 @@ def _row_terms(
 
     start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
     term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
-    logarithm = tl.load(lse + row, mask=inside, other=0.0)
+    logarithm = tl.load(lse + row, mask=inside, other=float("-inf"))
     score, rest = base_two(logarithm, scale, reciprocal, DTYPE)
-    tl.store(high + row, score, mask=inside)
-    tl.store(low + row, rest, mask=inside)
-    tl.store(delta + row, tl.where(logarithm == float("-inf"), 0.0, term).to(DTYPE), mask=inside)
+    tl.store(high + stored, score, mask=batch < B)
+    tl.store(low + stored, rest, mask=batch < B)
+    tl.store(delta + stored, tl.where(logarithm == float("-inf"), 0.0, term).to(DTYPE), mask=batch < B)
 
 
 @triton.jit
@@ -131,14 +136,18 @@ def _sum_runs(
 
 
 def row_terms(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype, block: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(douts, high, low, delta) of `_row_terms`: the first is (B, H, L, E) of `operand`, the others are (B, H, L) of `sums`."""
+    """(douts, high, low, delta) of `_row_terms`: the first is (B, H, L, E) of `operand`, the others are (B, H, rows) of `sums`.
+
+    Their rows are as many as the queries, filled up to a multiple of `block`.
+    """
     B, H, L, E = out.shape
     douts = out.new_empty((B, H, L, E), dtype=operand)
-    high, low, delta = out.new_empty((3, B, H, L), dtype=sums)
+    rows = triton.cdiv(L, block) * block
+    high, low, delta = out.new_empty((3, B, H, rows), dtype=sums)
     _row_terms(
-        triton.cdiv(B * H * L, 16),
+        triton.cdiv(B * H * rows, 16),
         dout,
         dlse,
         out,
@@ -149,6 +158,7 @@ def row_terms(
         delta,
         (dout.stride(), dlse.stride()),
         (B, H, L),
+        rows,
         scale,
         1 / scale if scale else 0.0,
         E=E,

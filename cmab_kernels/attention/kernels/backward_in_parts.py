@@ -1,0 +1,276 @@
+# mypy: disable-error-code="no-untyped-def"
+"""All gradients of float32 in one pass over the keys, where its products are three of tf32 parts.
+
+Tiles are turned, (keys, queries): P and dS then lie in registers as the products dV = P' dout and dK = dS' Q take them, and only
+dQ = scale dS K needs dS moved. A program goes through its run of keys by chunks that a cache holds, and through a chunk once for each block
+of queries. It adds what a block contributes to dK and dV to what it has stored for the blocks before, and dQ of a block to what it has
+stored for the chunks before. Nobody else writes there: the order of all sums, and so their bits, is always the same.
+
+The compiler may take nothing out of a loop: it would take the addresses of operands in shared memory, which are two registers for each of
+a hundred matrix instructions, and spill others for them.
+"""
+
+import triton
+import triton.language as tl
+
+from ...triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
+from .forward import LOG2_E
+from .runs import locate
+
+CHUNK_BYTES = tl.constexpr(32 * 1024)
+"""The size of a chunk of keys: with values and both gradients 128 KiB, of which the second cache holds one for each program that runs."""
+
+
+@triton.jit
+def _tile(matrix, row, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, column=0):
+    """A tile of a head, which is given by its address and strides; rows that are not kept are zeros."""
+    base, strides = matrix
+    return load_tile(tile_at(base, strides, 0, 0, row, ROWS, COLUMNS, ALIGN, column), keep, WIDTH, column)
+
+
+@triton.jit
+def _scores(
+    keys,
+    start,
+    keep,
+    queries,
+    first,
+    inside,
+    held,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """The products (keys, queries) of two tiles. That of the queries is `held`, or None: then both are loaded by pieces of columns."""
+    if held is not None:
+        scores = product(_tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN), tl.trans(held), tl.float32, "tf32x3")
+    else:
+        scores = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
+        for column in tl.range(0, WIDTH, PIECE, disable_licm=True):
+            piece = _tile(queries, first, inside, BLOCK_L, PIECE, WIDTH, ALIGN, column)
+            scores += product(_tile(keys, start, keep, BLOCK_N, PIECE, WIDTH, ALIGN, column), tl.trans(piece), tl.float32, "tf32x3")
+    return scores
+
+
+@triton.jit
+def _product_over_queries(high, low, tile):
+    """The product (keys, width) of weights or gradients of scores, by their parts, and a tile of rows of the queries."""
+    a_high, ordered = in_place(high, tile)
+    a_low, ordered = in_place(low, tile)
+    b_high, b_low = parts(ordered)
+    return product_of_parts(a_high, a_low, b_high, b_low)
+
+
+@triton.jit
+def _add(gradient, tile, keep, more, start, last, WIDTH: tl.constexpr, column, RAGGED: tl.constexpr):
+    """Store a tile of dK or dV from `column` on, or if there is `more`, add it to what is stored. Ignored keys get exact zeros."""
+    if keep is not None:
+        tile = tl.where(keep[:, None], tile, 0.0)
+    inside = (column + tl.arange(0, tile.shape[1]) < WIDTH)[None, :]
+    if RAGGED:
+        inside &= (start + tl.arange(0, tile.shape[0]) < last)[:, None]
+    pointers = rows_from(gradient, start, tile.shape[0], WIDTH, tile.shape[1], column)
+    tl.store(pointers, tile + tl.load(pointers, mask=inside & more, other=0.0), mask=inside)
+
+
+@triton.jit
+def _add_over_queries(
+    gradient,
+    weights,
+    scale,
+    start,
+    last,
+    keep,
+    queries,
+    first,
+    inside,
+    held,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    PIECE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Add to dK or dV the product of weights (keys, queries) and a tile of the queries or of dout, by pieces of its columns."""
+    STEP: tl.constexpr = PIECE if held is None else held.shape[1]
+    high, low = parts(weights)
+    for column in tl.range(0, WIDTH, STEP, disable_licm=True):
+        piece = held if held is not None else _tile(queries, first, inside, BLOCK_L, PIECE, WIDTH, ALIGN, column)
+        total = _product_over_queries(high, low, piece)
+        if scale is not None:
+            total *= scale
+        _add(gradient, total, keep, first > 0, start, last, WIDTH, column, RAGGED)
+
+
+@triton.jit
+def _pull(
+    dq,
+    held,
+    matrices,
+    mask,
+    mask_strides,
+    gradients,
+    terms,
+    sizes,
+    first,
+    start,
+    last,
+    scale,
+    log2_scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Process one tile of keys with the block of queries that begins at `first`; return dq with the tile's share of dQ added."""
+    queries, keys, values, douts = matrices
+    dquery, dkey, dvalue = gradients
+    high, low, delta = terms
+    inside = first + tl.arange(0, BLOCK_L) < sizes[2]
+    row = tl.multiple_of(first, BLOCK_L) + tl.arange(0, BLOCK_L).to(tl.int64)
+    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED)
+    scores = _scores(keys, start, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, BLOCK_N, PIECE)
+    weights = tl.exp2(tl.fma(scores - tl.load(high + row)[None, :], log2_scale, -tl.load(low + row)[None, :]))
+    if keep is not None:
+        weights = tl.where(keep[:, None], weights, 0.0)
+    if dvalue is not None:
+        _add_over_queries(dvalue, weights, None, start, last, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, PIECE, RAGGED)
+    if dquery is not None or dkey is not None:
+        slopes = _scores(values, start, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, BLOCK_N, PIECE)
+        slopes = weights * (slopes - tl.load(delta + row)[None, :])
+        if dkey is not None:
+            _add_over_queries(dkey, slopes, scale, start, last, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, PIECE, RAGGED)
+        if dquery is not None:
+            high, low = parts(slopes)
+            key_high, key_low = parts(_tile(keys, start, keep, BLOCK_N, dq.shape[1], D, ALIGN[0]))
+            dq += product_of_parts(tl.trans(high), tl.trans(low), key_high, key_low)
+    return dq
+
+
+@triton.jit
+def _head_of(tensor, strides, batch, head):
+    """The address of a head of a (B, H, rows, columns) tensor."""
+    return tensor + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
+
+
+@kernel("query", "key", "value", "mask")
+def _backward_in_parts(
+    query,
+    key,
+    value,
+    mask,
+    offsets,
+    dout,
+    high,
+    low,
+    delta,
+    dquery,
+    dkey,
+    dvalue,
+    strides: tl.int64,
+    sizes: tl.int32,
+    cut: tl.int32,
+    scale: tl.float64,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """dK and dV of one run of keys, and its share of dQ in its slot of dquery, for all queries, BLOCK_L at a time.
+
+    The columns of a tile are multiplied PIECE at a time; or if it is None all at once, and tiles of the queries and of dout stay at hand.
+    """
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    CHUNK: tl.constexpr = CHUNK_BYTES // (4 * max(D_PAD, E_PAD))
+    B, H, L, N = sizes
+    head = tl.program_id(0) % H
+    batch, first_key, last = locate(tl.program_id(0) // H, offsets, B, N, cut)
+    row = (tl.cast(batch, tl.int64) * H + head) * L
+    filled = tl.multiple_of((tl.cast(batch, tl.int64) * H + head) * (tl.cdiv(L, BLOCK_L) * BLOCK_L), 16)
+    terms = (high + filled, low + filled, delta + filled)
+    queries = (_head_of(query, strides[0], batch, head), strides[0])
+    douts = (dout + row * E, (0, 0, E, 1))
+    if offsets is not None:
+        batch = 0
+    keys = (_head_of(key, strides[1], batch, head), strides[1])
+    values = (_head_of(value, strides[2], batch, head), strides[2])
+    if mask is not None:
+        mask += tl.cast(batch, tl.int64) * strides[3][0]
+    stored = (tl.cast(batch, tl.int64) * H + head) * N
+    if dkey is not None:
+        dkey += stored * D
+    if dvalue is not None:
+        dvalue += stored * E
+    scale_ = tl.full([1], scale, tl.float32)
+    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(tl.float32)
+    for start in tl.range(first_key, last, CHUNK, disable_licm=True):
+        end = tl.minimum(start + CHUNK, last)
+        whole = end - (end - start) % BLOCK_N
+        for first in tl.range(0, L, BLOCK_L, disable_licm=True):
+            inside = first + tl.arange(0, BLOCK_L) < L
+            held = (None, None)
+            if PIECE is None:
+                held = (
+                    _tile(queries, first, inside, BLOCK_L, D_PAD, D, ALIGN[0]),
+                    _tile(douts, first, inside, BLOCK_L, E_PAD, E, ALIGN[2]),
+                )
+            dq = tl.zeros([BLOCK_L, D_PAD], tl.float32)
+            for tile in tl.range(start, whole, BLOCK_N, disable_licm=True):
+                dq = _pull(
+                    dq,
+                    held,
+                    (queries, keys, values, douts),
+                    mask,
+                    strides[3],
+                    (dquery, dkey, dvalue),
+                    terms,
+                    sizes,
+                    first,
+                    tile,
+                    end,
+                    scale_,
+                    log2_scale,
+                    D,
+                    E,
+                    ALIGN,
+                    BLOCK_L,
+                    BLOCK_N,
+                    PIECE,
+                    False,
+                )
+            for tile in tl.range(whole, end, BLOCK_N, disable_licm=True):
+                dq = _pull(
+                    dq,
+                    held,
+                    (queries, keys, values, douts),
+                    mask,
+                    strides[3],
+                    (dquery, dkey, dvalue),
+                    terms,
+                    sizes,
+                    first,
+                    tile,
+                    end,
+                    scale_,
+                    log2_scale,
+                    D,
+                    E,
+                    ALIGN,
+                    BLOCK_L,
+                    BLOCK_N,
+                    PIECE,
+                    True,
+                )
+            if dquery is not None:
+                pointers = rows_from(dquery, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
+                inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+                tl.store(pointers, dq + tl.load(pointers, mask=inside & (start > first_key), other=0.0), mask=inside)
+            tl.debug_barrier()  # what has been stored is added to by other threads
