@@ -106,7 +106,7 @@ def backward_tiles(products: Products, device: torch.device, width: int, queries
     return _tiles("attention.backward", _BACKWARD | {"tf32x3": in_parts}, products, device, width).at_most(queries)
 
 
-_PIECES = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {32: 16, 64: 32}}
+_PIECES: dict[int, dict[int, int | None]] = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {32: 16, 64: 32}}
 
 
 def piece_of_columns(device: torch.device, width: int) -> int | None:
