@@ -40,7 +40,7 @@ def feed_forward_layer(
 
     Returns:
         (..., C) in the dtype of x; under autocast all is computed in the dtype of autocast. Differentiable to any order in all tensors.
-        For the backward pass only what `expand` returned is kept.
+        The backward pass keeps nothing but x: it computes what `expand` returned again.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
