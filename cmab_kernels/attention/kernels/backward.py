@@ -30,6 +30,9 @@ from .launch import backward_keys_tiles, backward_products, backward_tiles, piec
 from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
 
+IN_PLACE = ("half",)
+"""The kinds of products for which `_backward_keys` turns its tiles, so that P and dS are operands where they are."""
+
 
 @triton.jit
 def _scores(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
@@ -343,7 +346,7 @@ def attention_backward(
         blocks = triton.cdiv(L, tiles.BLOCK_L)
         if blocks > 1 and (dkey is not None or dvalue is not None):
             passing = backward_keys_tiles(products, query.device, max(D, E))._asdict()
-            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind == "half", **(options | passing))
+            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **(options | passing))
             dkey = dvalue = None
         if products.kind != "tf32x3" and not (shares is None and dkey is None and dvalue is None):
             _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
