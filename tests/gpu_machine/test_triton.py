@@ -121,7 +121,7 @@ def test_attention_of_nothing(emptied: str) -> None:
 # ---- states of all prefixes
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
 def test_prefixes(name: str) -> None:
     """Groups of four chunks of three keys; the last is not full."""
     assert accuracy(prefix.TestPrefixStates, name, {**FEW, "B": 1, "N": 31}) >= {*PREFIXES, "_sum_runs"}
@@ -152,6 +152,7 @@ def test_projected_attention_of_several_blocks() -> None:
     assert accuracy(projected.TestStackedBlocks, "fp32", {"B": 1, "H": 1, "K": 2, "L": 34, "N": 20}) >= PROJECTED
 
 
+@pytest.mark.nightly
 def test_projected_attention_of_several_runs() -> None:
     extents = {"B": 1, "H": 1, "L": 1, "N": 1040, "M": 3, "C": 3, "D": 4, "E": 4}
     assert accuracy(projected.TestIncomingState, "fp32", extents, orders=1) >= {*PROJECTED, "_merge", "_sum_runs"}

@@ -106,7 +106,7 @@ class Case:
     [
         {},
         {"blocks": 3, "mask": True},
-        {"columns": 100, "width": 16, "value_width": 20},
+        {"columns": 68, "width": 16, "value_width": 20},
         {"latents": 70, "batch": 1, "rows": 33},
         {"batch": 3, "offsets": [0, 9, 9, 21], "mask": True},
         {"state": True, "blocks": 2, "mask": True},
