@@ -79,15 +79,14 @@ def _over_batch(latents: Tensor, batch: int) -> Tensor:
     return latents if latents.dim() == 3 else latents.expand(batch, -1, -1)
 
 
-def _callable(blocks: Sequence[Block], latents: Tensor, *others: Tensor | None) -> tuple[list[Tensor], float] | None:
+def _callable(blocks: Sequence[Block], latents: Tensor, read: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], float] | None:
     """Return the parameters of the blocks, as `layers.block` takes them, and the eps of all norms; None if one call cannot stand for them.
 
-    `others` are the inputs, their mask, or what was made of them.
+    `read` are the inputs, or what was made of them.
     """
-    if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, *others):
+    if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, read, mask):
         return None
-    rows = others[0]
-    if not latents.numel() or rows is None or not rows.shape[0] or not blocks[0].latents.shape[0]:
+    if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
         return None
     if not kernel("layers", "native", "reads_heads")(latents.shape[-1] // blocks[0].compress.cross_attention.num_heads):
         return None
