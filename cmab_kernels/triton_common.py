@@ -25,6 +25,12 @@ WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
 """The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
 
+OLDEST = (3, 5)
+"""The oldest Triton that has what the kernels are written in: arguments that are tuples, loops from which nothing is moved."""
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(f"the Triton kernels need Triton {'.'.join(map(str, OLDEST))} or newer, and this is {triton.__version__}")
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, which Triton decides for the whole process when it is imported."""
 
@@ -130,8 +136,13 @@ class Kernel:
         compiled = triton.compile(source, target=target, options=options)
         launcher = compiled.run  # loads the kernel
         assert not launcher.global_scratch_size, "no kernel takes memory beside its arguments"
-        how = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
-        return launcher.launch, (*how, None, None, None), tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
+        loaded = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        scratch, hooks = (None, None), (compiled.packed_metadata, None, None, None)
+        rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
+        if not hasattr(launcher, "kernel_signature"):  # Triton 3.5 and 3.6: a launcher compiled for this kernel
+            return launcher.launch, (*loaded, *scratch, *hooks), rest
+        before = (*loaded, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
+        return _gathering(launcher.launch, len(before) + 4), before, rest
 
     def source(self, *arguments: Any, **constants: Any) -> tuple[ASTSource, dict[str, Any]]:
         """The kernel with the types of these arguments, and the options that it is compiled with."""
@@ -141,6 +152,11 @@ class Kernel:
         aligned = [p.num for p in self.jit.params if str(signature[p.name]).startswith("*") and p.name not in self._anywhere]
         options = {name: value for name, value in constants.items() if name not in signature}
         return ASTSource(self.jit, signature, constexprs, {(number,): [["tt.divisibility", 16]] for number in aligned}), options
+
+
+def _gathering(launch: Callable[..., None], first: int) -> Callable[..., None]:
+    """`launch`, which takes the kernel's arguments as one tuple, as a function that takes them one by one, from number `first` on."""
+    return lambda *arguments: launch(*arguments[:first], arguments[first:])
 
 
 def _type(value: Any, annotation: str) -> Any:

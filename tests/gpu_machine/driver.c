@@ -39,6 +39,11 @@ static int shared_memory(CUdevice device) {  // bytes that a block may have
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 
+CUresult cuDriverGetVersion(int* version) {
+  *version = CUDA_VERSION;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuGetErrorString(CUresult error, const char** text) {
   *text = "an error of the stub of the driver";
   return CUDA_SUCCESS;
@@ -85,6 +90,8 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetDevice(CUdevice* device) { return cuDeviceGet(device, 0); }
+
 CUresult cuCtxSetCurrent(CUcontext context) {
   current = context;
   return CUDA_SUCCESS;
@@ -103,6 +110,8 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
+
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   *function = malloc(sizeof **function);
   (*function)->module = module;
@@ -117,6 +126,11 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfuncti
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
 
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   memcpy(value, &pointer, sizeof pointer);

@@ -1,0 +1,88 @@
+"""The oldest and the newest torch and Triton: what is refused, how each Triton is asked to launch, and the suite on both ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE = [
+    "tests/test_info.py",
+    "tests/test_backends.py",
+    "tests/test_doctests.py",
+    "tests/nn",
+    *sorted(map(str, Path("tests").glob("**/test_suite.py"))),
+]
+
+
+# ---- Triton
+
+
+def test_a_triton_that_is_too_old_is_a_reason_and_no_error() -> None:
+    """Triton 3.2 and 3.3, which come with torch 2.6 and 2.7, have no `knobs`."""
+    pytest.importorskip("triton")
+    code = """
+import triton
+triton.__version__ = "3.3.1"
+del triton.knobs
+from cmab_kernels import explain, info
+import torch
+print(explain("latent_attention", *[torch.zeros(1, 1, 1, 16)] * 3)[1].reason, info.report(), sep="\\n")
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    reason, report = printed.split("\n", 1)
+    assert reason == "the Triton kernels need Triton 3.5 or newer, and this is 3.3.1"
+    assert reason in report
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["as 3.5 and 3.6", "as 3.7 and newer"])
+def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
+    """Triton 3.7 and newer have one launcher for all kernels: hooks come before scratch memory, and the arguments are one tuple."""
+    triton = pytest.importorskip("triton")
+    from cmab_kernels.triton_common import Kernel
+
+    def empty(tensor, number: int, WIDTH: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    asked: list[tuple[Any, ...]] = []
+    launcher = SimpleNamespace(
+        launch=lambda *arguments: asked.append(arguments), global_scratch_size=0, launch_cooperative_grid="grid", launch_pdl="pdl"
+    )
+    if gathered:
+        launcher.arg_annotations, launcher.kernel_signature = "kinds", "types"
+    compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
+    with mock.patch.object(triton, "compile", lambda *_, **__: compiled):
+        launch, before, after = Kernel(empty, ())._load(None, (torch.zeros(2), 3), {"WIDTH": 16})  # type: ignore[arg-type]
+    launch(5, 1, 1, "stream", *before, "address", 3, *after)
+    start = (5, 1, 1, "stream", "function", "grid", "pdl")
+    hooks, scratch, arguments = ("packed", None, None, None), (None, None), ("address", 3, 16)
+    expected = (*start, *hooks, *scratch, "kinds", "types", arguments) if gathered else (*start, *scratch, *hooks, *arguments)
+    assert asked == [expected]
+
+
+# ---- torch
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wanted", [["torch==2.6.0", "numpy<2"], ["torch", "numpy"]], ids=["oldest", "newest"])
+def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
+    """In an environment of its own, with the native extension of this one, which depends on Python only."""
+    python = tmp_path / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
+    install = [python, "-m", "pip", "install", "--no-cache-dir", *wanted, "pytest", "hypothesis", "pytest-xdist"]
+    installed = subprocess.run(install, capture_output=True, text=True)
+    if "No matching distribution" in installed.stderr:
+        pytest.skip(f"pip finds no {wanted[0]} here: {installed.stderr.strip().splitlines()[-1]}")
+    assert installed.returncode == 0, installed.stderr
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
+    chosen = "not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or nn or info or doc)"
+    run = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", *SAMPLE, "-k", chosen], cwd=ROOT, env=environment)
+    assert run.returncode == 0
