@@ -41,6 +41,10 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
+# Tests want the CUDA kernels where there is nvcc; the demo does not wait for them, and keeps those that are there.
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: export CMAB_KERNELS_CUDA ?= auto
+$(VENV)/.demo: export CMAB_KERNELS_CUDA ?= $(if $(wildcard $(VENV)/.test),auto,0)
+
 # One environment; a stamp says which extras are in it, and is remade when what is built changes.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python
 	$(INSTALL) ".[$*]"

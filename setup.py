@@ -1,10 +1,11 @@
-"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda where there is nvcc, with ninja. Needs no torch, no GPU, no network.
+"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda on request, with ninja. Needs no torch, no GPU, no network.
 
 Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
-build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. Without nvcc, in CUDA_HOME or on
-the PATH, there is no _cuda.
+build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. CMAB_KERNELS_CUDA says the same
+of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME or on the PATH; 1: an error without nvcc, too.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -14,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,6 +29,7 @@ BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cp
 OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 """Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything each time."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
+WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is told
 CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
 FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Werror"
@@ -85,19 +88,12 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
 
 
-def same_path(headers: Path, folder: Path) -> Path:
-    """A link in `folder` to headers that pip puts into another temporary folder for each build, so that commands stay the same."""
-    link = folder / "pybind11"
-    link.unlink(missing_ok=True)
-    link.symlink_to(headers, target_is_directory=True)
-    return link
-
-
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
-    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`."""
-    import pybind11
+    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`.
 
-    includes = f"-I{CSRC} -I{sysconfig.get_path('include')} -I{same_path(Path(pybind11.get_include()), folder)}"
+    Each command ends in a comment with the compiler's version: ninja compiles again what another command made.
+    """
+    includes = f"-I{CSRC} -I{sysconfig.get_path('include')}"
     extra = os.environ.get("CXXFLAGS", "")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     codes += f" -gencode arch=compute_{PTX},code=compute_{PTX}"
@@ -117,15 +113,16 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | N
 
     lines = [
         "rule cpp\n  deps = gcc\n  depfile = $out.d",
-        f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
+        f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out  # {' '.join(version(compiler))}",
         f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
         *compiled(cpu_sources()),
         linked(cpu, "link", cpu_sources()),
     ]
     if nvcc:
+        nvcc_version = " ".join(version(nvcc))
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
-            f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+            f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)  # {nvcc_version}",
             f"rule nvlink\n  command = {nvcc} -ccbin {compiler} -shared -cudart static $in -o $out",
             *compiled([each for each in cuda_sources() if each not in cpu_sources()]),
             linked(cuda, "nvlink", cuda_sources()),
@@ -155,35 +152,35 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Build both extensions from one ninja file, the CPU's first, so that it does not depend on whether nvcc succeeds."""
-        self.folder = OBJECTS
         self.cpu, self.cuda = (Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions)
-        self.report = attempt(self.build_cpu)
-        self.cuda_report = attempt(self.build_cuda)
+        with alone_in(OBJECTS):
+            self.report = attempt(self.build_cpu, "CMAB_KERNELS_BUILD", WANTED)
+            self.cuda_report = attempt(self.build_cuda, "CMAB_KERNELS_CUDA", WANTED_CUDA)
 
     def build_cpu(self) -> dict:
         from ninja import BIN_DIR
 
         self.ninja = Path(BIN_DIR) / "ninja"
         compiler = find_compiler()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "build.ninja").write_text(ninja_file(self.cpu, self.cuda, self.folder, compiler, find_nvcc()))
+        nvcc = find_nvcc() if WANTED_CUDA != "0" else None
+        (OBJECTS / "build.ninja").write_text(ninja_file(self.cpu, self.cuda, OBJECTS, compiler, nvcc))
         self.make(self.cpu, compiler)
         targets = {name for _, name in cpu_sources()} - {"", "portable", "amx_emulated"}
-        return {"compiler": version(compiler, 0), "targets": ["cpu", *sorted(targets)]}
+        return {"compiler": version(compiler)[0], "targets": ["cpu", *sorted(targets)]}
 
     def build_cuda(self) -> dict:
         nvcc = find_nvcc()
         if not self.report["built"]:
-            return {"built": False, "reason": self.report["reason"]}
+            raise OSError(self.report["reason"])
         if not nvcc:
-            return {"built": False, "reason": "no nvcc: neither in CUDA_HOME nor on the PATH"}
+            raise OSError("no nvcc: neither in CUDA_HOME nor on the PATH")
         self.make(self.cuda, nvcc)
-        logs = [self.folder / f"{source.relative_to(ROOT)}.o.log" for source, _ in cuda_sources() if source.suffix == ".cu"]
+        logs = [OBJECTS / f"{source.relative_to(ROOT)}.o.log" for source, _ in cuda_sources() if source.suffix == ".cu"]
         kernels = [kernel for log in sorted(logs) for kernel in kernels_in(log.read_text())]
-        return {"compiler": version(nvcc, -2), "targets": list(GPUS), "kernels": kernels}
+        return {"compiler": version(nvcc)[-2], "targets": list(GPUS), "kernels": kernels}
 
     def make(self, target: Path, compiler: str) -> None:
-        build = subprocess.run([self.ninja, "-C", self.folder, target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        build = subprocess.run([self.ninja, "-C", OBJECTS, target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(build.stdout)
         if build.returncode:
             target.unlink(missing_ok=True)  # an earlier build would not match the sources
@@ -191,22 +188,31 @@ class NinjaBuild(build_ext):
             raise OSError(f"{compiler} failed: {reason.strip()}")
 
 
-def attempt(build: Callable[[], dict]) -> dict:
-    """Run one build and report on it, in the form of `_build.json`; raises on failure only if CMAB_KERNELS_BUILD is 1."""
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and wait until no other build of these sources is at work in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
+    """Run one build and report on it, in the form of `_build.json`; raises on failure only if `wanted`, the variable's value, is 1."""
     report = {"built": False, "reason": "", "compiler": "", "targets": []}
-    if WANTED == "0":
-        return report | {"reason": "CMAB_KERNELS_BUILD=0"}
+    if wanted == "0":
+        return report | {"reason": f"{variable}=0"}
     try:
         return report | {"built": True} | build()
     except (OSError, ImportError, subprocess.CalledProcessError) as error:
-        if WANTED == "1":
+        if wanted == "1":
             raise
         return report | {"reason": str(error)}
 
 
-def version(compiler: str, line: int) -> str:
-    """One line of what `compiler --version` prints."""
-    return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout.strip().splitlines()[line]
+def version(compiler: str) -> list[str]:
+    """The lines that `compiler --version` prints."""
+    return subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()
 
 
 setup(

@@ -6,9 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from . import __version__
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cmab_kernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"cmab_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, what was built, and which implementation `auto` takes for each operator")
     demo = commands.add_parser("demo", help="run the operators on real data, print what was measured, and draw it")

@@ -21,7 +21,7 @@ def report() -> str:
     """Describe this installation as a page of text.
 
     The sections are versions, the native extension, the CUDA kernels, the processor, the GPU, and the implementation that `auto` takes for
-    each operator.
+    each operator, with footnotes that say why others cannot run.
     """
     sections = {
         "Versions": _versions(),
@@ -70,7 +70,7 @@ def _cuda_kernels() -> Iterator[str]:
     build = build_report()["cuda"]
     if not build["built"]:
         yield f"not built: {build['reason']}"
-        yield "with nvcc in CUDA_HOME or on the PATH, reinstall; no GPU is needed for that"
+        yield "with nvcc in CUDA_HOME or on the PATH, reinstall with CMAB_KERNELS_CUDA=1; no GPU is needed for that"
         return
     yield f"built by {build['compiler']} for {', '.join(build['targets'])}"
     spilled = sum(kernel["stores"] + kernel["loads"] for kernel in build["kernels"])
@@ -100,15 +100,20 @@ def _gpu() -> Iterator[str]:
 
 def _implementations() -> Iterator[str]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return _columns(_choice(operator, family, device) for operator, family in OPERATORS.items() for device in devices)
+    notes: dict[str, int] = {}
+    yield from _columns([_choice(operator, family, device, notes) for operator, family in OPERATORS.items() for device in devices])
+    yield from (f"[{number}] {reason}" for reason, number in notes.items())
 
 
-def _choice(operator: str, family: str, device: str) -> tuple[str, str, str, str]:
-    """A row: operator, device, the implementation that "auto" takes there, and why each unusable one cannot run."""
+def _choice(operator: str, family: str, device: str, notes: dict[str, int]) -> tuple[str, str, str, str]:
+    """A row: operator, device, the implementation that "auto" takes there, and those that cannot run, each with the number of the reason.
+
+    A reason that `notes` does not have yet is added to them with the next number.
+    """
     rows = explain(operator, *_sample(family, device))
     taken = next(row.impl for row in rows if row.usable)
-    others = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
-    return operator, device, f"auto = {taken}", f"({others})" if others else ""
+    others = ", ".join(f"{row.impl} [{notes.setdefault(row.reason, len(notes) + 1)}]" for row in rows if not row.usable)
+    return operator, device, f"auto = {taken}", f"not {others}" if others else ""
 
 
 def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:

@@ -115,12 +115,16 @@ void iterative_pinv(Arguments& in) {
                                                : invert<float>(matrix, inverse, iterations);
 }
 
-}  // namespace
+int set_seed(int number) { return seed = number; }
 
-PYBIND11_MODULE(emulated_cuda, module) {
-  module.def("set_seed", [](int number) { seed = number; });
+void fill(PyObject* module) {
+  cmab::python::define_of_numbers<set_seed>(module, "set_seed");
   bind_continual(module);
   bind_ridge(module);
   bind_solve(module);
   cmab::define<iterative_pinv>(module, "iterative_pinv");
 }
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_emulated_cuda() { return cmab::python::make_module("emulated_cuda", fill); }

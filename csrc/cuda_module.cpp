@@ -1,13 +1,19 @@
 // The extension module cmab_kernels._cuda: Python bindings of the CUDA kernels.
 #include "common/cuda_bindings.h"
 
-using namespace cmab::cuda;
-
 const cmab::Device cmab::kDevice = cmab::Device::kCuda;
 
-PYBIND11_MODULE(_cuda, module) {
-  module.def("shared_memory", shared_memory);
+namespace cmab::cuda {
+namespace {
+
+void fill(PyObject* module) {
+  python::define_of_numbers<shared_memory>(module, "shared_memory");
   bind_continual(module);
   bind_ridge(module);
   bind_solve(module);
 }
+
+}  // namespace
+}  // namespace cmab::cuda
+
+PyMODINIT_FUNC PyInit__cuda() { return cmab::python::make_module("_cuda", cmab::cuda::fill); }

@@ -35,11 +35,9 @@ CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items()
 
 def build(folder: Path, *flags: str) -> Path:
     """Compile the emulated extension into `folder`, with more flags such as a sanitizer's, and return its path."""
-    import pybind11
-
     library = folder / "emulated_cuda.so"
     source = ROOT / "csrc" / "cuda_emulated.cpp"
-    includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
+    includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"))]
     subprocess.run([str(COMPILER), *FLAGS, *flags, *includes, *CONSTANTS, str(source), "-o", str(library)], check=True)
     return library
 

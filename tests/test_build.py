@@ -112,7 +112,7 @@ WORKS = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi
 FAILS = "#!/bin/sh\necho 'ridge_solve.cu(1): error: no such luck'\nexit 1\n"
 
 
-def _build(tree: Path, wanted: str, compiler: str, nvcc: str | None) -> tuple[int, dict[str, Any]]:
+def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str | None) -> tuple[int, dict[str, Any]]:
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
@@ -122,36 +122,47 @@ def _build(tree: Path, wanted: str, compiler: str, nvcc: str | None) -> tuple[in
         if script is not None:
             (tree / "bin" / name).write_text(script)
             (tree / "bin" / name).chmod(0o755)
-    environment = {**os.environ, "CMAB_KERNELS_BUILD": wanted, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree)}
+    asked = {"CMAB_KERNELS_BUILD": wanted, "CMAB_KERNELS_CUDA": wanted_cuda}
+    environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree)}
     run = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, env=environment, capture_output=True)
     report = tree / "cmab_kernels" / "_build.json"
     return run.returncode, json.loads(report.read_text()) if report.exists() else {}
 
 
 needs_tools = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("ninja", "pybind11", "setuptools")),
-    reason="ninja, pybind11 or setuptools are not here: pip brings them to where it builds",
+    any(importlib.util.find_spec(name) is None for name in ("ninja", "setuptools")),
+    reason="ninja or setuptools are not here: pip brings them to where it builds",
 )
 
 
 @in_sources
 @needs_tools
 @pytest.mark.parametrize(
-    "wanted, compiler, nvcc, code, reason, cuda_reason",
+    "wanted, wanted_cuda, compiler, nvcc, code, reason, cuda_reason",
     [
-        ("auto", WORKS, WORKS, 0, "", ""),
-        ("auto", WORKS, FAILS, 0, "", "no such luck"),
-        ("auto", WORKS, None, 0, "", "no nvcc"),
-        ("auto", FAILS, WORKS, 0, "no such luck", "no such luck"),
-        ("1", WORKS, None, 0, "", "no nvcc"),
-        ("1", WORKS, FAILS, 1, None, None),
-        ("0", FAILS, FAILS, 0, "CMAB_KERNELS_BUILD=0", "CMAB_KERNELS_BUILD=0"),
+        ("auto", "auto", WORKS, WORKS, 0, "", ""),
+        ("auto", "auto", WORKS, FAILS, 0, "", "no such luck"),
+        ("auto", "auto", WORKS, None, 0, "", "no nvcc"),
+        ("auto", "auto", FAILS, WORKS, 0, "no such luck", "no such luck"),
+        ("1", "0", WORKS, FAILS, 0, "", "CMAB_KERNELS_CUDA=0"),
+        ("auto", "1", WORKS, WORKS, 0, "", ""),
+        ("auto", "1", WORKS, None, 1, None, None),
+        ("auto", "1", WORKS, FAILS, 1, None, None),
+        ("1", "0", FAILS, None, 1, None, None),
+        ("0", "1", FAILS, FAILS, 0, "CMAB_KERNELS_BUILD=0", "CMAB_KERNELS_BUILD=0"),
     ],
 )
 def test_what_setup_says(
-    tmp_path: Path, wanted: str, compiler: str, nvcc: str | None, code: int, reason: str | None, cuda_reason: str | None
+    tmp_path: Path,
+    wanted: str,
+    wanted_cuda: str,
+    compiler: str,
+    nvcc: str | None,
+    code: int,
+    reason: str | None,
+    cuda_reason: str | None,
 ) -> None:
-    returned, report = _build(tmp_path, wanted, compiler, nvcc)
+    returned, report = _build(tmp_path, wanted, wanted_cuda, compiler, nvcc)
     assert (returned != 0) == code
     if reason is None or cuda_reason is None:
         return
@@ -164,19 +175,19 @@ def test_what_setup_says(
 @in_sources
 @needs_tools
 def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
-    """pip builds in temporary folders, with headers of pybind11 in another one each time."""
-    elsewhere = tmp_path / "elsewhere" / "pybind11"
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "__init__.py").write_text(f"def get_include():\n    return {str(elsewhere)!r}\n")
+    """pip builds in temporary folders. Another compiler in the place of the first compiles all anew."""
     notes = WORKS.replace("\n", '\necho "$@" >> "$(dirname "$0")/calls"\n', 1)
-    assert _build(tmp_path, "1", notes, None)[0] == 0
-    calls = tmp_path / "bin" / "calls"
+    assert _build(tmp_path, "1", "0", notes, None)[0] == 0
+    compiler, calls = tmp_path / "bin" / "c++", tmp_path / "bin" / "calls"
     compiled = calls.read_text().count(" -c ")
-    environment = {**os.environ, "CXX": str(tmp_path / "bin" / "c++"), "CUDA_HOME": str(tmp_path), "PYTHONPATH": str(elsewhere.parent)}
+    environment = {**os.environ, "CXX": str(compiler), "CMAB_KERNELS_CUDA": "0"}
     again = [sys.executable, "setup.py", "build_ext", "--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
     subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert compiled > 20 and calls.read_text().count(" -c ") == compiled
     assert list((tmp_path / "lib").rglob("_C*.so"))
+    compiler.write_text(notes.replace("echo a compiler", "echo its next version"))
+    subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert calls.read_text().count(" -c ") == 2 * compiled
 
 
 def test_the_report_goes_with_the_package() -> None:

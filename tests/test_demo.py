@@ -244,7 +244,7 @@ def test_demo_of_intention_prints_tables_and_draws(tmp_path: Path, capsys, monke
 def test_a_missing_package_is_named(demo, package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with pytest.raises(SystemExit, match=rf"{package}.*pip install cmab-kernels\[demo\]"):
+    with pytest.raises(SystemExit, match=rf"{package}.*pip install '\.\[demo\]' in the checkout"):
         demo.run("demo.png")
 
 

@@ -147,7 +147,7 @@ def test_progress_tells_what_goes_on():
 def test_a_missing_package_is_named(package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with pytest.raises(SystemExit, match=rf"{package}.*pip install cmab-kernels\[demo\]"):
+    with pytest.raises(SystemExit, match=rf"{package}.*pip install '\.\[demo\]' in the checkout"):
         stream.run("demo.png")
 
 

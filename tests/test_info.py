@@ -26,10 +26,25 @@ def test_every_section_is_there(printed: str) -> None:
 
 def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
     """A name longer than its column does not run into the name of the device."""
-    lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines()]
+    lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines() if not line.startswith("  [")]
     assert {line[0] for line in lines} == set(OPERATORS)
     for operator, device, *rest in lines:
         assert device in ("cpu", "cuda") and rest[:2] == ["auto", "="] and rest[2] in {*FAMILIES[OPERATORS[operator]], "reference"}
+
+
+def test_one_reason_stands_once(printed: str) -> None:
+    """An operator names the numbers of the reasons why others cannot run, which follow below, each once."""
+    section = printed.partition("Implementations\n")[2]
+    notes = re.findall(r"^  \[(\d+)\] (.+)$", section, flags=re.MULTILINE)
+    assert len({reason for _, reason in notes}) == len(notes)
+    assert [number for number, _ in notes] == [str(number + 1) for number in range(len(notes))]
+    assert set(re.findall(r" (?:not )?\w+ \[(\d+)\]", section)) == {number for number, _ in notes}
+
+
+def test_version() -> None:
+    command = [sys.executable, "-m", "cmab_kernels", "--version"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert told == f"cmab_kernels {cmab_kernels.__version__}\n"
 
 
 def test_columns_are_as_wide_as_their_longest_cell() -> None:

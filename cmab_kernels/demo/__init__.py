@@ -23,7 +23,7 @@ def require(*packages: str) -> None:
     """Check that the packages are installed; raises `SystemExit` with one line that names the missing ones."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise SystemExit(f"the demo needs {', '.join(missing)}: pip install cmab-kernels[demo]")
+        raise SystemExit(f"the demo needs {', '.join(missing)}: pip install '.[demo]' in the checkout")
 
 
 def checked_output(output: str) -> Path:

@@ -3,7 +3,6 @@
 #include "common/arguments.h"
 #include "common/bindings.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -76,8 +75,8 @@ void backward(Arguments& in) {
 
 }  // namespace
 
-void bind_attention(py::module_& module) {
-  module.attr("MAX_WIDTH") = kMaxWidth;
+void bind_attention(PyObject* module) {
+  python::set_constant(module, "MAX_WIDTH", kMaxWidth);
   define<forward>(module, "attention_forward");
   define<backward>(module, "attention_backward");
   define<merge>(module, "merge_states");

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <string>
 
-namespace py = pybind11;
-
 namespace cmab {
 namespace {
 
@@ -24,7 +22,7 @@ std::string names_of(Types types) {
 }  // namespace
 
 void Arguments::refuse(const char* name, const std::string& problem) const {
-  throw py::value_error(std::string(function_) + ": `" + name + "` " + problem);
+  throw python::ValueError(std::string(function_) + ": `" + name + "` " + problem);
 }
 
 // Callers mostly pass arguments in the order in which they are read, so the search starts after the last one found.
@@ -37,20 +35,20 @@ PyObject* Arguments::argument(const char* name) {
     ++read_;
     return values_[at];
   }
-  throw py::type_error(std::string(function_) + ": `" + name + "` is missing");
+  throw python::TypeError(std::string(function_) + ": `" + name + "` is missing");
 }
 
 TensorView Arguments::read(PyObject* object, const char* name, const char* dims, Types types) {
   TensorView view{};
   if (!is_tensor(object))
-    throw py::type_error(std::string(function_) + ": `" + name + "` is a " + Py_TYPE(object)->tp_name +
-                         ", not a torch.Tensor");
+    throw python::TypeError(std::string(function_) + ": `" + name + "` is a " + Py_TYPE(object)->tp_name +
+                            ", not a torch.Tensor");
   const int count = int(std::strlen(dims));
   if (!cmab::view(object, view) || view.dims != count)
     refuse(name, "is not a dense tensor of " + std::to_string(count) + " dimensions, (" + dims + ")");
   if (!types.has(view.dtype))
-    throw py::type_error(std::string(function_) + ": `" + name + "` is " + name_of(view.dtype) + ", not " +
-                         names_of(types));
+    throw python::TypeError(std::string(function_) + ": `" + name + "` is " + name_of(view.dtype) + ", not " +
+                            names_of(types));
   if (device_index_ < 0) device_index_ = view.device_index;
   if (view.device != kDevice || view.device_index != device_index_) refuse(name, "is on another device");
   for (int i = 0; i < count; ++i) {
@@ -67,26 +65,22 @@ TensorView Arguments::read(PyObject* object, const char* name, const char* dims,
 
 double Arguments::number(const char* name) {
   const double value = PyFloat_AsDouble(argument(name));
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  if (value == -1 && PyErr_Occurred()) throw python::Raised();
   return value;
 }
 
-int64_t Arguments::integer(const char* name) {
-  const int64_t value = PyLong_AsLongLong(argument(name));
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return value;
-}
+int64_t Arguments::integer(const char* name) { return python::to_integer(argument(name)); }
 
 bool Arguments::flag(const char* name) {
   PyObject* object = argument(name);
-  if (!PyBool_Check(object)) throw py::type_error(std::string(function_) + ": `" + name + "` is not a bool");
+  if (!PyBool_Check(object)) throw python::TypeError(std::string(function_) + ": `" + name + "` is not a bool");
   return object == Py_True;
 }
 
-py::gil_scoped_release Arguments::run() const {
+python::Unlocked Arguments::run() const {
   if (names_ && read_ != PyTuple_GET_SIZE(names_))
-    throw py::type_error(std::string(function_) + " was given an argument that it does not have");
-  return py::gil_scoped_release();
+    throw python::TypeError(std::string(function_) + " was given an argument that it does not have");
+  return python::Unlocked();
 }
 
 }  // namespace cmab

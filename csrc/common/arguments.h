@@ -8,11 +8,10 @@
 // as an exception that names the argument.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <string>
 #include <type_traits>
 
+#include "common/python.h"
 #include "common/tensor_view.h"
 
 namespace cmab {
@@ -78,7 +77,7 @@ class Arguments {
   }
 
   // Releases the interpreter's lock until the result is destroyed. Raises TypeError if an argument was not read.
-  [[nodiscard]] pybind11::gil_scoped_release run() const;
+  [[nodiscard]] python::Unlocked run() const;
 
  private:
   static constexpr int kLetters = 128;
@@ -95,44 +94,26 @@ class Arguments {
   bool known_[kLetters] = {};
 };
 
-// ---- module functions that take keyword arguments only; a call is half a microsecond faster than pybind11's
-
-// Returns work()'s result; a C++ exception becomes the current Python exception, and the result is null.
-template <class Work>
-PyObject* guarded(Work work) {
-  try {
-    return work();
-  } catch (pybind11::error_already_set& error) {
-    error.restore();
-  } catch (const pybind11::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-// Adds kFunction(Arguments&) to the module as `name`; it returns void (None in Python) or a pybind11::object.
+// Adds kFunction(Arguments&) to the module as `name`, a function that takes keyword arguments only. It returns void
+// (None in Python) or a python::Object.
 template <auto kFunction>
-void define(pybind11::module_& module, const char* name) {
+void define(PyObject* module, const char* name) {
   static PyMethodDef definition = {name, nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};
   const auto call = +[](PyObject*, PyObject* const* values, Py_ssize_t positional, PyObject* names) -> PyObject* {
     if (positional > 0) {
       PyErr_Format(PyExc_TypeError, "%s takes its arguments by keyword", definition.ml_name);
       return nullptr;
     }
-    return guarded([&] {
+    return python::guarded([&] {
       Arguments in(definition.ml_name, values, names);
       if constexpr (std::is_void_v<decltype(kFunction(in))>)
         return kFunction(in), Py_NewRef(Py_None);
       else
-        return kFunction(in).release().ptr();
+        return kFunction(in).release();
     });
   };
-  definition.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call));
-  module.attr(name) = pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(&definition, nullptr));
+  definition.ml_meth = python::as_method(call);
+  python::add_function(module, definition);
 }
 
 }  // namespace cmab

@@ -1,11 +1,10 @@
 // Helpers shared by the CPU bindings: views as kernel operands, and one bind function for each family.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 
 #include "common/operands.h"
+#include "common/python.h"
 #include "common/tensor_view.h"
 
 namespace cmab {
@@ -23,14 +22,14 @@ inline cpu::Matrices matrices(const TensorView& view) {
 }
 
 // Each is defined in <family>/binding.cpp.
-void bind_attention(pybind11::module_&);
-void bind_continual(pybind11::module_&);
-void bind_gram(pybind11::module_&);
-void bind_layers(pybind11::module_&);
-void bind_pinv(pybind11::module_&);
-void bind_projected(pybind11::module_&);
-void bind_prefix(pybind11::module_&);
-void bind_solve(pybind11::module_&);
-void bind_stack(pybind11::module_&);
+void bind_attention(PyObject* module);
+void bind_continual(PyObject* module);
+void bind_gram(PyObject* module);
+void bind_layers(PyObject* module);
+void bind_pinv(PyObject* module);
+void bind_projected(PyObject* module);
+void bind_prefix(PyObject* module);
+void bind_solve(PyObject* module);
+void bind_stack(PyObject* module);
 
 }  // namespace cmab

@@ -1,8 +1,6 @@
 // Helpers shared by the CUDA bindings, which also call the emulated kernels of cuda_emulated.cpp.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 
 #include "common/arguments.h"
@@ -21,8 +19,8 @@ inline Operand operand(const TensorView& view) {
 inline Stream read_stream(Arguments& in) { return {in.device_index(), uintptr_t(in.integer("stream"))}; }
 
 // Each is defined in <family>/cuda_binding.cpp.
-void bind_continual(pybind11::module_&);
-void bind_ridge(pybind11::module_&);
-void bind_solve(pybind11::module_&);
+void bind_continual(PyObject* module);
+void bind_ridge(PyObject* module);
+void bind_solve(PyObject* module);
 
 }  // namespace cmab::cuda

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <new>
 
-namespace py = pybind11;
+using cmab::python::Object;
 
 namespace cmab {
 namespace {
@@ -56,6 +56,7 @@ struct Torch {
   PyObject* module = checked(PyImport_ImportModule("torch"));
   PyObject* tensor_type = attribute("Tensor");
   PyObject* empty = attribute("empty");
+  PyObject* empty_like = attribute("empty_like");
   PyObject* strided = attribute("strided");
   PyObject* get_num_threads = attribute("get_num_threads");
   // In the order of DType.
@@ -66,17 +67,14 @@ struct Torch {
   const dlpack::Table* table = find_table();
 
  private:
-  static PyObject* checked(PyObject* object) {
-    if (!object) throw py::error_already_set();
-    return object;
-  }
+  static PyObject* checked(PyObject* object) { return Object::owned(object).release(); }
   PyObject* attribute(const char* name) const { return checked(PyObject_GetAttrString(module, name)); }
 
   const dlpack::Table* find_table() const {
-    const auto capsule =
-        py::reinterpret_steal<py::object>(PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__"));
-    const auto* found = static_cast<const dlpack::Table*>(
-        capsule ? PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api") : nullptr);
+    PyObject* const capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+    const auto* found =
+        static_cast<const dlpack::Table*>(capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr);
+    Py_XDECREF(capsule);
     PyErr_Clear();
     for (; found && found->version.major != 1;) found = found->older;
     return found && found->look ? found : nullptr;
@@ -160,38 +158,58 @@ NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[k
   Lent* lent = Lent::make(dtype, shape);
   void* data = lent->managed.tensor.data;
   void* object;
-  if (table.adopt(&lent->managed, &object) != 0) throw py::error_already_set();
-  return {py::reinterpret_steal<py::object>(static_cast<PyObject*>(object)), data};
+  if (table.adopt(&lent->managed, &object) != 0) throw python::Raised();
+  return {Object::owned(static_cast<PyObject*>(object)), data};
 }
 
 // ---- through Python, where torch has no DLPack table
 
+bool truth(PyObject* object, const char* name) { return python::attribute(object, name).get() == Py_True; }
+
+void* data_of(PyObject* tensor) {
+  return reinterpret_cast<void*>(uintptr_t(python::to_integer(python::call_method(tensor, "data_ptr").get())));
+}
+
+bool read_slowly(PyObject* object, TensorView& tensor) {
+  const bool on_cpu = truth(object, "is_cpu");
+  if (!on_cpu && !truth(object, "is_cuda")) return false;
+  if (python::attribute(object, "layout").get() != torch().strided) return false;
+  tensor.device = on_cpu ? Device::kCpu : Device::kCuda;
+  tensor.device_index = on_cpu ? 0 : int(python::to_integer(python::call_method(object, "get_device").get()));
+  const Object shape = python::attribute(object, "shape"), stride = python::call_method(object, "stride");
+  const Py_ssize_t dims = PyTuple_GET_SIZE(shape.get());
+  if (dims > kMaxDims) return false;
+  tensor.dims = int(dims);
+  for (Py_ssize_t i = 0; i < dims; ++i) {
+    tensor.shape[i] = python::to_integer(PyTuple_GET_ITEM(shape.get(), i));
+    tensor.stride[i] = python::to_integer(PyTuple_GET_ITEM(stride.get(), i));
+  }
+  tensor.data = data_of(object);
+  const Object dtype = python::attribute(object, "dtype");
+  const auto* known = std::find(std::begin(torch().dtypes), std::end(torch().dtypes), dtype.get());
+  tensor.dtype = DType(known - std::begin(torch().dtypes));
+  return known != std::end(torch().dtypes);
+}
+
 bool look_slowly(PyObject* object, TensorView& tensor) {
   try {
-    const py::handle seen(object);
-    const bool on_cpu = py::cast<bool>(seen.attr("is_cpu"));
-    if (!(on_cpu || py::cast<bool>(seen.attr("is_cuda"))) || seen.attr("layout").ptr() != torch().strided) return false;
-    tensor.device = on_cpu ? Device::kCpu : Device::kCuda;
-    tensor.device_index = on_cpu ? 0 : py::cast<int>(seen.attr("get_device")());
-    const auto shape = py::cast<py::tuple>(seen.attr("shape")), stride = py::cast<py::tuple>(seen.attr("stride")());
-    tensor.dims = int(shape.size());
-    if (tensor.dims > kMaxDims) return false;
-    for (int i = 0; i < tensor.dims; ++i)
-      tensor.shape[i] = py::cast<int64_t>(shape[i]), tensor.stride[i] = py::cast<int64_t>(stride[i]);
-    tensor.data = reinterpret_cast<void*>(py::cast<uintptr_t>(seen.attr("data_ptr")()));
-    const py::object dtype = seen.attr("dtype");
-    const auto* known = std::find(std::begin(torch().dtypes), std::end(torch().dtypes), dtype.ptr());
-    tensor.dtype = DType(known - std::begin(torch().dtypes));
-    return known != std::end(torch().dtypes);
-  } catch (const std::exception&) {
+    return read_slowly(object, tensor);
+  } catch (const python::Raised&) {
+    PyErr_Clear();
     return false;
   }
 }
 
+// function(shape, dtype=dtype).
+Object make_tensor(PyObject* function, DType dtype, const int64_t (&shape)[kMaxDims]) {
+  const Object given = Object::owned(Py_BuildValue("((LLLL))", shape[0], shape[1], shape[2], shape[3]));
+  const Object named = Object::owned(Py_BuildValue("{s:O}", "dtype", torch().dtypes[int(dtype)]));
+  return Object::owned(PyObject_Call(function, given.get(), named.get()));
+}
+
 NewTensor make_slowly(DType dtype, const int64_t (&shape)[kMaxDims]) {
-  const py::handle empty(torch().empty), type(torch().dtypes[int(dtype)]);
-  NewTensor made{empty(shape[0], shape[1], shape[2], shape[3], py::arg("dtype") = type), nullptr};
-  made.data = reinterpret_cast<void*>(py::cast<uintptr_t>(made.object.attr("data_ptr")()));
+  NewTensor made{make_tensor(torch().empty, dtype, shape), nullptr};
+  made.data = data_of(made.object.get());
   return made;
 }
 
@@ -223,15 +241,11 @@ bool view_plain(PyObject* object, TensorView& view) {
 }
 
 bool is_negated(PyObject* tensor) {
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr));
-  if (!answer) throw py::error_already_set();
-  return answer.ptr() == Py_True;
+  return Object::owned(PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr)).get() == Py_True;
 }
 
 bool requires_grad(PyObject* tensor) {
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, torch().requires_grad));
-  if (!answer) throw py::error_already_set();
-  return answer.ptr() == Py_True;
+  return Object::owned(PyObject_GetAttr(tensor, torch().requires_grad)).get() == Py_True;
 }
 
 NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
@@ -240,13 +254,12 @@ NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, in
   return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
 }
 
-py::object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  const py::handle type(torch().dtypes[int(dtype)]);
-  return py::handle(like).attr("new_empty")(py::make_tuple(batch, heads, rows, columns), py::arg("dtype") = type);
+Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  return make_tensor(python::attribute(like, "new_empty").get(), dtype, {batch, heads, rows, columns});
 }
 
-py::object empty_like(PyObject* tensor) { return py::handle(torch().module).attr("empty_like")(py::handle(tensor)); }
+Object empty_like(PyObject* tensor) { return Object::owned(PyObject_CallOneArg(torch().empty_like, tensor)); }
 
-int torch_threads() { return py::cast<int>(py::handle(torch().get_num_threads)()); }
+int torch_threads() { return int(python::to_integer(python::call(torch().get_num_threads).get())); }
 
 }  // namespace cmab

@@ -3,11 +3,10 @@
 // none (1 us).
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/python.h"
 
 namespace cmab {
 
@@ -46,7 +45,7 @@ bool is_negated(PyObject* tensor);
 bool requires_grad(PyObject* tensor);
 
 struct NewTensor {
-  pybind11::object object;
+  python::Object object;
   void* data;
 };
 
@@ -54,11 +53,11 @@ struct NewTensor {
 NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
 // The same, from torch's allocator, on the device of `like`.
-pybind11::object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows,
-                                 int64_t columns);
+python::Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows,
+                               int64_t columns);
 
 // torch.empty_like(tensor).
-pybind11::object empty_like(PyObject* tensor);
+python::Object empty_like(PyObject* tensor);
 
 // torch.get_num_threads().
 int torch_threads();

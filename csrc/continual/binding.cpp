@@ -11,7 +11,6 @@
 #include "continual/fields.h"
 #include "continual/next_state.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -105,18 +104,17 @@ class StepArguments {
 
 PyTypeObject* step_result_type() {
   static PyObject* const kept =
-      py::object(py::module_::import("cmab_kernels.nystrom.continual.state").attr("StepResult")).release().ptr();
+      python::attribute(python::import("cmab_kernels.nystrom.continual.state").get(), "StepResult").release();
   return reinterpret_cast<PyTypeObject*>(kept);
 }
 
 // Makes a StepResult, a NamedTuple, without calling its type, which takes 0.1 us more.
-PyObject* step_result(py::object out, py::object state) {
+PyObject* step_result(python::Object out, python::Object state) {
   PyTypeObject* type = step_result_type();
-  PyObject* made = type->tp_alloc(type, 2);
-  if (!made) throw py::error_already_set();
-  PyTuple_SET_ITEM(made, 0, out.release().ptr());
-  PyTuple_SET_ITEM(made, 1, state.release().ptr());
-  return made;
+  auto made = python::Object::owned(type->tp_alloc(type, 2));
+  PyTuple_SET_ITEM(made.get(), 0, out.release());
+  PyTuple_SET_ITEM(made.get(), 1, state.release());
+  return made.release();
 }
 
 // Releases the interpreter's lock while a step runs, if `wanted`. Holds references to the tensors that the step writes,
@@ -126,15 +124,14 @@ class Unlocked {
   Unlocked(PyObject* state, const Fields& fields, bool wanted) {
     if (!wanted) return;
     const int written[] = {fields.queries, fields.keys, fields.values, fields.sums, fields.spare};
-    for (int i = 0; i < kWritten; ++i)
-      held_[i] = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(state, written[i]));
+    for (int i = 0; i < kWritten; ++i) held_[i] = python::Object::borrowed(PyTuple_GET_ITEM(state, written[i]));
     release_.emplace();
   }
 
  private:
   static constexpr int kWritten = 5;
-  py::object held_[kWritten];
-  std::optional<py::gil_scoped_release> release_;
+  python::Object held_[kWritten];
+  std::optional<python::Unlocked> release_;
 };
 
 // One step: chooses its memory, runs it, makes its result.
@@ -172,7 +169,7 @@ class Step {
     NewTensor out = new_tensor(shape.dtype, shape.batch, shape.heads, rows, shape.value_width);
     stream.out = out.data;
     run(stream);
-    next.set_position(py::int_(shape.position + shape.tokens));
+    next.set_position(python::from_integer(shape.position + shape.tokens));
     return step_result(std::move(out.object), next.make());
   }
 
@@ -241,31 +238,34 @@ PyObject* attention_step(PyObject* const* given) {
   return step.result(next, stream);
 }
 
-// A plain C function: pybind11's calling convention takes as long as the step itself.
 template <PyObject* (*kStep)(PyObject* const*)>
 PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != StepArguments::kCount) {
     PyErr_SetString(PyExc_TypeError, "(state, query, key, value, retroactive) is needed");
     return nullptr;
   }
-  return guarded([&] { return kStep(given); });
+  return python::guarded([&] { return kStep(given); });
 }
 
 template <PyObject* (*kStep)(PyObject* const*)>
-void define_step(py::module_& module, const char* name) {
-  static PyMethodDef definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call<kStep>)),
-                                   METH_FASTCALL, nullptr};
-  module.attr(name) = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, nullptr));
+void define_step(PyObject* module, const char* name) {
+  static PyMethodDef definition = {name, python::as_method(call<kStep>), METH_FASTCALL, nullptr};
+  python::add_function(module, definition);
+}
+
+PyObject* owns_alone(PyObject*, PyObject* state) {
+  return python::guarded([&] { return PyBool_FromLong(is_sole_owner(state, fields_of(state))); });
 }
 
 }  // namespace
 
-void bind_continual(py::module_& module) {
+void bind_continual(PyObject* module) {
   find_fields();
   step_result_type();
   define_step<nystrom_step>(module, "continual_nystrom_step");
   define_step<attention_step>(module, "continual_attention_step");
-  module.def("is_sole_owner", [](py::handle state) { return is_sole_owner(state.ptr(), fields_of(state.ptr())); });
+  static PyMethodDef sole = {"is_sole_owner", owns_alone, METH_O, nullptr};
+  python::add_function(module, sole);
 }
 
 }  // namespace cmab

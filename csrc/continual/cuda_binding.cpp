@@ -6,8 +6,6 @@
 #include "continual/next_state.h"
 #include "continual/nystrom_step.cuh"
 
-namespace py = pybind11;
-
 namespace cmab::cuda {
 namespace {
 
@@ -32,8 +30,7 @@ class States {
     return {before(field, name, dims, types).data, after(field, name, dims, types).data};
   }
   int integer(int field, const char* name) const {
-    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(before_, field));
-    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+    const int64_t number = python::to_integer(PyTuple_GET_ITEM(before_, field));
     in_.require(number >= 0 && number <= INT32_MAX, name, "is not an int of 32 bits");
     return int(number);
   }
@@ -130,7 +127,7 @@ void attention(Arguments& in) {
 
 // Makes the next state, whose memory a step is to fill. New landmarks are always allocated: the stream's position, and
 // so whether a landmark is replaced, is known on the GPU only.
-py::object next_state(Arguments& in) {
+python::Object next_state(Arguments& in) {
   PyObject* const state = in.object("state");
   const Fields& fields = fields_of(state);
   const auto field = [&](int index, const char* name, const char* dims, Types types) {
@@ -143,7 +140,7 @@ py::object next_state(Arguments& in) {
   shape.dtype = keys.dtype;
   shape.batch = keys.shape[0], shape.heads = keys.shape[1], shape.capacity = keys.shape[2];
   shape.key_width = int(keys.shape[3]), shape.value_width = int(values.shape[3]);
-  shape.window = py::cast<int64_t>(py::handle(PyTuple_GET_ITEM(state, fields.window)));
+  shape.window = python::to_integer(PyTuple_GET_ITEM(state, fields.window));
   shape.tokens = in.integer("tokens");
   const bool retroactive = in.flag("retroactive"), has_landmarks = fields.inverse >= 0;
   const int64_t rows = has_landmarks ? sums.shape[2] : retroactive ? shape.window : 0;
@@ -164,11 +161,11 @@ int step_bytes(int value_width, int landmarks, bool wide) {
 
 }  // namespace
 
-void bind_continual(py::module_& module) {
+void bind_continual(PyObject* module) {
   find_fields();
-  module.attr("MAX_LANDMARKS") = kMaxLandmarks;
-  module.attr("MAX_VALUE_WIDTH") = kMaxValueWidth;
-  module.def("step_shared_bytes", step_bytes);
+  python::set_constant(module, "MAX_LANDMARKS", kMaxLandmarks);
+  python::set_constant(module, "MAX_VALUE_WIDTH", kMaxValueWidth);
+  python::define_of_numbers<step_bytes>(module, "step_shared_bytes");
   define<nystrom>(module, "nystrom_step");
   define<attention>(module, "attention_step");
   define<next_state>(module, "next_state");

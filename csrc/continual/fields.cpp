@@ -4,34 +4,31 @@
 #include <memory>
 #include <stdexcept>
 
-namespace py = pybind11;
-
 namespace cmab {
 namespace {
 
 const Fields* found_nystrom = nullptr;
 const Fields* found_attention = nullptr;
 
-int index_of(const py::tuple& names, const char* name) {
-  for (size_t i = 0; i < names.size(); ++i)
-    if (py::cast<std::string>(names[i]) == name) return int(i);
+int index_of(PyObject* names, const char* name) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i)
+    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), name) == 0) return int(i);
   return -1;
 }
 
 }  // namespace
 
 Fields::Fields(const char* state_type) {
-  const py::object states = py::module_::import("cmab_kernels.nystrom.continual.state");
-  py::object found = states.attr(state_type);
-  const py::tuple names = found.attr("_fields");
-  count = Py_ssize_t(names.size());
+  python::Object found = python::attribute(python::import("cmab_kernels.nystrom.continual.state").get(), state_type);
+  const python::Object names = python::attribute(found.get(), "_fields");
+  count = PyTuple_GET_SIZE(names.get());
   if (count > kMostFields) throw std::length_error("a state of continual attention has more fields than kMostFields");
-  const auto at = [&](const char* name) { return index_of(names, name); };
+  const auto at = [&](const char* name) { return index_of(names.get(), name); };
   queries = at("queries"), keys = at("keys"), values = at("values"), sums = at("sums"), spare = at("spare");
   scale = at("scale"), position = at("position"), window = at("window");
   landmark_queries = at("landmark_queries"), landmark_keys = at("landmark_keys"), inverse = at("inverse");
   pinv_iterations = at("pinv_iterations"), fixed = at("fixed");
-  type = reinterpret_cast<PyTypeObject*>(found.release().ptr());
+  type = reinterpret_cast<PyTypeObject*>(found.release());
 }
 
 void find_fields() {
@@ -46,7 +43,7 @@ const Fields& attention_fields() { return *found_attention; }
 const Fields& fields_of(PyObject* state) {
   for (const Fields* fields : {found_nystrom, found_attention})
     if (Py_TYPE(state) == fields->type) return *fields;
-  throw py::type_error(std::string("`state` is a ") + Py_TYPE(state)->tp_name + ", not one of continual attention");
+  throw python::TypeError(std::string("`state` is a ") + Py_TYPE(state)->tp_name + ", not one of continual attention");
 }
 
 }  // namespace cmab

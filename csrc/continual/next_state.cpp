@@ -3,8 +3,6 @@
 
 #include "common/tensor_view.h"
 
-namespace py = pybind11;
-
 namespace cmab {
 
 bool is_sole_owner(PyObject* state, const Fields& fields) {
@@ -16,12 +14,11 @@ bool is_sole_owner(PyObject* state, const Fields& fields) {
   return true;
 }
 
-py::object NextState::make() {
-  auto made = py::reinterpret_steal<py::object>(fields_.type->tp_alloc(fields_.type, fields_.count));
-  if (!made) throw py::error_already_set();
+python::Object NextState::make() {
+  auto made = python::Object::owned(fields_.type->tp_alloc(fields_.type, fields_.count));
   for (Py_ssize_t i = 0; i < fields_.count; ++i) {
-    py::object field = changed_[i] ? std::move(changed_[i]) : field_before(int(i));
-    PyTuple_SET_ITEM(made.ptr(), i, field.release().ptr());
+    python::Object field = changed_[i] ? std::move(changed_[i]) : field_before(int(i));
+    PyTuple_SET_ITEM(made.get(), i, field.release());
   }
   return made;
 }

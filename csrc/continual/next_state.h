@@ -4,11 +4,10 @@
 // sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/python.h"
 #include "continual/continual.h"
 #include "continual/fields.h"
 
@@ -59,22 +58,20 @@ class NextState {
     inverse = allocate(fields_.inverse, dtype, shape, landmarks, landmarks);
   }
 
-  void set_position(pybind11::object position) { set(fields_.position, std::move(position)); }
+  void set_position(python::Object position) { set(fields_.position, std::move(position)); }
 
-  pybind11::object make();
+  python::Object make();
 
  private:
-  void set(int field, pybind11::object object) { changed_[field] = std::move(object); }
-  pybind11::object field_before(int field) const {
-    return pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(before_, field));
-  }
+  void set(int field, python::Object object) { changed_[field] = std::move(object); }
+  python::Object field_before(int field) const { return python::Object::borrowed(PyTuple_GET_ITEM(before_, field)); }
   void* allocate(int field, DType dtype, const cpu::StreamShape& shape, int64_t rows, int64_t columns);
 
   PyObject* const before_;
   const Fields& fields_;
   const Memory memory_;
   const bool sole_;
-  pybind11::object changed_[kMostFields];
+  python::Object changed_[kMostFields];
 };
 
 }  // namespace cmab

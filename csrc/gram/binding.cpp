@@ -4,7 +4,6 @@
 #include "gram/call.h"
 #include "solve/solve.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -103,7 +102,7 @@ void apply(Arguments& in) {
 
 }  // namespace
 
-void bind_gram(py::module_& module) {
+void bind_gram(PyObject* module) {
   define<sums>(module, "gram");
   define<update>(module, "ridge_update");
   define<step>(module, "ridge_step");

@@ -2,8 +2,6 @@
 #include "common/cuda_bindings.h"
 #include "gram/ridge_solve.cuh"
 
-namespace py = pybind11;
-
 namespace cmab::cuda {
 namespace {
 
@@ -20,11 +18,11 @@ RidgeCall read_rows(Arguments& in) {
 
 // Returns what a call needs beside its inputs and outputs: (matrices per launch, float64 elements of workspace,
 // tickets).
-py::object ridge_needs(Arguments& in) {
+python::Object ridge_needs(Arguments& in) {
   const RidgeCall call = read_rows(in);
   const Needs needed =
       needs(call.batch * call.heads, call.keys, call.key_width, call.value_width, in.integer("most_workspace"));
-  return py::make_tuple(needed.together, needed.workspace, needed.tickets);
+  return python::Object::owned(Py_BuildValue("(LLL)", needed.together, needed.workspace, needed.tickets));
 }
 
 void ridge(Arguments& in) {
@@ -60,9 +58,9 @@ int ridge_bytes(int key_width, int value_width, bool wide) {
 
 }  // namespace
 
-void bind_ridge(py::module_& module) {
-  module.attr("MAX_WIDTH") = kMaxWidth;
-  module.def("ridge_shared_bytes", ridge_bytes);
+void bind_ridge(PyObject* module) {
+  python::set_constant(module, "MAX_WIDTH", kMaxWidth);
+  python::define_of_numbers<ridge_bytes>(module, "ridge_shared_bytes");
   define<ridge_needs>(module, "ridge_needs");
   define<ridge>(module, "ridge_solve");
 }

@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "layers/call.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -140,7 +139,7 @@ void attention_backward_layer(Arguments& in) {
 
 }  // namespace
 
-void bind_layers(py::module_& module) {
+void bind_layers(PyObject* module) {
   define<forward>(module, "feed_forward_layer");
   define<backward>(module, "feed_forward_layer_backward");
   define<attention_forward_layer>(module, "attention_layer");

@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "layers/call.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -171,14 +170,14 @@ void* read_kept(Arguments& in, const BlockStack& stack, bool optional) {
 }
 
 // Reads no parameter: the numbers say it all.
-py::object stack_bytes(Arguments& in) {
+python::Object stack_bytes(Arguments& in) {
   LatentBlock block = read_common(in, in.contiguous("x", "BLC", kFloating));
   block.latents = in.extent('L'), block.block_latents = in.integer("block_latents");
   const int64_t depth = in.integer("depth");
   in.require(depth >= 1, "depth", "is below 1");
   BlockStack stack{};
   stack.blocks.resize(depth, block);
-  return py::int_(block_stack_bytes(stack));
+  return python::from_integer(int64_t(block_stack_bytes(stack)));
 }
 
 // The incoming state and the new one, of all blocks.
@@ -255,9 +254,9 @@ void stack_backward(Arguments& in) {
 
 }  // namespace
 
-void bind_stack(py::module_& module) {
-  module.attr("TENSORS_OF_BLOCK") = kOfBlock;
-  module.attr("TENSORS_OF_READING") = kOfReading;
+void bind_stack(PyObject* module) {
+  python::set_constant(module, "TENSORS_OF_BLOCK", kOfBlock);
+  python::set_constant(module, "TENSORS_OF_READING", kOfReading);
   define<stack_bytes>(module, "block_stack_bytes");
   define<stack_read>(module, "block_stack_read");
   define<stack_forward>(module, "block_stack");

@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "pinv/pinv.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -74,7 +73,7 @@ void values_backward(Arguments& in) {
 
 }  // namespace
 
-void bind_pinv(py::module_& module) {
+void bind_pinv(PyObject* module) {
   define<inverse>(module, "iterative_pinv");
   define<inverse_backward>(module, "iterative_pinv_backward");
   define<values>(module, "landmark_values");

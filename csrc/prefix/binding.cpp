@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "prefix/call.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -65,7 +64,7 @@ void backward(Arguments& in) {
 
 }  // namespace
 
-void bind_prefix(py::module_& module) {
+void bind_prefix(PyObject* module) {
   define<forward>(module, "prefix_forward");
   define<backward>(module, "prefix_backward");
 }

@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "projected/call.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -73,7 +72,7 @@ void backward(Arguments& in) {
 
 }  // namespace
 
-void bind_projected(py::module_& module) {
+void bind_projected(PyObject* module) {
   define<forward>(module, "projected_attention_forward");
   define<backward>(module, "projected_attention_backward");
 }

@@ -3,7 +3,6 @@
 #include "common/bindings.h"
 #include "solve/solve.h"
 
-namespace py = pybind11;
 using namespace cmab::cpu;
 
 namespace cmab {
@@ -25,6 +24,6 @@ void solve(Arguments& in) {
 
 }  // namespace
 
-void bind_solve(py::module_& module) { define<solve>(module, "regularised_solve"); }
+void bind_solve(PyObject* module) { define<solve>(module, "regularised_solve"); }
 
 }  // namespace cmab

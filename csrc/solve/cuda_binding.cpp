@@ -3,8 +3,6 @@
 #include "gram/cut.cuh"
 #include "solve/regularised_solve.cuh"
 
-namespace py = pybind11;
-
 namespace cmab::cuda {
 namespace {
 
@@ -34,8 +32,8 @@ int solve_bytes(int order, int columns, bool wide) {
 
 }  // namespace
 
-void bind_solve(py::module_& module) {
-  module.def("solve_shared_bytes", solve_bytes);
+void bind_solve(PyObject* module) {
+  python::define_of_numbers<solve_bytes>(module, "solve_shared_bytes");
   define<solve>(module, "regularised_solve");
 }
 

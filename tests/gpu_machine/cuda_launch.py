@@ -43,9 +43,7 @@ class Built(NamedTuple):
 
 def build(folder: Path) -> Built:
     """Compile the host's part into `folder`, and the kernels to PTX for compute capability 8.0."""
-    import pybind11
-
-    includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
+    includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"))]
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
     host = [str(HERE / "launches.cpp"), "-o", str(folder / HOST)]
     subprocess.run([str(COMPILER), *flags, *includes, *CONSTANTS, *host], check=True)
@@ -83,7 +81,7 @@ def cuda_on_machine(machine: Machine, built: Built, *launchers: ModuleType) -> I
             machine.memory.give(tensor, name)
         function(**arguments, stream=0)
 
-    built.module.set_launch(on_launch)
+    built.module.set_launch(function=on_launch)
     with ExitStack() as patched:
         for launcher in launchers:
             patched.enter_context(mock.patch.object(launcher, "CUDA", built.module))

@@ -16,14 +16,21 @@
 
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;
 
-// Never destroyed: Python has ended when the module's variables are.
-pybind11::function& cmab::cuda::on_launch = *new pybind11::function;
+PyObject* cmab::cuda::on_launch = nullptr;
 
-using namespace cmab::cuda;
+using namespace cmab;
 
-PYBIND11_MODULE(launches, module) {
-  module.def("set_launch", [](pybind11::function function) { on_launch = function; });
-  bind_continual(module);
-  bind_ridge(module);
-  bind_solve(module);
+namespace {
+
+void set_launch(Arguments& in) { Py_XSETREF(cuda::on_launch, Py_NewRef(in.object("function"))); }
+
+void fill(PyObject* module) {
+  define<set_launch>(module, "set_launch");
+  cuda::bind_continual(module);
+  cuda::bind_ridge(module);
+  cuda::bind_solve(module);
 }
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_launches() { return python::make_module("launches", fill); }

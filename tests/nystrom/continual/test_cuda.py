@@ -41,7 +41,6 @@ from .test_suite import StepSuite
 
 if emulated_cuda.COMPILER is None:
     pytest.skip("no C++ compiler to build the emulated kernels with", allow_module_level=True)
-pytest.importorskip("pybind11", reason="pybind11 is not here, which the emulated kernels are built with")
 cuda_step = pytest.importorskip("cmab_kernels.nystrom.continual.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
