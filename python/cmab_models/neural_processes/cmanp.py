@@ -16,7 +16,7 @@ from cmab_kernels.nn import CMABStack
 from ..prefixes import prefix_states
 from . import official
 from .base import NeuralProcess, joint_log_prob
-from .parts import Decoder, JointHead, NormalHead, perceptron
+from .parts import Decoder, JointHead, NormalHead, point_embedding
 
 if TYPE_CHECKING:
     from typing import Self
@@ -72,7 +72,7 @@ class CMANP(NeuralProcess):
         ff_dim = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
-        self.embedding = perceptron(dim_x + dim_y, dim, dim, embedding_depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
         self.blocks = CMABStack(dim, num_block_latents or num_latents, num_heads, depth, ff_dim)
         self.decoder = Decoder(dim_x, dim, num_heads, ff_dim, depth, embedding_depth)
         self.head: nn.Module = NormalHead(dim, ff_dim, dim_y, bound_std)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from .base import NeuralProcess
-from .parts import NormalHead, perceptron
+from .parts import NormalHead, point_embedding
 
 
 class Total(NamedTuple):
@@ -42,8 +42,8 @@ class CNP(NeuralProcess):
     def __init__(self, dim_x: int, dim_y: int, dim: int = 128, depth: int = 4, bound_std: bool = False) -> None:
         super().__init__()
         self.dim_x, self.dim_y = dim_x, dim_y
-        self.embedding = perceptron(dim_x + dim_y, dim, dim, depth)
-        self.decoder = perceptron(dim_x + dim, dim, dim, depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, depth)
+        self.decoder = point_embedding(dim_x + dim, dim, depth)
         self.head = NormalHead(dim, dim, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Total | None = None, mask: Tensor | None = None) -> Total:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from .base import NeuralProcess
-from .parts import NormalHead, perceptron
+from .parts import NormalHead, perceptron, point_embedding
 
 
 class Cache(NamedTuple):
@@ -80,7 +80,7 @@ class IncTNP(NeuralProcess):
         super().__init__()
         hidden = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
-        self.embedding = perceptron(dim_x + dim_y, dim, dim, embedding_depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
         self.layers = nn.ModuleList(CachedLayer(dim, num_heads, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.head = NormalHead(dim, hidden, dim_y, bound_std)

@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 from cmab_kernels.nn import CrossAttention, LatentLayer
 
 from . import official
-from .parts import Decoder, NormalHead, perceptron
+from .parts import Decoder, NormalHead, point_embedding
 from .points import KeepsPoints, Points
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LBANP(KeepsPoints):
         ff_dim = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
-        self.embedding = perceptron(dim_x + dim_y, dim, dim, embedding_depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
         self.layers = nn.ModuleList(LatentLayer(dim, num_heads, ff_dim) for _ in range(depth))
         self.decoder = Decoder(dim_x, dim, num_heads, ff_dim, depth, embedding_depth)
         self.head = NormalHead(dim, ff_dim, dim_y, bound_std)

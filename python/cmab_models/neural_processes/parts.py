@@ -20,6 +20,21 @@ def perceptron(inputs: int, hidden: int, outputs: int, depth: int) -> nn.Sequent
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
 
+def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
+    """Return a perceptron of width `dim` whose features differ between points before anything is learned.
+
+    With torch's initialisation a layer keeps a sixth of the variance of its inputs and adds a constant: after four, 2% of what a LayerNorm
+    leaves differs between the points of a square, and attention, which sees hardly more than their mean, takes thousands of steps to find
+    out that there is more. Layers between two others are therefore initialised to keep the variance (He et al., ICCV 2015): 19%.
+    """
+    layers = perceptron(inputs, dim, dim, depth)
+    for layer in layers[2:-1]:
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return layers
+
+
 class DecoderLayer(nn.Module):
     """Cross-attention of targets (B, M, dim) over latents (B, L, dim), then a feed-forward layer."""
 
@@ -38,7 +53,7 @@ class Decoder(nn.Module):
 
     def __init__(self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int) -> None:
         super().__init__()
-        self.embedding = perceptron(dim_x, dim, dim, embedding_depth)
+        self.embedding = point_embedding(dim_x, dim, embedding_depth)
         self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from .parts import JointHead, NormalHead, perceptron
+from .parts import JointHead, NormalHead, point_embedding
 from .points import KeepsPoints, Points
 
 
@@ -39,7 +39,7 @@ class TNPD(KeepsPoints):
         super().__init__()
         hidden = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
-        self.embedding = perceptron(dim_x + dim_y, dim, dim, embedding_depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
         layer = nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head: nn.Module = NormalHead(dim, hidden, dim_y, bound_std)

@@ -18,7 +18,7 @@ EXPERIMENTS = (
         # At 3e-3 one seed of three of CMANP, and all of CMANP-AND, stayed where a model is that knows the mean of its context only.
         of_system={"cmanp": {"learning_rate": 1e-3}, "cmanp-and": {"learning_rate": 1e-3}},
     ),
-    Experiment("digits", "digits", ("cmanp", "lbanp", "cnp"), settings={"steps": 5500}, of_system={"cnp": {"steps": 7500}}),
+    Experiment("digits", "digits", ("cmanp", "lbanp", "cnp"), settings={"steps": 4500}, of_system={"cnp": {"steps": 6000}}),
     Experiment("wheel", "wheel", ("cmanp", "lbanp", "cnp"), (0, 1), {"steps": 4000}),
     Experiment("departures", "departures", ("cmhp", "thp"), settings={"steps": 1500}, of_system={"thp": {"steps": 2600}}),
     Experiment("hawkes", "hawkes", ("cmhp", "thp"), settings={"steps": 600}, of_system={"thp": {"steps": 1200}}),
