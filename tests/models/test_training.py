@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from cmab_models.neural_processes import Batch
 from cmab_models.tasks import TASKS, Task
 from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, train
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,28 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not_stopped(toy: type[Task],
     run = Run("cnp", toy(), tmp_path / "parts")
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
         train(run, report=stop)
+    resumed, _ = train(run, resume=True)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Task], tmp_path: Path) -> None:
+    whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
+    updated: list[int] = []
+
+    def interrupt(*_: Any) -> None:  # called when the weights are updated, and the step is not yet counted
+        updated.append(1)
+        if len(updated) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    run, handler = Run("cnp", toy(), tmp_path / "parts"), signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = register_optimizer_step_post_hook(interrupt)
+    try:
+        with pytest.raises(Interrupted, match="after 3 of 6 steps"):
+            train(run)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        hook.remove()
+        signal.signal(signal.SIGINT, handler)
     resumed, _ = train(run, resume=True)
     assert torch.equal(weights(whole), weights(resumed))
 

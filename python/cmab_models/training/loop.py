@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,7 +60,8 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     """Train, and return the model and the seconds that it took (`cpu_seconds`, `wall_seconds`, those before a resumption included).
 
     `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an interruption, which
-    becomes `Interrupted`; with `resume` it is gone on from, to the numbers of a run that was not interrupted on the same machine.
+    waits until the step is done and becomes `Interrupted`; with `resume` it is gone on from, to the numbers of a run that was not
+    interrupted on the same machine.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate)
@@ -78,8 +83,9 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     model.train()
     try:
         while done < task.steps:
-            loss = _step(model, optimizer, run, done)
-            done += 1
+            with _uninterrupted():
+                loss = _step(model, optimizer, run, done)
+                done += 1
             if report is not None:
                 report(done, loss)
     except KeyboardInterrupt:
@@ -88,6 +94,23 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     save()
     model.eval()
     return model, seconds()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block: an optimiser that is stopped half-way has updated some of the weights."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # only the main thread is interrupted, and only it may change what happens then
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *interruption: waiting.append(interruption))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for interruption in waiting:
+        handler(*interruption)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: int) -> float:
