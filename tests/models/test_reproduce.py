@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from cmab_models.reproduce import judging, report
 from cmab_models.reproduce.claims import CLAIMS
 from cmab_models.reproduce.experiments import EXPERIMENTS
 from cmab_models.reproduce.jobs import Experiment
-from cmab_models.reproduce.results import Results
+from cmab_models.reproduce.results import Results, Spread
 from cmab_models.reproduce.runner import finished, run_all
 from cmab_models.training import Run
 
@@ -28,13 +29,20 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
     assert failed == runs[1:]
     assert sorted(ended) == [0, 2]
     assert "cnp" in (runs[0].folder / "log.txt").read_text()
-    record = finished(runs[0])
-    assert record is not None
-    assert record["threads"] == 1
+    found = finished(runs[0])
+    assert found is not None
+    assert found["threads"] == 1
     assert run_all(runs[:1], 2, lambda run, code: ended.append(code)) == []
     assert len(ended) == 2
     (changed,) = experiment(steps=3).runs(tmp_path)
     assert finished(changed) is None
+
+
+def record(run: Run, scores: dict[str, float]) -> None:
+    """Write the record of a run that is finished with these scores."""
+    run.folder.mkdir(parents=True)
+    line = json.dumps({**run.described(), "scores": scores, "cpu_seconds": 3.0, "wall_seconds": 4.0})
+    (run.folder / "results.jsonl").write_text(line + "\n")
 
 
 def recorded(folder: Path, scores: dict[str, list[float]]) -> Results:
@@ -43,9 +51,7 @@ def recorded(folder: Path, scores: dict[str, list[float]]) -> Results:
     for system, values in scores.items():
         each = Experiment("functions", "gp-rbf", (system,), tuple(range(len(values))))
         for run, value in zip(each.runs(folder), values, strict=True):
-            run.folder.mkdir(parents=True)
-            record = {**run.described(), "scores": {"log_likelihood": value}, "cpu_seconds": 3.0, "wall_seconds": 4.0}
-            (run.folder / "results.jsonl").write_text(json.dumps(record) + "\n")
+            record(run, {"log_likelihood": value})
             runs.append(run)
     return Results({"functions": runs})
 
@@ -65,6 +71,29 @@ def test_claims(tmp_path: Path) -> None:
     assert verdict(lambda r: judging.above(r, task, score, "cmanp", "tnp-d")) is None
 
 
+def test_small_errors_are_not_shown_as_none() -> None:
+    assert str(Spread(6.8e-5, 1.2e-5, 3)) == "6.8e-05 ± 1.2e-05"
+    assert str(Spread(-0.5, 0.0, 1)) == "-0.500"
+
+
+def test_few_shots_are_not_judged_where_pixels_do_better(tmp_path: Path) -> None:
+    (claim,) = (claim for claim in CLAIMS if "few examples" in claim.text)
+
+    def verdict(**accuracies: float) -> judging.Verdict:
+        runs: dict[str, list[Run]] = {}
+        for estimator, accuracy in accuracies.items():
+            each = Experiment(f"few shots, {estimator}", "few-shot", ("few-shot",), (0,), {"estimator": estimator})
+            runs[each.name] = list(each.runs(tmp_path / str(len(list(tmp_path.iterdir())))))
+            record(runs[each.name][0], {"accuracy": accuracy})
+        return judging.judged(claim, Results(runs))
+
+    assert verdict(lssvm=0.98, attention=0.97).held is True
+    assert verdict(lssvm=0.97, attention=0.98).held is False
+    unlearned = verdict(lssvm=0.89, attention=0.88)
+    assert unlearned.held is None
+    assert "nearest mean of the pixels has 0.92" in unlearned.reason
+
+
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = recorded(tmp_path, {"cmanp": [1.0, 1.2], "lbanp": [0.0, 0.2]})
     claim = judging.Claim("It is better.", "a paper", lambda r: judging.above(r, "functions", "log_likelihood", "cmanp", "lbanp"))
@@ -74,9 +103,10 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.write(page, results, [("one", picture)], [failed], share=0.01)
     text = page.read_text()
     assert "| It is better. | a paper | **held** | cmanp 1.100 ± 0.141, lbanp 0.100 ± 0.141 |" in text
-    assert "| cmanp | 1.100 ± 0.141 | 12,000 | 3 | 4 |" in text
-    assert "| *exact joint* |" in text
-    assert "![one](pictures/one.png)" in text
+    assert "| cmanp | 1.100 ± 0.141 | 2 | 12,000 | 3 | 4 |" in text
+    (known,) = (line for line in text.splitlines() if line.startswith("Without a model: "))
+    assert re.fullmatch(r"Without a model: exact [\d.]+, exact joint [\d.]+, prior -?[\d.]+\.", known)
+    assert "**one**\n\n![one](pictures/one.png)" in text
     assert "cnp on gp-rbf, seed 0" in text
     assert "Only 1% of all steps" in text
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from cmab_models.data import features, patches
 from cmab_models.data.series import LOADERS, series
-from cmab_models.pictures import draw
+from cmab_models.pictures import draw, width
 from cmab_models.tasks.base import Task, seeded
 from cmab_models.tasks.classes import FewShotTask
 from cmab_models.tasks.patches import Patches
+from cmab_models.tasks.published_streams import GTZAN, THUMOS
 from cmab_models.tasks.series import Series
+from cmab_models.tasks.sets import LeastSquares
 from cmab_models.tasks.streaming import EVERY
 from cmab_models.training.loop import Run, train
 
@@ -156,7 +158,67 @@ def test_thumos_is_read_as_published(tmp_path: Path) -> None:
         features.thumos(tmp_path, "test")
 
 
+def test_tracks_are_streams_of_their_genre(tmp_path: Path) -> None:
+    rows, numbers = [], np.random.default_rng(0).normal(5.0, 3.0, (2, 6, 10, 3))
+    for genre, each in zip(("blues", "rock"), numbers.tolist(), strict=True):
+        for track, pieces in enumerate(each):
+            rows += [f"{genre}.{track:05}.{piece}.wav,66149,{','.join(map(str, values))},{genre}" for piece, values in enumerate(pieces)]
+    (tmp_path / "features_3_sec.csv").write_text("\n".join(["filename,length,a,b,c,label", *rows]) + "\n")
+    task = GTZAN(folder=str(tmp_path), dim=8)
+    data = task.data()
+    assert data.train_labels.tolist() == [0] * 4 + [1] * 4
+    assert data.held_out_labels.tolist() == [0, 0, 1, 1]  # tracks 0 and 5 of each genre
+    train = torch.stack(data.train)
+    torch.testing.assert_close(train.mean((0, 1)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(train.std((0, 1)), torch.ones(3))
+    kept = torch.tensor(numbers[:, 1:5], dtype=torch.float32).flatten(0, 2)
+    expected = (torch.tensor(numbers[1, 5], dtype=torch.float32) - kept.mean(0)) / kept.std(0)
+    torch.testing.assert_close(data.held_out[3], expected)
+    scores = task.evaluate(task.model("continual-nystromformer").eval())
+    assert scores["whole"] == scores["streamed"]  # a track has one window
+    with pytest.raises(FileNotFoundError, match="download it as"):
+        GTZAN().data()
+
+
+def test_runs_of_one_action_are_streams(tmp_path: Path) -> None:
+    info = {"THUMOS": {"train_session_set": ["one", "two"], "test_session_set": ["three"]}}
+    (tmp_path / "data_info.json").write_text(json.dumps(info))
+    shown = {  # column 0 is of no action, the last of doubtful ones
+        "one": [0] * 4 + [2] * 20 + [5] * 20 + [2] * 15,
+        "two": [4] * 16,
+        "three": [4] * 50 + [0] + [3] * 30 + [2] * 21,
+    }
+    for number, (name, actions) in enumerate(shown.items()):
+        frames = 1000 * number + np.arange(len(actions), dtype="float32")[:, None] + np.zeros(3, "float32")
+        labels = np.eye(6, dtype="float32")[actions]
+        if name == "two":
+            frames = np.concatenate([frames, frames[:3]])
+            labels = np.concatenate([labels, labels[:3] + np.eye(6)[2]])  # two actions at once
+        kinds = {"rgb_kinetics_resnet50": frames, "flow_kinetics_bninception": frames[:, :1], "target_perframe": labels}
+        for kind, array in kinds.items():
+            (tmp_path / kind).mkdir(exist_ok=True)
+            np.save(tmp_path / kind / f"{name}.npy", array)
+    task = THUMOS(folder=str(tmp_path), dim=8)
+    data = task.data()
+    assert [(stream[0, 0].item(), len(stream)) for stream in data.train] == [(4, 20), (1000, 16)]
+    assert data.train_labels.tolist() == [0, 1]
+    assert data.held_out.shape == (3, 21, 4)
+    assert data.held_out[:, 0, 0].tolist() == [2000, 2021, 2081]  # an action that was not trained on is left out
+    assert data.held_out_labels.tolist() == [1, 1, 0]
+    windows, _ = task.batch(seeded(0))
+    assert windows.shape == (64, 16, 4)
+    assert task.evaluate(task.model("continual-nystromformer").eval()).keys() == {"whole", "streamed"}
+
+
 @pytest.mark.parametrize("task", [Series(dim=8), FewShotTask(dim=8, ways=2)])
 def test_pictures_are_drawn(task: Task, tmp_path: Path) -> None:
     draw(task, {system: task.model(system).eval() for system in task.systems}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_the_picture_of_widths_has_a_point_for_each() -> None:
+    task = LeastSquares(variables=2)
+    models = {f"{system}, width {dim}": task.model(system, dim=dim) for system in ("intention", "attention") for dim in (16, 4)}
+    (axes,) = width.figure(task, models).axes
+    drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    assert drawn["intention"] == drawn["attention"] == [4, 16]

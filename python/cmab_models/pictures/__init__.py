@@ -20,9 +20,9 @@ PICTURES = {
     **dict.fromkeys(("digits", "faces", "photographs", "emoji", "emnist", "celeba"), "completion"),
     "wheel": "regret",
     **dict.fromkeys(("hawkes", "departures"), "intensity"),
-    "patches": "landmarks",
-    "series": "landmarks",
+    **dict.fromkeys(("patches", "series", "gtzan", "thumos"), "landmarks"),
     "few-shot": "shots",
+    "least-squares": "width",
 }
 """The module that draws a task; its `figure(task, models)` returns the picture."""
 STYLE: dict[Any, Any] = {
@@ -38,9 +38,12 @@ OURS, OTHER, TRUTH = "#c0392b", "#2c6e9f", "0.25"
 """The colours of the papers' systems, of baselines and of the truth."""
 
 
-def colour(system: str) -> str:
-    """Return the colour of a system."""
-    return OURS if system in ("cmanp", "cmanp-and", "cmhp", "continual-nystromformer", "informer", "sigma-informer") else OTHER
+PAPERS = ("cmanp", "cmanp-and", "cmhp", "continual-nystromformer", "intention", "informer", "sigma-informer")
+
+
+def colour(name: str) -> str:
+    """Return the colour of a system, named such as "cmanp" or "continual-nystromformer, fixed landmarks"."""
+    return OURS if name.partition(",")[0] in PAPERS else OTHER
 
 
 def draw(task: Task, models: Mapping[str, nn.Module], output: Path) -> None:

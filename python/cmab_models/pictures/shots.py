@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import TRUTH, colour
+from . import OTHER, OURS, TRUTH
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,8 +23,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     made, axes = plt.subplots(figsize=(3.6, 2.8))
     shots = [number for number in SHOTS if number <= task.most_shots()]
     tasks = [task.changed({"shots": number}) for number in shots]
-    for name, model in models.items():
-        axes.plot(shots, [each.evaluate(model)["accuracy"] for each in tasks], "o-", color=colour(name), label=name)
+    for (name, model), marker in zip(models.items(), cycle("osv^"), strict=False):
+        accuracies = [each.evaluate(model)["accuracy"] for each in tasks]
+        axes.plot(shots, accuracies, marker + "-", color=OTHER if "attention" in name else OURS, label=name)
     axes.plot(shots, [each.references()["nearest mean"] for each in tasks], ":", color=TRUTH, label="nearest mean of pixels")
     axes.set(title=f"accuracy, {task.ways} classes", xlabel="examples of a class", xticks=shots)
     axes.legend(frameon=False, fontsize=7)

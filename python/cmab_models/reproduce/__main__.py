@@ -35,7 +35,7 @@ def main() -> None:
     page = asked.output or (PAGE if asked.share == 1.0 else asked.folder / "RESULTS.md")
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])
     results = Results(by_experiment, costs)
-    write(page, results, drawn(runs, costs, page.parent / "pictures_of_results"), failed, asked.share)
+    write(page, results, drawn(by_experiment, costs, page.parent / "pictures_of_results"), failed, asked.share)
     print(f"wrote {page}")
     sys.exit(1 if failed else 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -13,14 +13,25 @@ from ..training import Run
 from .runner import finished
 
 
-def drawn(runs: Sequence[Run], costs: list[context.Cost], folder: Path) -> list[tuple[str, Path]]:
-    """Draw all pictures into the folder; return their titles and files."""
+def drawn(runs: Mapping[str, Sequence[Run]], costs: list[context.Cost], folder: Path) -> list[tuple[str, Path]]:
+    """Draw all pictures of the runs, by experiment, into the folder; return their titles and files."""
     made = []
-    for task in dict.fromkeys(run.task.name for run in runs if run.task.name in PICTURES):
-        firsts = [run for run in runs if run.task.name == task and run.seed == 0 and finished(run)]
-        if firsts:
-            models: dict[str, nn.Module] = {run.system: kept(run) for run in firsts}
-            draw(firsts[0].task, models, folder / f"{task}.png")
+    for task in dict.fromkeys(run.task.name for each in runs.values() for run in each if run.task.name in PICTURES):
+        models = _models(task, runs)
+        if models:
+            first = next(run for each in runs.values() for run in each if run.task.name == task)
+            draw(first.task, models, folder / f"{task}.png")
             made.append((task, folder / f"{task}.png"))
     save(lambda: context.figure(costs), folder / "context.png")
     return [*made, ("memory and time against the size of the context", folder / "context.png")]
+
+
+def _models(task: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, nn.Module]:
+    """Return the models of the first seed by system, and by what follows a comma in the name of their experiment."""
+    found = {}
+    for experiment, each in runs.items():
+        variant = experiment.partition(", ")[2]
+        for run in each:
+            if run.task.name == task and run.seed == 0 and finished(run):
+                found[f"{run.system}, {variant}" if variant else run.system] = kept(run)
+    return found

@@ -28,7 +28,7 @@ def _head(share: float) -> list[str]:
         "# Results",
         "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
         "models and few steps, so that it takes an hour on two cores; the papers' sizes are the models' defaults. A score with ± is a "
-        "mean over seeds and the standard deviation between them; rows in italics need no model.",
+        "mean over seeds and the standard deviation between them; seconds are those of one run.",
         f"{versions}, {where['machine']}, commit `{where['commit']}`, {where['time']}.",
     ]
     if share != 1.0:
@@ -54,7 +54,8 @@ def _summary(task: Task) -> str:
 
 
 def _pictures(pictures: Sequence[tuple[str, Path]], page: Path) -> list[str]:
-    return [f"![{title}]({picture.relative_to(page.parent).as_posix()})" for title, picture in pictures]
+    shown = [f"**{title}**\n\n![{title}]({picture.relative_to(page.parent).as_posix()})" for title, picture in pictures]
+    return ["## Pictures", *shown]
 
 
 def _failures(failed: Sequence[Run]) -> list[str]:

@@ -21,7 +21,7 @@ class Spread(NamedTuple):
     seeds: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + (f" ± {self.deviation:.3f}" if self.seeds > 1 else "")
+        return number(self.mean) + (f" ± {number(self.deviation)}" if self.seeds > 1 else "")
 
 
 class Results:
@@ -59,19 +59,21 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
+def number(value: float) -> str:
+    """Return the value as text, with three decimals or, where these would show little, two digits."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}"
+
+
 def table(results: Results, experiment: str) -> str:
-    """Return the scores of all systems, in Markdown: one row for each, then what needs no model."""
+    """Return the scores of all systems, in Markdown: one row for each, and below what needs no model."""
     systems = results.records[experiment]
     scores = list(dict.fromkeys(score for records in systems.values() for score in records[0]["scores"]))
-    lines = ["| | " + " | ".join(score.replace("_", " ") for score in scores) + " | steps | CPU s | wall s |"]
-    lines.append("|---|" + "---:|" * (len(scores) + 3))
+    lines = ["| | " + " | ".join(score.replace("_", " ") for score in scores) + " | seeds | steps | CPU s | wall s |"]
+    lines.append("|---|" + "---:|" * (len(scores) + 4))
     for system, records in systems.items():
         cells = [str(results.spread(experiment, system, score)) if score in records[0]["scores"] else "" for score in scores]
         seconds = (results.seconds(experiment, system, kind) for kind in ("cpu_seconds", "wall_seconds"))
-        cells += [f"{records[0]['steps']:,}", *(f"{each:.0f}" for each in seconds)]
+        cells += [str(len(records)), f"{records[0]['steps']:,}", *(f"{each:.0f}" for each in seconds)]
         lines.append(f"| {system} | " + " | ".join(cells) + " |")
-    lines += [
-        f"| *{name.replace('_', ' ')}* | {value:.3f} |" + " |" * (len(scores) + 2)
-        for name, value in results.tasks[experiment].references().items()
-    ]
-    return "\n".join(lines)
+    known = [f"{name.replace('_', ' ')} {number(value)}" for name, value in results.tasks[experiment].references().items()]
+    return "\n".join([*lines, "", f"Without a model: {', '.join(known)}."])

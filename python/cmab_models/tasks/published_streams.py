@@ -1,0 +1,98 @@
+"""Streams of features that have to be downloaded: music, and actions in videos. See `cmab_models.data.features` for the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..data.features import PIECES, Video, gtzan, thumos
+from .streaming import EVERY, Streams, StreamTask
+
+
+@dataclass(frozen=True)
+class GTZAN(StreamTask):
+    """Tell the genre of a track of music from its ten pieces of three seconds; every fifth track of a genre is held out."""
+
+    name: ClassVar[str] = "gtzan"
+
+    num_landmarks: int = 5
+    folder: str = ""
+    """Where `features_3_sec.csv` is."""
+
+    @property
+    def sequence_len(self) -> int:
+        return PIECES
+
+    def data(self) -> Streams:
+        return _tracks(self.folder)
+
+
+@dataclass(frozen=True)
+class THUMOS(StreamTask):
+    """Tell from the newest 16 frames of features which action a video of THUMOS14 shows.
+
+    Streams are runs of frames that show one action alone; those held out are of the published test part, in pieces of two windows. To find
+    the actions among frames that show none, which is what is published, is another task.
+    """
+
+    name: ClassVar[str] = "thumos"
+
+    folder: str = ""
+    """Where `data_info.json` and the folders of arrays are."""
+
+    @property
+    def sequence_len(self) -> int:
+        return 16
+
+    def data(self) -> Streams:
+        return _actions(self.folder, self.sequence_len)
+
+
+@cache
+def _tracks(folder: str) -> Streams:
+    tracks = gtzan(Path(folder) / "features_3_sec.csv")
+    number = (tracks.labels.unsqueeze(1) == tracks.labels).tril().sum(1) - 1  # of the track among those of its genre
+    held_out = number % 5 == 0
+    std, mean = torch.std_mean(tracks.tokens[~held_out], (0, 1))
+    tokens = (tracks.tokens - mean) / std.clamp(min=1e-6)
+    return Streams(list(tokens[~held_out]), tracks.labels[~held_out], tokens[held_out], tracks.labels[held_out])
+
+
+@cache
+def _actions(folder: str, window: int) -> Streams:
+    train, test = (list(_runs(thumos(folder, part))) for part in ("train", "test"))
+    seen = [(tokens, action) for tokens, action in train if len(tokens) >= window]
+    if not seen:
+        raise ValueError(f"{folder} has no run of {window} frames of one action in its training part")
+    actions = sorted({action for _, action in seen})
+    pieces = [
+        (piece, actions.index(action))
+        for tokens, action in test
+        for piece in tokens.split(window + EVERY)
+        if len(piece) == window + EVERY and action in actions
+    ]
+    if not pieces:
+        raise ValueError(f"{folder} has no run of {window + EVERY} frames of one of these actions in its test part")
+    held_out, labels = zip(*pieces, strict=True)
+    return Streams(
+        [tokens for tokens, _ in seen],
+        torch.tensor([actions.index(action) for _, action in seen]),
+        torch.stack(held_out),
+        torch.tensor(labels),
+    )
+
+
+def _runs(videos: Mapping[str, Video]) -> Iterator[tuple[Tensor, int]]:
+    """Yield all runs of frames that show one action alone, and its column: not the first, of no action, nor the last, of doubtful ones."""
+    for tokens, labels in videos.values():
+        shown = labels.argmax(1).where(labels.sum(1) == 1, 0)
+        actions, lengths = shown.unique_consecutive(return_counts=True)
+        for run, action in zip(tokens.split(lengths.tolist()), actions.tolist(), strict=True):
+            if 0 < action < labels.shape[1] - 1:
+                yield run, action
