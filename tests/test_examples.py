@@ -114,12 +114,3 @@ def test_forgetful_bandit() -> None:
     remembers, forgets = numbers(r"([\d.]+) long after", text)
     assert forgets < remembers - 0.02
     assert len(numbers(r"an update takes (\d+) us", text)) == 2
-
-
-def test_complete_photograph() -> None:
-    text = printed("complete_photograph")
-    errors, (blind,) = numbers(r"colours off by ([\d.]+)", text), numbers(r"for all: off by ([\d.]+)", text)
-    assert len(errors) == 6
-    assert errors[-1] < errors[0]
-    assert errors[-1] < blind
-    assert len(set(numbers(r"([\d,]+) bytes", text))) == 1

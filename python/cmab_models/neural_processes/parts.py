@@ -28,7 +28,7 @@ def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
     out that there is more. Layers between two others are therefore initialised to keep the variance (He et al., ICCV 2015): 19%.
     """
     layers = perceptron(inputs, dim, dim, depth)
-    for layer in layers[2:-1]:
+    for layer in list(layers)[2:-1]:
         if isinstance(layer, nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
