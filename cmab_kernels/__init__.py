@@ -41,7 +41,10 @@ from .nystrom import (
     iterative_pinv,
     move_state,
     nystrom_attention,
+    state_from_tensors,
+    state_to_tensors,
 )
+from .online import OnlineRidge
 
 # The function `intention` hides the subpackage of the same name, so it carries the estimators: `cmab_kernels.intention.variants`.
 intention.variants = variants  # type: ignore[attr-defined]  # a function has no such attribute by itself
@@ -53,6 +56,7 @@ __all__ = [
     "ContinualAttentionState",
     "ContinualNystromState",
     "Explanation",
+    "OnlineRidge",
     "Removal",
     "RidgeSolution",
     "RidgeState",
@@ -86,5 +90,7 @@ __all__ = [
     "ridge_step",
     "sigma_intention",
     "solve_ridge",
+    "state_from_tensors",
+    "state_to_tensors",
     "use_impl",
 ]

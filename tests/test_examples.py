@@ -91,6 +91,11 @@ def test_swap_encoder_layers() -> None:
     assert after > before + 0.05
 
 
+def test_river_regression() -> None:
+    before, after = zip(*(numbers(r"([\d.]+) (?:before|after)", line) for line in printed("river_regression").splitlines()), strict=True)
+    assert max(before) < 0.1 and after[1] < 0.1 < 1 < after[0]
+
+
 def test_online_regression() -> None:
     text = printed("online_regression")
     scores, counts = numbers(r"accuracy ([\d.]+)", text), numbers(r"(\d+) examples", text)

@@ -194,6 +194,30 @@ def test_export_of_a_module(name: str) -> None:
     torch.testing.assert_close(program.module()(*fresh), module(*fresh))
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_exported_update_takes_any_number_of_inputs(plain: bool) -> None:
+    """So it does where the projections are modules with hooks, which are called one by one."""
+
+    class Update(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = modules.CMAB(8, 4, 2)
+
+        def forward(self, inputs: Tensor, latents: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            result = self.block.update(inputs, latents, ck.AttentionState(*state))
+            return result.latents, *result.state
+
+    update = Update()
+    if not plain:
+        update.block.compress.cross_attention.key.register_forward_hook(lambda *_: None)
+    inputs = torch.randn(1, 100, 8), torch.randn(1, 3, 8), *update.block.init_state(1)
+    with torch.no_grad():
+        shapes = ({1: torch.export.Dim("n", max=2**20)}, None, (None, None))
+        program = torch.export.export(update, inputs, dynamic_shapes=shapes, strict=False)
+        more = torch.randn(1, 20_000, 8), *inputs[1:]
+        torch.testing.assert_close(program.module()(*more), update(*more))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_traced_module_computes_what_it_traced(name: str) -> None:
@@ -231,3 +255,14 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: s
     program = _FIRST_CALL.format(name=name, options=options)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_padding_on_the_meta_device(train: bool) -> None:
+    """torch's encoder makes a float mask of a bool one; on the meta device there are no values to tell whether it may be one."""
+    tokens, padding = torch.empty(2, 12, 16, device="meta"), torch.zeros(2, 12, dtype=torch.bool, device="meta")
+    for kind in (modules.TransformerEncoderLayer, modules.InformerEncoderLayer):
+        encoder = nn.TransformerEncoder(kind(16, 2, 32, batch_first=True, device="meta"), 2, enable_nested_tensor=False)
+        assert encoder.train(train)(tokens, src_key_padding_mask=padding).shape == tokens.shape
+    attention = modules.NystromAttention(16, 2, batch_first=True, num_landmarks=3, device="meta")
+    assert attention(tokens, tokens, tokens, key_padding_mask=torch.where(padding, -torch.inf, 0.0))[0].shape == tokens.shape

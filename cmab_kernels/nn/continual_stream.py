@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..checks import wrong
 from ..dtypes import state_dtype
-from ..nystrom import ContinualAttentionState, ContinualNystromState
-from ..nystrom.continual.state import check_state, position_on, ring_of, tokens_seen, window_of
+from ..nystrom import ContinualAttentionState, ContinualNystromState, state_from_tensors, state_to_tensors
+from ..nystrom.continual.state import check_state
 from .stream import Part, Stream, copied, extent
 
 
@@ -134,26 +134,13 @@ class ContinualStream(Stream[WindowState]):
         return ""
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
-        fields: dict[str, Any] = copied({name: entry for name, entry in entries.items() if entry.dim()}, device)
-        if "sums" not in fields:
-            return FillingWindow(**fields)
-        position = int(entries["position"])
-        for name in FillingWindow._fields:
-            fields[name] = ring_of(fields[name], position, self.window + 1)
-        fields["spare"] = torch.zeros_like(fields["sums"])
-        fields["scale"] = entries["scale"].detach().cpu().clone()
-        fields["position"] = position_on(fields["keys"].device, position, *fields["keys"].shape[:2])
-        state: WindowState = self.kind(**fields, **self.counts)
+        if "sums" not in entries:
+            return FillingWindow(**copied(entries, device))
+        moved = {name: entry.to(device) if entry.dim() else entry for name, entry in entries.items()}
+        state: WindowState = state_from_tensors(self.kind, moved)
         return state
 
     def _entries(self, value: WindowState) -> dict[str, Tensor]:
         if isinstance(value, FillingWindow):
             return {name: tensor.clone() for name, tensor in value._asdict().items()}
-        position = tokens_seen(value)
-        fields = {**value._asdict(), "position": position}
-        del fields["spare"]
-        rings = {name: window_of(fields[name], position, value.window) for name in FillingWindow._fields}
-        others = {
-            name: field.clone() if isinstance(field, Tensor) else torch.tensor(field) for name, field in fields.items() if name not in rings
-        }
-        return {**rings, **others}
+        return state_to_tensors(value)

@@ -44,7 +44,8 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
 
     `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or in a
-    compiled call a `RuntimeError`. On a GPU, where its values are not read, it makes the whole key NaN, and with it every result.
+    compiled call a `RuntimeError`. On a GPU, where its values are not read, it makes the whole key NaN, and with it every result. The meta
+    device has no values to check.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask, key
@@ -52,6 +53,8 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     sound = (ignore | (key_padding_mask == 0)).all()
     if key_padding_mask.is_cuda:  # an assertion on the device would end every other use of it
         return ignore, key.masked_fill(~sound, torch.nan)
+    if key_padding_mask.is_meta:
+        return ignore, key
     message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
     if torch.compiler.is_compiling():
         torch._assert_async(sound, message)
@@ -245,11 +248,13 @@ class CrossAttention(_Attention):
     ) -> AttentionState:
         """Return what `read` does, with keys and values written to memory: where no kernel projects them, and for other modules.
 
-        With grad mode off they are computed chunk by chunk. With it on they are computed at once, because the backward pass needs them all.
+        With grad mode off they are computed chunk by chunk. With it on they are computed at once, because the backward pass needs them all;
+        and so they are in a compiled or exported call, which a number of chunks would restrict to as many rows.
         """
-        rows = context.shape[1] if torch.is_grad_enabled() else CHUNK
-        chunks = context.split(rows, dim=1)
-        masks = [None] * len(chunks) if key_padding_mask is None else key_padding_mask.split(rows, dim=1)
+        at_once = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        chunks, masks = (None if t is None else [t] if at_once else t.split(CHUNK, dim=1) for t in (context, key_padding_mask))
+        assert chunks is not None
+        masks = masks or [None] * len(chunks)
         for chunk, mask in zip(chunks, masks, strict=True):
             normed = self.context_norm(hide_padding(chunk, mask))
             state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)

@@ -33,7 +33,7 @@ def _activation(layer: nn.Module) -> str | None:
 
 def _is_additive(mask: Tensor | None) -> bool:
     """Return whether a float mask holds other numbers than 0 and -inf; False where `bool_mask` cannot read values either."""
-    if mask is None or not mask.is_floating_point() or mask.is_cuda or torch.compiler.is_compiling():
+    if mask is None or not mask.is_floating_point() or mask.is_cuda or mask.is_meta or torch.compiler.is_compiling():
         return False
     return not bool(((mask == 0) | (mask == -torch.inf)).all())
 

@@ -10,6 +10,8 @@ from .continual import (
     continual_nystrom_init,
     continual_nystrom_step,
     move_state,
+    state_from_tensors,
+    state_to_tensors,
 )
 
 __all__ = [
@@ -23,4 +25,6 @@ __all__ = [
     "iterative_pinv",
     "move_state",
     "nystrom_attention",
+    "state_from_tensors",
+    "state_to_tensors",
 ]

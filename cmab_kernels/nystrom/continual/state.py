@@ -7,6 +7,7 @@ the step then writes only to memory that the given state does not read, a free r
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,6 +78,9 @@ class ContinualAttentionState(NamedTuple):
     """The number n of tokens in the window."""
 
 
+RINGS = ("queries", "keys", "values")
+"""The fields of a state that are rings."""
+
 ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
@@ -136,6 +140,79 @@ def move_state(state: State, device: torch.device | str) -> State:
         name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")
     }
     return state._replace(**tensors, position=position_on(device, tokens_seen(state), *state.keys.shape[:2]))
+
+
+COUNTS = ("position", "window", "pinv_iterations", "fixed")
+"""The fields of a state that are ints."""
+
+
+def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
+    """Return a state as tensors alone, as files of safetensors need them; `state_from_tensors` makes the state of them again.
+
+    The entries are the fields of the state without `spare`, in memory of their own: `queries`, `keys` and `values` (B, H, n, *) are the
+    window, oldest token first, and ints are int64 tensors ().
+
+    >>> tokens = torch.randn(1, 4, 64, 16)
+    >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
+    >>> tensors = cmab_kernels.state_to_tensors(state)
+    >>> tensors["keys"].shape, tensors["position"]
+    (torch.Size([1, 4, 64, 16]), tensor(64))
+    >>> restored = cmab_kernels.state_from_tensors(cmab_kernels.ContinualNystromState, tensors)
+    >>> new = torch.randn(1, 4, 1, 16)
+    >>> torch.equal(*(cmab_kernels.continual_nystrom_step(each, new, new, new).out for each in (state, restored)))
+    True
+    """
+    position = tokens_seen(state)
+    tensors = {name: field for name, field in state._asdict().items() if name != "spare"}
+    counts = {name: torch.tensor(count, device=_HOST) for name, count in {**tensors, "position": position}.items() if name in COUNTS}
+    rings = {name: window_of(tensors[name], position, state.window) for name in RINGS}
+    others = {name: field.detach().clone() for name, field in tensors.items() if name not in (*COUNTS, *RINGS)}
+    return {name: {**counts, **rings, **others}[name] for name in tensors}
+
+
+def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: str = "tensors") -> State:
+    """Return the state of this kind that `state_to_tensors` took apart, in memory of its own, on the device of the tensors.
+
+    Args:
+        kind: `ContinualNystromState` or `ContinualAttentionState`.
+        tensors: all entries, and no other.
+        name: what errors call `tensors`.
+
+    Raises:
+        ValueError, TypeError: an entry is missing, or has a wrong shape, dtype or value; the message names it.
+    """
+    names: list[str] = [field for field in kind._fields if field != "spare"]
+    if tensors.keys() != set(names):
+        other = next(entry for entry in (*names, *tensors) if (entry in tensors) != (entry in names))
+        given = "is given" if other in tensors else "is missing"
+        raise ValueError(wrong(f"{name}[{other!r}]", given, f"a {kind.__name__} has {', '.join(names)}"))
+    counts = {entry: _loaded_count(f"{name}[{entry!r}]", tensors[entry]) for entry in names if entry in COUNTS}
+    fields: dict[str, Any] = {e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in COUNTS}
+    for entry in RINGS:
+        if fields[entry].dim() != 4 or fields[entry].shape[2] != counts["window"]:
+            given = f"has shape {tuple(fields[entry].shape)}"
+            raise ValueError(wrong(f"{name}[{entry!r}]", given, f"(B, H, {counts['window']}, *), a window, is needed"))
+        fields[entry] = ring_of(fields[entry], counts["position"], counts["window"] + 1)
+    position = position_on(fields["keys"].device, counts["position"], *fields["keys"].shape[:2])
+    fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=fields["scale"].cpu(), position=position)
+    state = kind(**fields)
+    check_state(state, kind, name)
+    return state
+
+
+def _loaded_count(name: str, count: Tensor) -> int:
+    if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64 or int(count) < 0:
+        raise ValueError(wrong(name, f"is {count!r}", "an int64 tensor () that is not negative is needed"))
+    return int(count)
+
+
+def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
+    """A contiguous copy without a gradient of numbers that are finite."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+    if not tensor.is_meta and not tensor.isfinite().all():
+        raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def own_memory(state: State) -> State:

@@ -294,3 +294,53 @@ def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -
         wanted, one_by_one = last(state, tuple(t[:, :, : sum(sizes)] for t in rest), impl=impl)
         torch.testing.assert_close(out[:, :, -1:], wanted, rtol=1e-12, atol=1e-13)
         assert all(torch.equal(a, b) for a, b in zip(_window_rows(new), _window_rows(one_by_one), strict=True))
+
+
+# ---- as tensors alone
+
+
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "retroactive"])
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_tensors_alone(kind: str, tokens: int) -> None:
+    """A state as a file of safetensors holds it goes on with the same bits, whatever the capacity of its rings was."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
+    stream = _stream(100)
+    if kind in ("continual", "fixed"):
+        state, rest = _start(stream, 17, 5, kind == "fixed")
+    else:
+        first, rest = zip(*(t.split([17, 83], dim=2) for t in stream), strict=True)
+        state = ck.continual_attention_init(*first)
+    output = "retroactive" if kind == "retroactive" else "single"
+    step = ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
+    state = step(state, *(t[:, :, :tokens] for t in rest), output=output).state
+    loaded = ck.state_from_tensors(type(state), safetensors.load(safetensors.save(ck.state_to_tensors(state))))
+    assert _same(state, loaded) and type(loaded) is type(state)
+    rest = tuple(t[:, :, tokens : tokens + 40] for t in rest)
+    assert torch.equal(step(state, *rest, output=output).out, step(loaded, *rest, output=output).out)
+
+
+SPOILT: dict[str, tuple[type[Exception], Any]] = {
+    "keys": (ValueError, lambda t: t[:, :, 1:]),
+    "values": (ValueError, lambda t: t * torch.nan),
+    "sums": (ValueError, lambda t: t[:, :, :, 1:]),
+    "inverse": (TypeError, lambda t: t.float()),
+    "scale": (TypeError, lambda t: 0.5),
+    "window": (ValueError, lambda t: t[None]),
+    "position": (ValueError, lambda t: t - 1000),
+    "fixed": (ValueError, lambda t: 1),
+    "landmark_keys": (ValueError, None),
+}
+
+
+@pytest.mark.parametrize("name", [*SPOILT, "spare"])
+def test_spoilt_tensors_are_refused(name: str) -> None:
+    state, _ = _start(_stream(17), 17, 5, fixed=False)
+    tensors: dict[str, Any] = ck.state_to_tensors(state)
+    assert _same(ck.state_from_tensors(ck.ContinualNystromState, tensors), state)
+    error, change = SPOILT.get(name, (ValueError, lambda _: state.spare))
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors.get(name))
+    with pytest.raises(error, match=rf"`tensors\.?\[?'?{name}"):
+        ck.state_from_tensors(ck.ContinualNystromState, tensors)

@@ -1,0 +1,338 @@
+"""Ridge regression that takes examples in and lets them go, with the methods of an estimator of scikit-learn."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .checks import wrong
+from .dtypes import FLOATING, state_dtype
+from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
+from .intention.variants import LinearRegression
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class OnlineRidge:
+    """Ridge regression whose examples come and go: the minimum of sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over those that it holds.
+
+    It keeps sums of products in float64, of a size that does not depend on how many examples were read. `partial_fit` adds to them and
+    `forget` subtracts from them, so that what was forgotten was never seen, to rounding.
+
+    Args:
+        alpha: the penalty, >= 0. The intercept b is not penalised.
+        fit_intercept: False fixes b = 0.
+        forgetting: a factor from 0 (excluded) to 1: each example of `partial_fit` multiplies the weights of all before it. The result does
+            not depend on how a stream is cut into calls. 1 forgets nothing by itself.
+
+    X is (N, D) and y (N,) or (N, E). Results have the kind and the dtype of X: a tensor for a tensor, on its device, a NumPy array for all
+    else, float64 unless X is of a smaller floating dtype. Predictions at a tensor carry its gradient; examples record none. Every wrong
+    argument is a `ValueError` or `TypeError` that names it, and leaves the estimator as it was. With scikit-learn it is an estimator:
+    pipelines, searches and `sklearn.base.clone` take it; scikit-learn is not needed otherwise.
+
+    Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `n_features_in_`, D; `n_samples_seen_`, how many examples are held;
+    `info_`, 0 where the solution is sound, else as in `cmab_kernels.RidgeSolution`.
+
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> model = cmab_kernels.OnlineRidge(alpha=0.1)
+    >>> for rows in range(0, 100, 20):
+    ...     _ = model.partial_fit(x[rows : rows + 20], y[rows : rows + 20])
+    >>> _ = model.forget(x[:50], y[:50])
+    >>> anew = cmab_kernels.OnlineRidge(alpha=0.1).fit(x[50:], y[50:])
+    >>> torch.allclose(model.predict(x), anew.predict(x), atol=1e-5), model.n_samples_seen_
+    (True, 50)
+    """
+
+    def __init__(self, alpha: float = 1.0, *, fit_intercept: bool = True, forgetting: float = 1.0) -> None:
+        self.alpha = alpha
+        self.fit_intercept = fit_intercept
+        self.forgetting = forgetting
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Forget everything, and hold these examples; `sample_weight` (N,) >= 0, None: 1 each."""
+        return self._hold(X, y, sample_weight, None)
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Hold these examples too, in O(N D (D + E)) whatever is held; on a stream in order, oldest first."""
+        return self._hold(X, y, sample_weight, self._held())
+
+    @torch.no_grad()
+    def forget(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Let these examples go, which must be held, with the weights that they were added with.
+
+        An estimator that holds no example afterwards is as if it were never fitted. `ValueError` with a `forgetting` below 1, which has
+        changed the weights of what is held.
+        """
+        held = self._fitted()
+        self._check_parameters()
+        if self.forgetting != 1:
+            raise ValueError(wrong("forgetting", f"is {self.forgetting}", "only with 1 do examples keep the weights to be subtracted"))
+        rows = _Rows(self, X, y, sample_weight, held)
+        self._sums = held.with_state(remove_ridge(held.state, *rows.operands(held), weights=rows.weights))
+        return self
+
+    def predict(self, X: Any) -> Any:
+        """Return the predictions (N,) or (N, E) at X (N, D)."""
+        held = self._fitted()
+        points = _points(self, X, held)
+        out = held.solved(self).predict(points[None, None])[0, 0]
+        return _cast(out[:, 0] if held.flat else out, _result_dtype(X))
+
+    @torch.no_grad()
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return R^2, 1 - (sum of squared errors) / (sum of squared distances from the mean), as a mean over the E targets."""
+        held = self._fitted()
+        rows = _Rows(self, X, y, sample_weight, held)
+        weights = torch.ones(len(rows.y), 1) if rows.weights is None else rows.weights[0, :, None]
+        weights, y_ = weights.to(rows.y.device, torch.float64), rows.y.double()
+        errors = y_ - held.solved(self).predict(rows.x[None, None])[0, 0].double()
+        spread = y_ - (weights * y_).sum(0) / weights.sum()
+        error, total = (weights * errors.square()).sum(0), (weights * spread.square()).sum(0)
+        none = (error != 0).double()  # where all targets are equal: 1 for predictions without error, else 0
+        return float((1 - torch.where(total == 0, none, error / total)).mean())
+
+    @property
+    def coef_(self) -> Any:
+        """(D,), or (E, D) where y had two dimensions."""
+        held = self._fitted()
+        coefficients = held.solved(self).coefficients[0, 0].T
+        return _cast(coefficients[0] if held.flat else coefficients, held.dtype)
+
+    @property
+    def intercept_(self) -> Any:
+        """A number, or (E,) where y had two dimensions."""
+        held = self._fitted()
+        intercept = held.solved(self).intercept[0, 0]
+        return _cast(intercept[0] if held.flat else intercept, held.dtype)
+
+    @property
+    def info_(self) -> int:
+        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned."""
+        return int(self._fitted().solved(self, sound=False).info)
+
+    @property
+    def n_samples_seen_(self) -> int:
+        """How many examples are held."""
+        return int(self._fitted().state.count)
+
+    @torch.no_grad()
+    def _hold(self, X: Any, y: Any, sample_weight: Any, held: _Sums | None) -> Self:
+        """Add examples to the sums `held`, or to those of no examples."""
+        self._check_parameters()
+        rows = _Rows(self, X, y, sample_weight, held)
+        if held is None:
+            if rows.weights is not None and not rows.weights.any():
+                raise ValueError(wrong("sample_weight", "is 0 for all examples", "the first examples need one that is not"))
+            held = _Sums.of_none(rows, X, self.fit_intercept)
+        weights, state, number = rows.weights, held.state, len(rows.x)
+        if self.forgetting != 1:
+            ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)
+            fading = self.forgetting**ages
+            weights = fading[None] if weights is None else fading * weights
+            faded = self.forgetting**number
+            state = RidgeState(state.gram * faded, state.moment * faded, state.count)
+        self._sums = held.with_state(ridge_state(*rows.operands(held), weights=weights, state=state))
+        self.n_features_in_ = rows.x.shape[1]
+        return self
+
+    def _check_parameters(self) -> None:
+        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha < math.inf:
+            raise ValueError(wrong("alpha", f"is {self.alpha!r}", "a number >= 0 is needed"))
+        if not isinstance(self.forgetting, int | float) or not 0 < self.forgetting <= 1:
+            raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
+
+    def _held(self) -> _Sums | None:
+        held: _Sums | None = getattr(self, "_sums", None)
+        return held
+
+    def _fitted(self) -> _Sums:
+        """Return what is held; scikit-learn's `NotFittedError`, or without it an `AttributeError`, if that is nothing."""
+        held = self._held()
+        if held is None or not int(held.state.count):
+            try:
+                from sklearn.exceptions import NotFittedError as error
+            except ImportError:
+                error = AttributeError
+            raise error("OnlineRidge holds no example; call fit or partial_fit first")
+        return held
+
+    # ---- what scikit-learn asks of an estimator
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the arguments of the constructor by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments of the constructor; `ValueError` for an unknown name."""
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"Invalid parameter {name!r} for estimator {self!r}. Valid parameters are: {sorted(known)!r}.")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self)).parameters
+        changed = (f"{name}={value!r}" for name, value in self.get_params().items() if value != defaults[name].default)
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def __sklearn_is_fitted__(self) -> bool:
+        held = self._held()
+        return held is not None and bool(held.state.count)
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import RegressorTags, Tags, TargetTags
+
+        target = TargetTags(required=True, multi_output=True)
+        return Tags(estimator_type="regressor", target_tags=target, regressor_tags=RegressorTags())
+
+
+class _Sums:
+    """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin` and, for an intercept, a column of ones.
+
+    The origins are near the means of the first examples, so that data far from 0 lose no digits. The solution is kept until sums change.
+    """
+
+    def __init__(self, state: RidgeState, origin: Tensor, target_origin: Tensor, intercept: bool, flat: bool, dtype: Any) -> None:
+        self.state, self.origin, self.target_origin, self.intercept, self.flat = state, origin, target_origin, intercept, flat
+        self.dtype = dtype
+        self._solution: tuple[float, LinearRegression] | None = None
+
+    @classmethod
+    def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
+        """Return the sums of no examples, with the origins, kind and dtype for those that come first."""
+        width, outputs = rows.x.shape[1], rows.y.shape[1]
+        # Numbers of 8 bits are the same in all dtypes, so that an example is forgotten exactly whatever dtype it comes in.
+        origin, target_origin = ((intercept * t.double().mean(0)).bfloat16().double().nan_to_num(0.0, 0.0, 0.0) for t in (rows.x, rows.y))
+        state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
+        return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given))
+
+    def with_state(self, state: RidgeState) -> _Sums:
+        return _Sums(state, self.origin, self.target_origin, self.intercept, self.flat, self.dtype)
+
+    def solved(self, model: OnlineRidge, sound: bool = True) -> LinearRegression:
+        """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
+        if self._solution is None or self._solution[0] != model.alpha:
+            model._check_parameters()
+            self._solution = model.alpha, self._solve(model.alpha)
+        regression = self._solution[1]
+        if sound and regression.info == 1:
+            allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
+            raise ValueError(wrong("alpha", f"is {model.alpha}", allowed))
+        if sound and regression.info == 2:
+            warnings.warn(
+                f"the regression is ill-conditioned with alpha = {model.alpha}; few digits may be right", RuntimeWarning, stacklevel=4
+            )
+        return regression
+
+    def _solve(self, alpha: float) -> LinearRegression:
+        gram, moment = self.state.gram, self.state.moment
+        if not self.intercept:
+            weight, info = regularised_solve(gram, moment, alpha)
+            return LinearRegression(weight, self.origin[None, None], self.target_origin[None, None], info)
+        total, x_sum, y_sum = gram[..., -1:, -1:], gram[..., -1:, :-1], moment[..., -1:, :]
+        x_mean, y_mean = (torch.where(total > 0, each / total, 0.0) for each in (x_sum, y_sum))
+        weight, info = regularised_solve(gram[..., :-1, :-1] - x_mean.mT * x_sum, moment[..., :-1, :] - x_mean.mT * y_sum, alpha)
+        return LinearRegression(weight, self.origin + x_mean[..., 0, :], self.target_origin + y_mean[..., 0, :], info)
+
+
+class _Rows:
+    """Examples as tensors: x (N, D), y (N, E) and weights (1, N) or None; `flat` where y was (N,)."""
+
+    def __init__(self, model: OnlineRidge, X: Any, y: Any, sample_weight: Any, held: _Sums | None) -> None:
+        if y is None:
+            raise ValueError(f"{type(model).__name__} requires y to be passed, but the target y is None")
+        self.x = _points(model, X, held)
+        targets = _tensor("y", y, self.x.device)
+        self.flat = targets.dim() == 1
+        if targets.dim() not in (1, 2) or len(targets) != len(self.x):
+            raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"X has {len(self.x)} rows: as many are needed"))
+        self.y = (targets[:, None] if self.flat else targets).to(self.x.dtype)
+        if held is not None and (self.flat, self.y.shape[1]) != (held.flat, held.state.moment.shape[3]):
+            wanted = "(N,)" if held.flat else f"(N, {held.state.moment.shape[3]})"
+            raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"{wanted} is needed, as in the examples before"))
+        self.weights: Tensor | None = None
+        if sample_weight is not None:
+            weights = _tensor("sample_weight", sample_weight, self.x.device)
+            if weights.shape != (len(self.x),) or (weights < 0).any():
+                raise ValueError(wrong("sample_weight", f"has shape {tuple(weights.shape)}", f"({len(self.x)},) numbers >= 0 are needed"))
+            self.weights = weights[None].double()
+
+    def operands(self, held: _Sums) -> tuple[Tensor, Tensor]:
+        """Return key (1, 1, N, D [+ 1]) and value (1, 1, N, E) of these examples for the sums `held`."""
+        key, value = self.x - held.origin.to(self.x.dtype), self.y - held.target_origin.to(self.y.dtype)
+        if held.intercept:
+            key = torch.nn.functional.pad(key, (0, 1), value=1.0)
+        return key[None, None], value[None, None]
+
+
+def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
+    """Return X as a tensor (N, D) on the device of the sums `held`; raise if it has another form or width.
+
+    Some messages are worded as scikit-learn's checks of estimators look for them.
+    """
+    points = _tensor("X", X, held.state.gram.device if held is not None else None)
+    if points.dim() != 2:
+        shown = f"has shape {tuple(points.shape)}"
+        raise ValueError(
+            wrong("X", shown, "(N, D) is needed. Reshape your data: X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row")
+        )
+    for axis, name in enumerate(("sample", "feature")):
+        if points.shape[axis] == 0:
+            raise ValueError(f"Found array X with 0 {name}(s) (shape={tuple(points.shape)}) while a minimum of 1 is required.")
+    if held is not None and points.shape[1] != held.origin.shape[0]:
+        raise ValueError(
+            f"X has {points.shape[1]} features, but {type(model).__name__} is expecting {held.origin.shape[0]} features as input"
+        )
+    return points
+
+
+def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
+    """Return finite numbers as a float64 or float32 tensor: a half type as float32, what is not floating as float64."""
+    if isinstance(given, Tensor):
+        tensor = given
+        if device is not None and tensor.device != device:
+            raise ValueError(wrong(name, f"is on {tensor.device}", f"{device} is needed"))
+    else:
+        tensor = _array(name, given).to(device)
+    if tensor.is_complex():
+        raise ValueError(f"Complex data not supported: {name} is {tensor.dtype}")
+    tensor = tensor.to(state_dtype(tensor.dtype) if tensor.dtype in FLOATING else torch.float64)
+    if not tensor.isfinite().all():
+        raise ValueError(f"Input {name} contains infinity or NaN; every element must be finite")
+    return tensor
+
+
+def _array(name: str, given: Any) -> Tensor:
+    """Return a sequence, an array or a table of numbers as a tensor on the CPU."""
+    import numpy as np
+
+    if hasattr(given, "tocsr"):
+        raise TypeError(f"{name} is sparse, and sparse data are not supported; use toarray()")
+    array = np.asarray(given)
+    if array.dtype.kind == "c":
+        raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
+    kept = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4, 8)
+    array = array.astype(array.dtype.newbyteorder("=") if kept else np.float64, copy=False)
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _result_dtype(given: Any) -> Any:
+    """Return the dtype of results for an input: a floating dtype of torch for a tensor, of NumPy for all else."""
+    if isinstance(given, Tensor):
+        return given.dtype if given.is_floating_point() else torch.float64
+    import numpy as np
+
+    dtype: Any = getattr(given, "dtype", None)
+    return dtype if getattr(dtype, "kind", "") == "f" and dtype.itemsize in (2, 4, 8) else np.dtype(np.float64)
+
+
+def _cast(out: Tensor, dtype: Any) -> Any:
+    """Return a tensor in a dtype of torch, or as an array in one of NumPy."""
+    return out.to(dtype) if isinstance(dtype, torch.dtype) else out.detach().cpu().numpy().astype(dtype, copy=False)

@@ -1,0 +1,179 @@
+"""Ridge regression that forgets, as an estimator of scikit-learn: equal to its `Ridge`, and held to its own checks."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cmab_kernels import OnlineRidge
+
+pytest.importorskip("sklearn", reason="the package scikit-learn is not installed")
+from sklearn.base import clone, is_regressor
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+
+# All of them apply; `check_array_api_input` skips itself, with its reason, unless SCIPY_ARRAY_API is set.
+@pytest.mark.filterwarnings("ignore")
+@parametrize_with_checks([OnlineRidge(), OnlineRidge(fit_intercept=False), OnlineRidge(forgetting=0.99)])
+def test_checks_of_scikit_learn(estimator: OnlineRidge, check: Any, threads: Any) -> None:
+    check(estimator)
+
+
+def _data(rows: int = 60, targets: int = 2, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(rows, 5)) + 3
+    y = x @ random.normal(size=(5, targets)) + 7 + 0.1 * random.normal(size=(rows, targets))
+    return x, y[:, 0] if targets == 1 else y, random.uniform(0.1, 2, size=rows)
+
+
+def _streamed(model: OnlineRidge, *data: Any, size: int = 7) -> OnlineRidge:
+    for first in range(0, len(data[0]), size):
+        model.partial_fit(*(part[first : first + size] for part in data))
+    return model
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_equals_ridge(intercept: bool, targets: int) -> None:
+    x, y, weights = _data(targets=targets)
+    theirs = Ridge(0.3, fit_intercept=intercept).fit(x, y, weights)
+    for ours in (
+        OnlineRidge(0.3, fit_intercept=intercept).fit(x, y, weights),
+        _streamed(OnlineRidge(0.3, fit_intercept=intercept), x, y, weights),
+    ):
+        for name in ("coef_", "intercept_"):
+            assert np.shape(getattr(ours, name)) == np.shape(getattr(theirs, name)) or not intercept
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(ours.predict(x), theirs.predict(x), rtol=1e-11)
+        assert abs(ours.score(x, y, weights) - theirs.score(x, y, weights)) < 1e-12
+        assert ours.n_samples_seen_ == 60 and ours.info_ == 0
+
+
+def test_what_was_forgotten_was_never_seen() -> None:
+    x, y, weights = _data()
+    model = _streamed(OnlineRidge(), x, y, weights).forget(x[:45].astype(object), y[:45].tolist(), weights[:45])
+    anew = OnlineRidge().fit(x[45:], y[45:], weights[45:])
+    np.testing.assert_allclose(model.predict(x), anew.predict(x), rtol=1e-12)
+    assert model.n_samples_seen_ == 15
+    model.forget(x[45:], y[45:], weights[45:])
+    with pytest.raises(NotFittedError):
+        model.predict(x)
+    np.testing.assert_allclose(model.partial_fit(x, y).predict(x), OnlineRidge().fit(x, y).predict(x), rtol=1e-12)
+
+
+def test_a_forgetting_factor_is_a_weight_by_age() -> None:
+    """Any way of cutting the stream gives the same."""
+    x, y, weights = _data()
+    theirs = Ridge(1.0).fit(x, y, weights * 0.9 ** np.arange(59, -1, -1))
+    for size in (1, 7, 60):
+        ours = _streamed(OnlineRidge(forgetting=0.9), x, y, weights, size=size)
+        np.testing.assert_allclose(ours.predict(x), theirs.predict(x), rtol=1e-11)
+    with pytest.raises(ValueError, match=r"`forgetting` is 0\.9"):
+        ours.forget(x, y)
+
+
+def test_far_from_zero() -> None:
+    """An offset of 1e6 times the spread of the data costs no more digits than it costs the data themselves."""
+    x, y, _ = _data()
+    ours, theirs = _streamed(OnlineRidge(), x + 1e6, y + 1e6), Ridge().fit(x, y)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-7, atol=1e-8)
+    np.testing.assert_allclose(ours.predict(x + 1e6) - 1e6, theirs.predict(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_results_are_of_the_kind_and_dtype_of_the_input(dtype: torch.dtype) -> None:
+    x, y = (torch.from_numpy(part).to(dtype) for part in _data()[:2])
+    model = OnlineRidge().fit(x, y)
+    wanted = Ridge().fit(x.double().numpy(), y.double().numpy()).predict(x.double().numpy())
+    assert all(isinstance(each, Tensor) and each.dtype == dtype for each in (model.predict(x), model.coef_, model.intercept_))
+    limit = max(4 * torch.finfo(dtype).eps, 1e-12)
+    torch.testing.assert_close(model.predict(x).double(), torch.from_numpy(wanted), rtol=limit, atol=limit)
+    if dtype != torch.bfloat16:
+        out = model.predict(x.numpy())
+        assert isinstance(out, np.ndarray) and out.dtype == x.numpy().dtype
+    assert model.predict([[1, 2, 3, 4, 5]]).dtype == np.float64
+
+
+def test_predictions_carry_the_gradient_of_a_tensor() -> None:
+    x, y, _ = _data()
+    model, points = OnlineRidge().fit(x, y), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(model.predict(points).sum(), points)[0]
+    np.testing.assert_allclose(gradient, np.tile(model.coef_.sum(0), (3, 1)), rtol=1e-12)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "alpha": ({"alpha": -1.0}, "`alpha` is -1.0"),
+    "forgetting": ({"forgetting": 0}, "`forgetting` is 0"),
+    "X": ({"X": np.zeros((4, 3))}, "X has 3 features"),
+    "X nan": ({"X": np.full((4, 5), np.nan)}, "Input X contains"),
+    "y": ({"y": np.zeros(3)}, "`y` has shape"),
+    "y targets": ({"y": np.zeros((4, 3))}, "`y` has shape"),
+    "y None": ({"y": None}, "requires y"),
+    "sample_weight": ({"sample_weight": -np.ones(4)}, "`sample_weight`"),
+    "device": ({"X": torch.zeros(4, 5, device="meta")}, "`X` is on meta"),
+    "too many": ({"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))}, "`state.count, less the keys"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_argument_and_change_nothing(case: str) -> None:
+    changed, message = WRONG[case]
+    x, y, _ = _data()
+    model = OnlineRidge().fit(x, y)
+    before = model.predict(x)
+    arguments: dict[str, Any] = {"X": np.zeros((4, 5)), "y": np.zeros((4, 2)), "sample_weight": None, **changed}
+    method = model.forget if arguments.pop("forget", False) else model.partial_fit
+    parameters = {name: arguments.pop(name) for name in ("alpha", "forgetting") if name in arguments}
+    model.set_params(**parameters)
+    with pytest.raises(ValueError, match=message):
+        method(**arguments)
+    model.set_params(alpha=1.0, forgetting=1.0)
+    np.testing.assert_array_equal(model.predict(x), before)
+
+
+def test_a_system_without_a_solution() -> None:
+    x, y = np.ones((4, 3)), np.ones(4)
+    model = OnlineRidge(alpha=0.0, fit_intercept=False).fit(x, y)
+    assert model.info_ > 0
+    with pytest.raises(ValueError, match=r"`alpha` is 0\.0"):
+        model.predict(x)
+    assert model.set_params(alpha=1.0).predict(x).shape == (4,)  # the sums are the same: only the penalty is another
+
+
+def test_with_the_tools_of_scikit_learn() -> None:
+    x, y, _ = _data()
+    search = GridSearchCV(make_pipeline(StandardScaler(), OnlineRidge()), {"onlineridge__alpha": [1e-3, 1e3]}).fit(x, y)
+    assert search.best_params_ == {"onlineridge__alpha": 1e-3} and is_regressor(OnlineRidge())
+    model = OnlineRidge(2.0, forgetting=0.5).fit(x, y)
+    assert repr(clone(model)) == "OnlineRidge(alpha=2.0, forgetting=0.5)" and not hasattr(clone(model), "n_features_in_")
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), model.predict(x))
+    assert abs(model.score(x, y) - r2_score(y, model.predict(x))) < 1e-12
+
+
+def test_without_scikit_learn() -> None:
+    program = """
+import sys
+sys.modules["sklearn"] = None
+import torch, cmab_kernels
+model = cmab_kernels.OnlineRidge()
+try:
+    model.predict(torch.ones(2, 3))
+except AttributeError as error:
+    assert "holds no example" in str(error)
+x = torch.randn(20, 3)
+assert model.fit(x, x.sum(1)).score(x, x.sum(1)) > 0.9
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
