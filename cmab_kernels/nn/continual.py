@@ -23,6 +23,7 @@ from ..nystrom import (
 )
 from ..nystrom.continual.api import OUTPUTS
 from .continual_stream import ContinualStream, FillingWindow, WindowState
+from .continual_training import attention_over_stream, nystrom_over_stream
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
@@ -34,8 +35,8 @@ class Continual(MultiheadProjections):
 
     The methods have the names of the package continual-inference. One token is (B, C); several are (B, T, C) or (T, B, C), as `batch_first`
     says, or (T, C) without a batch. A key or value of None is the query. Before the window is full there is no output, and the result is
-    None. A stream holds no autograd graph: a step that would lose a gradient is a `RuntimeError`; use `torch.no_grad()`. Errors leave the
-    stream unchanged.
+    None. A stream holds no autograd graph: a step that would lose a gradient is a `RuntimeError`; use `torch.no_grad()`, and train with
+    `forward_stream`, whose results are those of the steps. Errors leave the stream unchanged.
     """
 
     sequence_len: int
@@ -82,6 +83,18 @@ class Continual(MultiheadProjections):
         attended = self._advance(query, key, value, update_state=update_state)
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
 
+    def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
+        """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients: the form to train.
+
+        The module's own stream is neither read nor changed. In training there is dropout of attention weights, if the module has any.
+        """
+        heads = self._heads(query, query if key is None else key, query if value is None else value)
+        self._check_heads(heads, None)
+        if heads[0].shape[2] < self.sequence_len:
+            return None
+        attended = self._over_stream(*heads)
+        return self._joined(attended if self.output == "retroactive" else attended.squeeze(3), batched=query.dim() == 3)
+
     def clean_state(self) -> None:
         """Forget all tokens."""
         self.stream.state = None
@@ -105,6 +118,10 @@ class Continual(MultiheadProjections):
     @abstractmethod
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
+
+    @abstractmethod
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the outputs (B, H, T - n + 1, 1 or n, E) of a stream of heads (B, H, T, *), T >= n, after each of its tokens from n on."""
 
     @abstractmethod
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -136,6 +153,9 @@ class Continual(MultiheadProjections):
         self._refuse_to_drop()
         heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
         held = stream.held
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
+            allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
+            raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))
         self._check_heads(heads, held)
         tokens = heads[0].shape[2]
         if tokens == 0:
@@ -164,11 +184,8 @@ class Continual(MultiheadProjections):
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
-        """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`, or would need a gradient."""
+        """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`."""
         like = heads[0]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
-            allowed = "a stream holds no graph; use torch.no_grad(), or step a state of your own by the operator, which is differentiable"
-            raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))
         for name, head in zip(("query", "key", "value"), heads, strict=True):
             if head.shape != like.shape:
                 given, wanted = ((h.shape[0], h.shape[2]) for h in (head, like))
@@ -268,6 +285,10 @@ class ContinualAttention(Continual, MultiheadAttention):
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return latent_attention(query[:, :, -1:] if self.output == "single" else query, key, value)
 
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dropout = self.dropout if self._drops else 0.0
+        return attention_over_stream(query, key, value, self.sequence_len, self.output == "retroactive", dropout)
+
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualAttentionState:
         return continual_attention_init(query, key, value)
 
@@ -292,9 +313,10 @@ class ContinualNystromAttention(Continual, NystromAttention):
         landmarks: "continual": the means of segments of the stream; when a segment is full, every n / m tokens, its mean replaces the
             oldest. In `forward` they are the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
 
-    `forward` is `NystromAttention`'s, over a whole window at once, for training, where a key or value of None is the query; it does not
-    change the stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does after every n tokens, or
-    every n / m where m divides n; in between, landmarks lag behind the window by less than one segment.
+    `forward` is `NystromAttention`'s, over a whole window at once, where a key or value of None is the query; it does not change the
+    stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does after every n tokens, or every n / m
+    where m divides n; in between, landmarks lag behind the window by less than one segment. So what is to be streamed with continual
+    landmarks is trained with `forward_stream` on pieces of more than n tokens: it has the stream's landmarks at every token.
 
     A stream is valid only with the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those
     of continual-inference, with the differences that `ContinualAttention` lists.
@@ -331,6 +353,11 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._attend(query, key, value, None)
+
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        landmarks = self._options().get("landmarks", self.num_landmarks)
+        iterations = self.pinv_iterations if self.pinv == "iterative" else 0
+        return nystrom_over_stream(query, key, value, self.sequence_len, self.output == "retroactive", landmarks, iterations)
 
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualNystromState:
         return continual_nystrom_init(query, key, value, **self._options())

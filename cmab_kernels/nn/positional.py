@@ -27,10 +27,11 @@ class CircularPositionalEncoding(Keeper[int]):
             around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved.
         batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
 
-    `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C). In training the
-    window starts at a random place, drawn at every call, so that all places are trained and only differences carry information; in eval
-    mode it starts at the stream's place, which it does not change. `forward_step` takes one token (B, C) and `forward_steps` any number,
-    and both advance the stream; `clean_state` resets it to place 0. The place is part of the `state_dict` while it is not 0.
+    `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C), and `forward_stream`
+    to a stream of any number. In training they start at a random place, drawn at every call, so that all places are trained and only
+    differences carry information; in eval mode they start at the stream's place, which they do not change. `forward_step` takes one token
+    (B, C) and `forward_steps` any number, and both advance the stream; `clean_state` resets it to place 0. The place is part of the
+    `state_dict` while it is not 0.
 
     The package continual-inference calls this `RecyclingPositionalEncoding`, which takes (B, C, T) and advances at every `forward`.
 
@@ -73,8 +74,12 @@ class CircularPositionalEncoding(Keeper[int]):
         length = tokens.shape[self._along(tokens)]
         if length > self.sequence_len:
             raise ValueError(wrong("tokens", f"has {length} tokens", f"at most the window's {self.sequence_len} are needed"))
-        start = torch.randint(self.period, (), device=tokens.device) if self.training else self.position
-        return self._added(tokens, start)
+        return self._added(tokens, self._start(tokens))
+
+    def forward_stream(self, tokens: Tensor) -> Tensor:
+        """Return a stream of any number of tokens, in the shape of `forward`, with encodings added: `forward` beyond a single window."""
+        self._check("tokens", tokens, (2, 3))
+        return self._added(tokens, self._start(tokens))
 
     def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
         """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
@@ -112,6 +117,10 @@ class CircularPositionalEncoding(Keeper[int]):
     def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
         check_features(name, tokens, layout, dims, self.encodings.shape[1], self.encodings)
+
+    def _start(self, tokens: Tensor) -> int | Tensor:
+        """Return the place where `forward` begins: a random one in training, else the stream's."""
+        return torch.randint(self.period, (), device=tokens.device) if self.training else self.position
 
     def _along(self, tokens: Tensor) -> int:
         return 1 if self.batch_first and tokens.dim() == 3 else 0

@@ -157,3 +157,19 @@ def test_landmarks_are_fitted_layer_by_layer() -> None:
         made("continual").fit_landmarks(windows)
     with pytest.raises(ValueError, match="at least one layer"):
         made("exact", depth=0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_is_what_is_streamed(kind: str, depth: int) -> None:
+    """`forward_stream` has the scores of the steps at every token; `forward` has not, where landmarks lag behind the window."""
+    model, tokens = made(kind, depth), stream()
+    trained = model.forward_stream(tokens)
+    streamed = [model.forward_step(token) for token in tokens.unbind(1)]
+    assert all(scores is None for scores in streamed[: N - 1])
+    torch.testing.assert_close(trained, torch.stack([scores for scores in streamed if scores is not None], 1), rtol=1e-12, atol=1e-12)
+    model.clean_state()
+    model.train().forward_stream(tokens).sin().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(ValueError, match="tokens have shape"):
+        model.forward_stream(tokens[:, : N - 1])

@@ -407,3 +407,41 @@ def test_modules_are_torchs() -> None:
         assert str(module.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
         assert module.state_dict().keys() == theirs.state_dict().keys()
         assert pickle.loads(pickle.dumps(module)).state_dict().keys() == theirs.state_dict().keys()
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("output", ["single", "retroactive"])
+@pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
+@pytest.mark.parametrize("window, number", [(12, 3), (13, 5), (1, 1)])
+def test_what_is_trained_is_what_is_streamed(kind: str, output: str, window: int, number: int) -> None:
+    """The training form equals the steps at every token, between replacements of landmarks too, and has the gradient of the steps."""
+    options: dict[str, Any] = {"batch_first": True, "sequence_len": window, "output": output, "dtype": torch.float64}
+    if kind == "exact":
+        module: Any = ContinualAttention(8, 2, **options)
+    else:
+        module = ContinualNystromAttention(8, 2, num_landmarks=number, landmarks=kind, **options)
+    tokens = torch.randn(2, 3 * window + 2, 8, dtype=torch.float64)
+    if kind == "fixed":
+        module.landmark_queries, module.landmark_keys = (torch.nn.Parameter(torch.randn(2, number, 4).double()) for _ in range(2))
+    trained = module.forward_stream(tokens)
+    with torch.no_grad():
+        streamed = module.forward_steps(tokens)
+    torch.testing.assert_close(trained, streamed, rtol=1e-12, atol=1e-12)
+    assert module.forward_stream(tokens[:, : window - 1]) is None
+    leaves = list(module.parameters())
+    gradients = torch.autograd.grad(trained.sin().sum(), leaves)
+    heads = module._heads(tokens, tokens, tokens)
+    stepped = module._joined(_stepped_by_operator(module, heads), batched=True)
+    torch.testing.assert_close(gradients, torch.autograd.grad(stepped.sin().sum(), leaves), rtol=1e-9, atol=1e-9)
+
+
+def _stepped_by_operator(module: Any, heads: tuple[Tensor, ...]) -> Tensor:
+    """Return the outputs of a state that is stepped token by token by the operator, which records the gradient."""
+    firsts, rest = zip(*(head.split([module.sequence_len, head.shape[2] - module.sequence_len], 2) for head in heads), strict=True)
+    outs, state = [module._whole(*firsts)], module._init(*firsts)
+    for token in zip(*(part.split(1, 2) for part in rest), strict=True):
+        out, state = module._step(state, *token)
+        outs.append(out)
+    return torch.stack(outs, 2) if module.output == "retroactive" else torch.cat(outs, 2)

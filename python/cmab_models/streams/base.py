@@ -34,6 +34,11 @@ class Layer(nn.Module):
         attended = attention.forward_steps(self.norm(tokens))
         return None if attended is None else self._added(tokens, attended[:, -1:])
 
+    def forward_stream(self, tokens: Tensor) -> Tensor:
+        """Return the features (B, T - n + 1, dim) that `forward_steps` of a new stream has for each of T tokens, with gradients."""
+        attention: Any = self.attention
+        return self._added(tokens, attention.forward_stream(self.norm(tokens)))
+
     def _added(self, tokens: Tensor, attended: Tensor) -> Tensor:
         result: Tensor = self.feed_forward(tokens[:, -attended.shape[1] :] + attended)
         return result
@@ -55,7 +60,8 @@ class StreamState(NamedTuple):
 class StreamClassifier(Pretrained):
     """Base class of models that classify a window of tokens by its newest token, which has attended to the window.
 
-    `forward` takes whole windows, and is what is trained; `forward_step` takes the tokens of streams one by one. Layers before the last
+    `forward` takes whole windows; `forward_step` takes the tokens of streams one by one, and `forward_stream` takes them all at once, with
+    gradients, and returns the scores of the steps: what is streamed is best trained by it. Layers before the last
     read the window anew at every step. The last is continual, if its attention is: the newest output of the layers before it is the next
     token of its stream. With `depth` 1 a step is therefore `forward` of the window, as far as the attention's landmarks follow the window.
     With more layers it is so for the first full window; later, the older tokens of the last layer are what they were when they were the
@@ -97,6 +103,27 @@ class StreamClassifier(Pretrained):
         for layer in self.layers:
             features = layer(features)
         return self._scores(features)
+
+    def forward_stream(self, tokens: Tensor) -> Tensor:
+        """Return the scores (B, T - n + 1, num_classes) that `forward_step` of new streams has for T >= n tokens (B, T, C), from the first
+        full window on, with gradients.
+
+        In training, streams begin at a random place of the positional encoding; in eval mode, at the stream's place. The stream stays as it
+        is. Layers before the last compute every window: they take T - n + 1 times as long as in `forward`.
+        """
+        if tokens.dim() != 3 or tokens.shape[1] < self.sequence_len or tokens.shape[2] != self.dim_in:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, T >= {self.sequence_len}, {self.dim_in}) is needed")
+        features = self.positions.forward_stream(self.embedding(tokens))
+        if self._over_window:
+            windows = features.unfold(1, self.sequence_len, 1).mT
+            read = windows.flatten(0, 1)
+            for layer in self.layers[: self._over_window]:
+                read = layer(read)
+            windows = read.unflatten(0, windows.shape[:2])
+            features = torch.cat([windows[:, 0], windows[:, 1:, -1]], 1)
+        newest = self._last.forward_stream(features) if self._over_window < len(self.layers) else features[:, self.sequence_len - 1 :]
+        scores: Tensor = self.head(self.norm(newest))
+        return scores
 
     @torch.no_grad()
     def forward_step(self, token: Tensor) -> Tensor | None:

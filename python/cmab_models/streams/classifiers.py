@@ -15,9 +15,10 @@ from .base import Layer, StreamClassifier
 class ContinualNystromformer(StreamClassifier):
     """A Nyströmformer for streams: a token takes O(m) time in its last layer, whatever the window.
 
-    It is trained by `forward`, on whole windows with the same kind of landmarks. A step of a model of depth 1 equals `forward` of the
-    window to rounding at every token with fixed landmarks; with continual ones it does so every n / m tokens, where m divides n, and in
-    between the landmarks lag behind the window by less than one segment. `StreamClassifier` says what more layers change.
+    `forward` takes whole windows with the same kind of landmarks. A step of a model of depth 1 equals it to rounding at every token with
+    fixed landmarks; with continual ones it does so every n / m tokens, where m divides n, and in between the landmarks lag behind the
+    window by less than one segment. `forward_stream` equals the steps at every token, and is differentiable. `StreamClassifier` says what
+    more layers change.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 
