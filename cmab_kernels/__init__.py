@@ -12,6 +12,7 @@ from .attention import (
     remove_from_state,
 )
 from .backends import Explanation, explain, use_impl
+from .calls import ModuleExplanation
 from .intention import (
     RidgeSolution,
     RidgeState,
@@ -56,6 +57,7 @@ __all__ = [
     "ContinualAttentionState",
     "ContinualNystromState",
     "Explanation",
+    "ModuleExplanation",
     "OnlineRidge",
     "Removal",
     "RidgeSolution",

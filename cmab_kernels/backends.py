@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .calls import ModuleExplanation, explain_calls
 from .checks import wrong
 from .tracing import traced_as_constant
 
@@ -194,6 +195,11 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
     return "reference"
 
 
+def has_kernel(family: str, *tensors: Tensor) -> bool:
+    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen what runs: else "auto" would take the reference."""
+    return not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family])
+
+
 def is_free(family: str, impl: str) -> bool:
     """Whether the caller leaves the choice: `impl` is "auto", and `use_impl` names no implementation of the set."""
     return impl == "auto" and use_impl.current not in _names(family)
@@ -214,19 +220,34 @@ def passed_on(impl: str, family: str, other: str) -> str:
     return impl if impl in _names(other) else "auto"
 
 
-def explain(operator: str, *tensors: Any) -> list[Explanation]:
-    """Which implementations of `operator` can run these inputs, and why the others cannot, in the order in which "auto" tries them.
+@overload
+def explain(subject: str, *inputs: Any) -> list[Explanation]: ...
+@overload
+def explain(subject: nn.Module, *inputs: Any, **options: Any) -> list[ModuleExplanation]: ...
+def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Explanation] | list[ModuleExplanation]:
+    """Which implementations of an operator can run these inputs, and why the others cannot, in the order in which "auto" tries them.
 
-    `operator` is the name of a public operator (`ValueError` otherwise). `tensors` are its query, key and value; for a solve, gram and rhs;
+    `subject` is the name of a public operator (`ValueError` otherwise). `inputs` are its query, key and value; for a solve, gram and rhs;
     for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments.
+
+    Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
+    autograd. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, and each layer of `cmab_kernels.nn` that may
+    hand work to torch: whether the call ran this package's operators, and why not.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]
     Explanation(impl='reference', usable=True, reason='runs anywhere')
+    >>> layer = torch.nn.TransformerDecoderLayer(16, 2).train()
+    >>> cmab_kernels.nn.replace_modules(layer, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}) == 2
+    True
+    >>> cmab_kernels.explain(layer, torch.randn(3, 1, 16), torch.randn(9, 1, 16))[0]
+    ModuleExplanation(module='self_attn', kind='MultiheadAttention', fused=False, reason='dropout is on')
     """
-    if operator not in OPERATORS:
-        raise ValueError(wrong("operator", f"is {operator!r}", f"it must be one of {', '.join(OPERATORS)}"))
-    family = OPERATORS[operator]
-    reasons = [(impl, _unsupported(family, impl, tensors)) for impl in FAMILIES[family]]
+    if isinstance(subject, nn.Module):
+        return explain_calls(subject, *inputs, **options)
+    if subject not in OPERATORS:
+        raise ValueError(wrong("operator", f"is {subject!r}", f"a module, or one of {', '.join(OPERATORS)} is needed"))
+    family = OPERATORS[subject]
+    reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
     return [*rows, Explanation("reference", True, "runs anywhere")]

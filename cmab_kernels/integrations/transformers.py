@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import latent_attention
+from .functional import fused_attention
 
 NAME = "cmab"
-"""The name under which `register` makes the operator known."""
+"""The name under which `register_transformers` makes the operator known."""
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
 """Arguments that a model may pass to its attention and that the operator does not support."""
 
 
-def register() -> None:
+def register_transformers() -> None:
     """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` where that is not installed.
 
     Every model of `transformers` that takes its attention from `transformers.AttentionInterface` can then be made with it, by
@@ -26,9 +26,10 @@ def register() -> None:
     Attention that looks at all keys, or at all but the padding of each batch element, runs on `cmab_kernels.latent_attention`. Everything
     else is computed by the implementation "sdpa" of `transformers`, with its results, speed and errors: causal attention, masks that
     depend on the query, masks to be added to logits, a position bias, dropout in training. A query whose keys are all padding gets 0.
+    `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it.
 
-    >>> import cmab_kernels.integrations.transformers
-    >>> cmab_kernels.integrations.transformers.register()
+    >>> from cmab_kernels.integrations import register_transformers
+    >>> register_transformers()
     >>> from transformers import AutoModel, ViTConfig
     >>> tiny = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=2)
     >>> model = AutoModel.from_config(tiny, attn_implementation="cmab")
@@ -40,7 +41,7 @@ def register() -> None:
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         needed = "its AttentionInterface is needed, which has been in the package since version 4.53: pip install -U transformers"
-        raise ImportError(f"cmab_kernels.integrations.transformers works with the package transformers; {needed}") from error
+        raise ImportError(f"cmab_kernels.integrations.register_transformers works with the package transformers; {needed}") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -59,28 +60,23 @@ def attention(
     """The attention function of the interface: (out, None); attention weights are not formed.
 
     `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or (B, 1, L, N), and
-    `out` (B, L, H, E). `register` says what is fused.
+    `out` (B, L, H, E). `register_transformers` says what is fused.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    sees_all = attention_mask is None and (query.shape[2] == 1 or not causal)
-    padding = None if attention_mask is None else _padding(attention_mask)
+    sees_all = attention_mask is not None or query.shape[2] == 1 or not causal
     asked = any(kwargs.get(name, False) is not False and kwargs[name] is not None for name in _NEVER_FUSED)
-    if dropout or asked or not (sees_all or padding is not None):
+    out = fused_attention(query, key, value, attention_mask, scaling, True) if sees_all and not dropout and not asked else None
+    if out is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    batch, heads, length, width = query.shape
-    groups = key.shape[1]
-    # All query heads that share a key head become more queries of that one head.
-    grouped = query if groups == heads else query.reshape(batch, groups, heads // groups * length, width)
-    out = latent_attention(grouped, key, value, key_padding_mask=padding, scale=scaling)
-    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:
     """The mask function of the interface: None if all keys are seen, else the mask of "sdpa", (B, 1, L, N) bool with True = attend.
 
-    A mask that hides only padding is one row, expanded with stride 0, from which `attention` knows that all rows are equal.
+    A mask that hides only padding is one row, expanded with stride 0, from which it is seen that all rows are equal.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -88,13 +84,3 @@ def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **option
         return sdpa_mask(q_length=q_length, mask_function=mask_function, **options)
     row = sdpa_mask(q_length=1, mask_function=mask_function, **options)
     return None if row is None else row.expand(-1, -1, q_length, -1)
-
-
-def _padding(mask: Tensor) -> Tensor | None:
-    """The keys that a mask hides, (B, N) with True = ignore, if its strides show that they are the same for all queries; else None.
-
-    The values of the mask are not read, because that would synchronise with a GPU.
-    """
-    same_for_all_queries = mask.shape[2] == 1 or mask.stride(2) == 0
-    same_for_all_heads = mask.shape[1] == 1 or mask.stride(1) == 0
-    return ~mask[:, 0, 0] if mask.dtype == torch.bool and same_for_all_queries and same_for_all_heads else None

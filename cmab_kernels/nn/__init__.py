@@ -11,6 +11,7 @@ from .multihead_intention import MultiheadIntention, MultiheadSigmaIntention
 from .nystrom_attention import NystromAttention
 from .positional import CircularPositionalEncoding
 from .replace import replace_modules
+from .replacements import Replacement, Replacements
 from .stream import AttentionStream, RidgeStream
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -34,6 +35,8 @@ __all__ = [
     "MultiheadIntention",
     "MultiheadSigmaIntention",
     "NystromAttention",
+    "Replacement",
+    "Replacements",
     "RidgeStream",
     "SelfAttention",
     "TransformerDecoderLayer",

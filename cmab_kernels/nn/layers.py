@@ -14,6 +14,11 @@ from ..backends import choose, explain
 from ..checks import autocasts, wrong
 from ..layers.schema import attention, feed_forward
 
+NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
+ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
+DROPOUT = "dropout is on"
+"""Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
+
 CHUNK = 16_384
 """Rows that are read at a time where inputs come in chunks."""
 
@@ -61,6 +66,18 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     elif not sound:
         raise ValueError(message)
     return ignore, key
+
+
+def is_additive(mask: Tensor | None) -> bool:
+    """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or learns.
+
+    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them.
+    """
+    if mask is None or not mask.is_floating_point():
+        return False
+    if mask.requires_grad:
+        return True
+    return not (mask.is_cuda or mask.is_meta or torch.compiler.is_compiling()) and not bool(((mask == 0) | (mask == -torch.inf)).all())
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:

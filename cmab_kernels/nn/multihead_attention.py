@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionState, attention_state
+from ..backends import has_kernel
 from ..checks import wrong
-from .layers import split_heads
+from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, is_additive, split_heads
 from .projections import MultiheadProjections
 
 
@@ -26,15 +27,17 @@ class MultiheadAttention(MultiheadProjections):
     """`torch.nn.MultiheadAttention`, fast and small in memory where few queries meet many keys.
 
     Constructor, parameters, `state_dict`, arguments and result of `forward` are torch's; see there for shapes. The fused operator runs
-    where the attention matrix is not asked for: with `need_weights=False`, no `attn_mask`, a bool `key_padding_mask` or none, and no
-    dropout (p 0, or eval mode). Everything else is handed to torch's own implementation, with torch's memory and speed: the returned
-    weights of `need_weights=True` (torch's default!), an `attn_mask` with or without `is_causal`, an additive float `key_padding_mask`,
-    dropout in training, nested tensors.
+    where the attention matrix is not asked for: with `need_weights=False`, no `attn_mask`, no dropout (p 0, or eval mode), and a
+    `key_padding_mask` that is None, bool, or a float mask of 0 and -inf, which torch's transformer layers make of bool ones. Everything
+    else is handed to torch's own implementation, with torch's memory and speed: the returned weights of `need_weights=True` (torch's
+    default!), an `attn_mask` with or without `is_causal`, a `key_padding_mask` of other numbers or with a gradient, dropout in training,
+    nested tensors, and heads or devices that no kernel is there for. `why_torch` says whether and why.
 
-    Three differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
-    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, except in its fast path, which ignores it). And in
-    eval mode without gradients `torch.nn.TransformerEncoderLayer` does not call its attention module, but runs torch's own fused layer on
-    its weights, with equal results; `torch.backends.mha.set_fastpath_enabled(False)` makes it call this one.
+    Four differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
+    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, except in its fast path, which ignores it). The numbers of
+    a float `key_padding_mask` are not read on a GPU or under a compiler: others than 0 and -inf make every result NaN, or in a compiled
+    call are a `RuntimeError`. And a `torch.nn.TransformerEncoderLayer` into which it is put by hand does not call it in eval mode without
+    gradients, but runs torch's own fused layer; one into which `replace_modules` puts it does.
 
     A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument. Source: Attention Is All You Need (Vaswani et
     al., 2017), section 3.2.2.
@@ -62,11 +65,36 @@ class MultiheadAttention(MultiheadProjections):
         """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
-        float_mask = key_padding_mask is not None and key_padding_mask.dtype != torch.bool
-        if need_weights or attn_mask is not None or float_mask or self._drops or query.is_nested:
+        if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        self._check(key_padding_mask, query=query, key=key, value=value)
-        return self._attend(query, key, value, None, key_padding_mask).out, None
+        ignore, read = bool_mask(key_padding_mask, key)
+        self._check(ignore, query=query, key=read, value=value)
+        return self._attend(query, read, value, None, ignore).out, None
+
+    def why_torch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> str | None:
+        """Return why torch's own implementation runs for such a call; None if the operator does."""
+        if need_weights:
+            return "need_weights is True, torch's default: the matrix of weights is asked for"
+        if attn_mask is not None:
+            return NO_ATTENTION_MASK
+        if self._drops:
+            return DROPOUT
+        if query.is_nested:
+            return "a nested tensor has no fused attention"
+        if is_additive(key_padding_mask):
+            return ADDITIVE
+        heads = query.new_empty(1, self.num_heads, 1, self.head_dim)
+        return None if has_kernel("attention", heads, heads, heads) else "no kernel runs here for such heads"
 
     def attend_state(
         self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None

@@ -89,6 +89,10 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj
 
+    def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why torch's own implementation runs for such a call of `forward`; None, here always, if the operators do."""
+        return None
+
     def _project(self, part: int, features: Tensor) -> Tensor:
         """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch packs their weights if all widths are equal."""
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

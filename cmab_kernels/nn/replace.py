@@ -10,8 +10,8 @@ from torch import nn
 
 from ..checks import wrong
 from .informer import InformerEncoderLayer
-from .matrix_free import MatrixFreeAttention
 from .projections import MultiheadProjections
+from .replacements import Replacement, Replacements
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 _REPLACEABLE: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
@@ -32,8 +32,11 @@ _HOOKS = (
 )
 
 
-def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None) -> int:
+def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None) -> Replacements:
     """Replace modules inside `model`, by type and in place, and return how many were replaced.
+
+    The result is an `int`. Printed, it is a table that says of each module what is fused, what is handed to torch, and why;
+    `cmab_kernels.explain(model, *inputs)` says it of a call.
 
     `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
     the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
@@ -46,8 +49,12 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
     modules of Intention have a new parameter `log_alpha`, which an optimizer must be given. A module that is used in two places is replaced
     by one module in both. References that are held outside of the module tree keep the old module.
 
-    A `torch.nn.TransformerEncoder` in which Intention or Nyström attention replaces attention no longer makes nested tensors of padded
-    inputs, because only torch's own layers can read them.
+    Replaced means used: in eval mode without gradients a `torch.nn.TransformerEncoderLayer` whose attention was replaced calls it, where
+    it would run torch's own fused layer on the weights, and a `torch.nn.TransformerEncoder` makes no nested tensors of padded inputs,
+    which only torch's own layers can read. Rows of padding then hold other numbers than torch's zeros.
+
+    Dropout of attention weights, on by default in torch's transformer layers, is torch's in training. `partial(MultiheadAttention,
+    dropout=0.0)` gives it up, and leaves all other dropout.
 
     Raises:
         TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
@@ -56,13 +63,14 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
             have no dropout (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
-    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
-    2
+    >>> replaced = cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
+    >>> replaced == 2, replaced.modules[0]
+    (True, Replacement(module='self_attn', kind='MultiheadAttention', training='dropout is on', evaluation=None))
     >>> from functools import partial
     >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, dropout=0.0), 3)
     >>> nystrom = partial(cmab_kernels.nn.NystromAttention, num_landmarks=8)
-    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom})
-    6
+    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom}) == 6
+    True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(wrong("model", f"is {model!r}", "a torch.nn.Module is needed"))
@@ -86,10 +94,18 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
             replacements[old_module] = _sharing(path, old_module, mapping[type(old_module)])
     for _, parent, name, old_module in places:
         setattr(parent, name, replacements[old_module])
+    _have_them_called(model, set(replacements.values()))
+    first_paths = {old: path for path, _, _, old in reversed(places)}
+    return Replacements(Replacement.of(first_paths[old], new) for old, new in replacements.items())
+
+
+def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
+    """Turn off what torch's encoders run in eval mode in place of the modules inside them, where these are new."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, MatrixFreeAttention) for inner in module.modules()):
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in new:
+            module.activation_relu_or_gelu = 0  # by which torch's layer would choose the activation of its fused code
+        if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
             module.use_nested_tensor = False
-    return len(replacements)
 
 
 def _places(

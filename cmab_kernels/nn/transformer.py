@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..layers import attention_layer, feed_forward_layer
-from .layers import bool_mask, check_features, fused_impl, plain_parameters
+from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, fused_impl, is_additive, plain_parameters
 
 if TYPE_CHECKING:
     from typing import Self
 
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
-Parameters = dict[str, nn.Parameter | None]
+_Masks = tuple[Tensor | None, bool, Tensor | None]
 
 
 def _activation(layer: nn.Module) -> str | None:
@@ -29,13 +29,6 @@ def _activation(layer: nn.Module) -> str | None:
     if type(made) is nn.GELU:
         return "gelu" if made.approximate == "none" else None
     return _ACTIVATIONS.get(made) if callable(made) else None
-
-
-def _is_additive(mask: Tensor | None) -> bool:
-    """Return whether a float mask holds other numbers than 0 and -inf; False where `bool_mask` cannot read values either."""
-    if mask is None or not mask.is_floating_point() or mask.is_cuda or mask.is_meta or torch.compiler.is_compiling():
-        return False
-    return not bool(((mask == 0) | (mask == -torch.inf)).all())
 
 
 class _FusedLayer(nn.Module):
@@ -59,7 +52,7 @@ class _FusedLayer(nn.Module):
         if x.is_nested:
             return "a nested tensor has no fused layer"
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
-            return "dropout is on"
+            return DROPOUT
         if fused_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None
@@ -69,11 +62,11 @@ class _FusedLayer(nn.Module):
     ) -> str | None:
         """Return why torch's own code must run an attention and its norm."""
         if attn_mask is not None or is_causal:
-            return "the operator has key padding masks, but no attention mask"
-        if _is_additive(mask):
-            return "the key padding mask is added to logits, and has other numbers than 0 and -inf"
+            return NO_ATTENTION_MASK
+        if is_additive(mask):
+            return ADDITIVE
         if self.training and attention.dropout > 0:
-            return "dropout is on"
+            return DROPOUT
         parts = (
             plain_parameters(attention, nn.MultiheadAttention),
             plain_parameters(attention.out_proj, NonDynamicallyQuantizableLinear),
@@ -189,6 +182,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
 
     Constructor, parameters, `state_dict`, arguments and result are torch's. Each part for itself runs torch's own code where the operator
     cannot, as `TransformerEncoderLayer` says: with a causal `tgt_mask` the self-attention is torch's, and what follows it is not.
+    `why_torch` says which parts, and why.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
 
@@ -213,20 +207,48 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     ) -> Tensor:
         """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
         if self._why_no_operator(tgt) is None:
             self._check(tgt=tgt, memory=memory)
         x = tgt
-        if self._why_no_attention(x, self.self_attn, self.norm1, *own) is None:
+        if why_own is None:
             x = self._attend(x, self.self_attn, self.norm1, None, tgt_key_padding_mask)
         else:
             x = self._as_torch(lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, x)
-        if self._why_no_attention(x, self.multihead_attn, self.norm2, *cross) is None:
+        if why_cross is None:
             x = self._attend(x, self.multihead_attn, self.norm2, memory, memory_key_padding_mask)
         else:
             x = self._as_torch(lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal), self.norm2, x)
-        if self._why_no_feed_forward(x, self.norm3) is None:
+        if why_feed is None:
             return self._feed(x, self.norm3)
         return self._as_torch(self._ff_block, self.norm3, x)
+
+    def why_torch(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> str | None:
+        """Return which parts run torch's own code for such a call, and why; None if all run the operators."""
+        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        parts = self._why_parts(tgt, own, cross)
+        reasons = {reason for reason in parts.values() if reason is not None}
+        if len(reasons) == 1 and None not in parts.values():
+            return reasons.pop()
+        return "; ".join(f"{part}: {reason}" for part, reason in parts.items() if reason is not None) or None
+
+    def _why_parts(self, x: Tensor, own: _Masks, cross: _Masks) -> dict[str, str | None]:
+        """Return why torch's own code must run each part; the masks are a mask, whether it is causal, and a key padding mask."""
+        return {
+            "self-attention": self._why_no_attention(x, self.self_attn, self.norm1, *own),
+            "cross-attention": self._why_no_attention(x, self.multihead_attn, self.norm2, *cross),
+            "feed-forward": self._why_no_feed_forward(x, self.norm3),
+        }
 
     def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
         """Return x after a block of torch's layer, with its norm and residual connection."""

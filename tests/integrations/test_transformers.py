@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.integrations import functional
 from cmab_kernels.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -20,20 +21,20 @@ transformers = pytest.importorskip("transformers", reason="the package transform
 
 @pytest.fixture(autouse=True)
 def registered(threads: Callable[[int], None]) -> None:
-    integration.register()
+    integration.register_transformers()
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Record the shape of the queries of every call of our operator."""
     shapes: list[tuple[int, ...]] = []
-    operator = integration.latent_attention
+    operator = functional.latent_attention
 
     def seen(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shapes.append(tuple(query.shape))
         return operator(query, *args, **kwargs)
 
-    monkeypatch.setattr(integration, "latent_attention", seen)
+    monkeypatch.setattr(functional, "latent_attention", seen)
     yield shapes
 
 
@@ -217,7 +218,8 @@ CALLS: dict[str, tuple[Tensor | None, dict[str, Any], bool]] = {
     "padding written out": (SEEN.expand(2, 1, 5, 7).contiguous(), {}, False),
     "by head": (BY_QUERY.expand(2, 4, 5, 7), {}, False),
     "to be added": (ADDED, {}, False),
-    "to be added for all queries": (ADDED[:, :, :1].expand(2, 1, 5, 7), {}, False),
+    "padding to be added": (ADDED[:, :, :1].expand(2, 1, 5, 7), {}, True),
+    "to be added for all queries": (ADDED[:, :, :1].expand(2, 1, 5, 7).clamp(min=-2), {}, False),
     "a bias": (None, {"position_bias": torch.linspace(0, 1, 35).reshape(1, 1, 5, 7)}, False),
     "dropout of 0": (None, {"dropout": 0.0}, True),
     "what models pass": (None, {"use_cache": False, "position_bias": None, "softcap": None, "output_attentions": False}, True),
@@ -279,8 +281,8 @@ def test_perceiver_has_an_attention_of_its_own(fused: list[tuple[int, ...]]) -> 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformers", "transformers.masking_utils"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"cmab_kernels\.integrations\.transformers .* pip install"):
-        integration.register()
+    with pytest.raises(ImportError, match=r"cmab_kernels\.integrations\.register_transformers .* pip install"):
+        integration.register_transformers()
 
 
 def test_doctest() -> None:

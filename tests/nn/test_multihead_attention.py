@@ -128,6 +128,30 @@ def test_what_the_operator_does_not_do_is_torchs(options: dict[str, Any]) -> Non
     assert my_weights is None or torch.equal(my_weights, other_weights)
 
 
+def test_a_float_mask_of_0_and_minus_infinity_is_read_as_bool(only_fused: Callable[[], None]) -> None:
+    theirs, ours = pair(batch_first=True)
+    tensors = inputs(ours)
+    mask = torch.arange(KEYS) >= torch.tensor([[KEYS], [5]])
+    added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
+    expected = outputs_and_gradients(theirs, tensors, key_padding_mask=added)
+    assert ours.why_torch(*tensors, added, need_weights=False) is None
+    assert "added" in ours.why_torch(*tensors, added.clone().requires_grad_(), need_weights=False)
+    only_fused()
+    assert_equal(outputs_and_gradients(ours, tensors, key_padding_mask=added), expected)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_equal(outputs_and_gradients(compiled, tensors, key_padding_mask=added), expected)
+
+
+def test_heads_without_a_kernel_are_torchs() -> None:
+    theirs, ours = torch.nn.MultiheadAttention(600, 2), MultiheadAttention(600, 2)
+    ours.load_state_dict(theirs.state_dict())
+    tensor = torch.randn(5, 2, 600)
+    assert "no kernel" in ours.why_torch(tensor, tensor, tensor, need_weights=False)
+    assert torch.equal(*(module(tensor, tensor, tensor, need_weights=False)[0] for module in (ours, theirs)))
+    with cmab_kernels.use_impl("reference"):
+        assert ours.why_torch(tensor, tensor, tensor, need_weights=False) is None
+
+
 def test_weights_come_by_default() -> None:
     _, ours = pair()
     assert ours(*inputs(ours))[1].shape == (BATCH, QUERIES, KEYS)

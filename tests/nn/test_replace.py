@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import cmab_kernels
-from cmab_kernels.nn import InformerEncoderLayer, MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, replace_modules
+from cmab_kernels.nn import (
+    InformerEncoderLayer,
+    MultiheadAttention,
+    MultiheadIntention,
+    MultiheadSigmaIntention,
+    Replacement,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    replace_modules,
+)
 
 MAPPING = {nn.MultiheadAttention: MultiheadAttention}
 MASK = torch.arange(9) >= torch.tensor([[9], [6]])
@@ -54,26 +69,163 @@ def test_transformers_compute_what_they_did(name: str, training: bool, fast_path
     torch.testing.assert_close(result[seen], expected[seen], rtol=1e-12, atol=1e-12)
 
 
-def test_the_new_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after whose call it is an error if torch's own attention or its fused encoder layer runs."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("torch's own code")
+
+    def forbid() -> None:
+        monkeypatch.setattr(nn.MultiheadAttention, "forward", refuse)
+        monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", refuse)
+
+    return forbid
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["encoder layer", "encoder", "padded encoder"])
+def test_replaced_means_used(name: str, training: bool, only_fused: Callable[[], None]) -> None:
+    """No call is torch's: not with padding, which torch's layers turn into a float mask, and not in its fast path in eval mode."""
+    model, tensors, options, count = models()[name]
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        expected = model(*tensors, **options)
+        assert replace_modules(model, MAPPING) == count
+        only_fused()
+        result = model(*tensors, **options)
+        assert all(row.fused for row in cmab_kernels.explain(model, *tensors, **options))
+    seen = ~MASK if name == "padded encoder" else ...
+    torch.testing.assert_close(result[seen], expected[seen], rtol=1e-12, atol=1e-12)
+
+
+def test_layers_replaced_as_a_whole_are_used_for_padded_inputs(only_fused: Callable[[], None]) -> None:
+    """Our layers cannot read the nested tensors that a `TransformerEncoder` would make in eval mode."""
+    model, tensors, options, count = models()["padded encoder"]
+    model.eval()
+    with torch.no_grad():
+        expected = model(*tensors, **options)
+        assert replace_modules(model, {nn.TransformerEncoderLayer: TransformerEncoderLayer}) == count
+        only_fused()
+        torch.testing.assert_close(model(*tensors, **options)[~MASK], expected[~MASK], rtol=1e-12, atol=1e-12)
+
+
+def test_every_module_is_called_once() -> None:
     calls = []
     forward = MultiheadAttention.forward
-    monkeypatch.setattr(MultiheadAttention, "forward", lambda self, *a, **k: calls.append(self) or forward(self, *a, **k))
     model, tensors, options, count = models()["transformer"]
     replace_modules(model, MAPPING)
-    model.train()(*tensors, **options)
-    assert len(calls) == len(set(calls)) == count
-    calls.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MultiheadAttention, "forward", lambda self, *a, **k: calls.append(self) or forward(self, *a, **k))
+        for training in (True, False):
+            calls.clear()
+            with torch.set_grad_enabled(training):
+                model.train(training)(*tensors, **options)
+            assert len(calls) == len(set(calls)) == count
+
+
+def test_the_result_says_what_is_fused_and_what_is_torchs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    model.decoder.layers[0].multihead_attn.dropout = 0.0
+    result = replace_modules(model, MAPPING)
+    assert capsys.readouterr().out == ""
+    assert isinstance(result, int) and result == 3
+    names = ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn")
+    assert result.modules == (
+        *(Replacement(name, "MultiheadAttention", "dropout is on", None) for name in names[:2]),
+        Replacement(names[2], "MultiheadAttention", None, None),
+    )
+    for text in (str(result), repr(result)):
+        lines = text.splitlines()
+        assert lines[0] == "3 modules replaced"
+        assert [line.split()[0] for line in lines[2:5]] == list(names)
+        assert lines[2].endswith("torch's: dropout is on  fused")
+        assert "attention mask" in text and "need_weights" in text
+    for again in (copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        assert (again, again.modules) == (3, result.modules)
+    assert all(module.training for module in model.modules())
+
+
+def test_the_result_speaks_for_layers_and_other_attentions() -> None:
+    layers = {nn.TransformerEncoderLayer: TransformerEncoderLayer, nn.TransformerDecoderLayer: TransformerDecoderLayer}
+    model = nn.Transformer(16, 2, 1, 1, 32)
+    model.encoder.layers[0].activation = torch.tanh
+    encoder, decoder = replace_modules(model, layers).modules
+    assert encoder.training == "dropout is on" and "relu" in encoder.evaluation
+    assert decoder == Replacement("decoder.layers.0", "TransformerDecoderLayer", "dropout is on", None)
+    for mapping in (INTENTION, INFORMER):
+        assert [each[2:] for each in replace_modules(encoder_of_floats(), mapping).modules] == [(None, None)] * 2
+    with cmab_kernels.use_impl("reference"):
+        assert "no kernel" in replace_modules(nn.ModuleList([nn.TransformerEncoderLayer(16, 2)]), layers).modules[0].evaluation
+    wide = replace_modules(nn.ModuleList([nn.MultiheadAttention(600, 2)]), MAPPING)
+    assert "no kernel" in wide.modules[0].evaluation
+    assert "attention of its own" in str(replace_modules(nn.Sequential(), MAPPING))
+
+
+def encoder_of_floats() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+
+
+def test_attention_dropout_can_be_given_up_alone(only_fused: Callable[[], None]) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.5, batch_first=True), 2)
+    replaced = replace_modules(model, {nn.MultiheadAttention: partial(MultiheadAttention, dropout=0.0)})
+    assert all(each.training is None for each in replaced.modules)
+    assert model.layers[0].dropout1.p == 0.5
+    only_fused()
+    model.train()(torch.randn(2, 9, 16), src_key_padding_mask=MASK)
+
+
+# ---- explain
+
+
+class TwoWays(nn.Module):
+    """A model with torch's own attention, ours, one that is never called, and a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theirs, self.ours, self.idle = nn.MultiheadAttention(16, 2), MultiheadAttention(16, 2), MultiheadIntention(16, 2)
+        self.special = type("Special", (nn.MultiheadAttention,), {})(16, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        theirs = self.theirs(x, x, x)[0] + self.special(x, x, x)[0]
+        return theirs + self.ours(x, x, x)[0] + self.ours(x, x, x, need_weights=False, attn_mask=mask)[0]
+
+
+def test_explain_says_of_each_module_what_a_call_ran() -> None:
+    model, x = TwoWays(), torch.randn(9, 2, 16)
+    before = model(x)
+    rows = cmab_kernels.explain(model, x)
+    assert [(row.module, row.kind, row.fused) for row in rows] == [
+        ("theirs", "MultiheadAttention", False),
+        ("ours", "MultiheadAttention", False),
+        ("ours", "MultiheadAttention", True),
+        ("idle", "MultiheadIntention", False),
+        ("special", "Special", False),
+    ]
+    said = [row.reason for row in rows]
+    for reason, part in zip(said, ("replace_modules replaces it", "need_weights", "operators run", "not called", "subclass"), strict=True):
+        assert part in reason
+    assert "no attention mask" in cmab_kernels.explain(model, x, mask=torch.zeros(9, 9))[2].reason
+    assert torch.equal(model(x), before)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_explain_sees_torchs_fast_path() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+    model.self_attn = MultiheadAttention.sharing(model.self_attn)  # by hand: only `replace_modules` has it called
     with torch.no_grad():
-        model.eval()(*tensors, **options)
-    assert len(calls) == 4  # those of the decoder; torch's encoder layers do without in eval mode
-    calls.clear()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            model(*tensors, **options)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    assert len(calls) == count
+        (row,) = cmab_kernels.explain(model, torch.randn(2, 9, 16))
+    assert not row.fused and "torch's fused encoder layer" in row.reason
+
+
+def test_explain_leaves_a_model_as_it_was_after_an_error() -> None:
+    model = nn.Sequential(MultiheadAttention(16, 2))
+    own = model[0].forward = functools.partial(model[0].forward)
+    with pytest.raises(TypeError):
+        cmab_kernels.explain(model, torch.randn(9, 16))
+    assert model[0].forward is own
+    with pytest.raises(ValueError, match="a module, or one of"):
+        cmab_kernels.explain("nothing")
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,18 @@ def test_causal_decoder(operators: list[str]) -> None:
         assert operators[2:] == ["attention_layer", "feed_forward_layer"]
 
 
+def test_a_decoder_says_which_parts_are_torchs() -> None:
+    _, ours = pair(nn.TransformerDecoderLayer)
+    given = inputs(ours)
+    assert ours.why_torch(*given) is None
+    assert ours.why_torch(*given, tgt_mask=CAUSAL) == "self-attention: the operator has key padding masks, but no attention mask"
+    ours.activation = torch.tanh
+    assert "cross-attention: the operator has" in ours.why_torch(*given, memory_is_causal=True)
+    assert "; feed-forward: the activation is" in ours.why_torch(*given, memory_is_causal=True)
+    with cmab_kernels.use_impl("reference"):
+        assert ours.why_torch(given[0].float(), given[1]).startswith("self-attention: no kernel")
+
+
 def test_wrong_shapes_are_named() -> None:
     _, ours = pair(nn.TransformerDecoderLayer)
     target, memory = inputs(ours)

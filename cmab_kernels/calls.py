@@ -1,0 +1,80 @@
+"""Which attention modules of a model run this package's operators in a call, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class ModuleExplanation(NamedTuple):
+    """Whether the call of an attention module, named by its path in the model, was fused, and the reason."""
+
+    module: str
+    kind: str
+    fused: bool
+    reason: str
+
+
+def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExplanation]:
+    """Call the model, and return a row for each attention module inside, or several where its calls differed."""
+    modules = dict(_attentions(model, "", set()))
+    reasons: dict[str, list[str | None]] = {path: [] for path in modules}
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            stack.enter_context(_watched(module, reasons[path]))
+        model(*args, **kwargs)
+    rows = []
+    for path, module in modules.items():
+        found = dict.fromkeys(reasons[path] or [_why_not_called(model, path)])
+        rows += [ModuleExplanation(path, type(module).__name__, why is None, why or "the operators run") for why in found]
+    return rows
+
+
+def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) for each attention module, and each layer with operators of its own, but for none inside another."""
+    if module in seen:
+        return
+    seen.add(module)
+    if hasattr(module, "why_torch") or isinstance(module, nn.MultiheadAttention):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _attentions(child, f"{path}.{name}".lstrip("."), seen)
+
+
+@contextmanager
+def _watched(module: nn.Module, reasons: list[str | None]) -> Iterator[None]:
+    """Note for each call why torch's own code ran, or None. Hooks would do so too, but with hooks torch and this package run other code."""
+    before = module.__dict__.get("forward")
+    call = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        reasons.append(_why_torch(module, *args, **kwargs))
+        return call(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:
+    if hasattr(module, "why_torch"):
+        why: str | None = module.why_torch(*args, **kwargs)
+        return why
+    if type(module) is nn.MultiheadAttention:
+        return "torch's own module: cmab_kernels.nn.replace_modules replaces it"
+    return "a subclass of torch's module, which replace_modules leaves alone"
+
+
+def _why_not_called(model: nn.Module, path: str) -> str:
+    parent = model.get_submodule(path.rpartition(".")[0]) if path else None
+    in_its_place = ": torch's fused encoder layer ran in its place" if isinstance(parent, nn.TransformerEncoderLayer) else ""
+    return f"not called{in_its_place}"

@@ -1,0 +1,102 @@
+"""torch's `scaled_dot_product_attention` on the fused operator, for models with attention of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import latent_attention
+from ..backends import has_kernel
+from ..dtypes import FLOATING
+
+_torchs = torch.nn.functional.scaled_dot_product_attention  # as it is now: a program may put ours in its place
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` on `cmab_kernels.latent_attention` where that can, else torch's own.
+
+    Arguments, shapes and result are torch's; see there. The operator runs for queries (B, H, L, D) or (B, L, D) that see all keys, or all
+    but padding: an `attn_mask` that is the same for all heads and queries, which its shape or its strides must show, as of (B, 1, 1, N)
+    or of that expanded. It is bool with True = attend, or on a CPU a float mask of 0 and -inf, or of 0 and the lowest number of its dtype.
+    With `enable_gqa`, query heads share key heads. Derivatives exist to any order.
+
+    Everything else is computed by torch, with its results, speed, random numbers and errors: dropout, `is_causal`, masks that depend on
+    the query or the head, masks of other numbers, float masks on a GPU or under a compiler, where their numbers are not read, and what no
+    kernel is there for. A query that sees no key gets 0.
+
+    >>> from cmab_kernels.integrations import scaled_dot_product_attention
+    >>> latents, points = torch.randn(2, 8, 16, 4), torch.randn(2, 2, 1000, 4)
+    >>> seen = torch.arange(1000) < torch.tensor([[1000], [700]])
+    >>> scaled_dot_product_attention(latents, points, points, attn_mask=seen[:, None, None], enable_gqa=True).shape
+    torch.Size([2, 8, 16, 4])
+    """
+    out = None if dropout_p or is_causal else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
+    if out is None:
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> Tensor | None:
+    """Return the attention of all queries over all keys that the mask shows, by the operator; None where it has none for that."""
+    if query.dim() == 3 and (attn_mask is None or attn_mask.dim() <= 3):
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        out = fused_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, scale, False)
+        return None if out is None else out.squeeze(1)
+    if not _fit(query, key, value, enable_gqa) or not has_kernel("attention", query, key, value):
+        return None
+    ignore = None
+    if attn_mask is not None:
+        row = _common_row(attn_mask, query, key)
+        ignore = None if row is None else _ignored(row)
+        if ignore is None:
+            return None
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    # All query heads that share a key head become more queries of that one head.
+    grouped = query if groups == heads else query.reshape(batch, groups, heads // groups * length, width)
+    return latent_attention(grouped, key, value, key_padding_mask=ignore, scale=scale).reshape(batch, heads, length, -1)
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Return whether the operator takes tensors of these shapes and types, none of them empty."""
+    tensors = (query, key, value)
+    if any(each.is_nested or each.dim() != 4 or each.dtype != query.dtype or each.device != query.device for each in tensors):
+        return False
+    if query.dtype not in FLOATING or key.shape[:3] != value.shape[:3] or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        return False
+    heads, groups = query.shape[1], key.shape[1]
+    return all(each.numel() for each in tensors) and (heads == groups or (enable_gqa and heads % groups == 0))
+
+
+def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the mask of keys (B, N), if shape or strides of `mask` show that it is the same for all heads and queries; else None."""
+    shape = (*query.shape[:3], key.shape[2])
+    if not 2 <= mask.dim() <= 4 or any(have not in (1, need) for have, need in zip(reversed(mask.shape), reversed(shape), strict=False)):
+        return None
+    whole = mask.expand(shape)
+    return whole[:, 0, 0] if all(shape[dim] == 1 or whole.stride(dim) == 0 for dim in (1, 2)) else None
+
+
+def _ignored(row: Tensor) -> Tensor | None:
+    """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if it is to be added to logits.
+
+    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler. A row whose keys are all hidden is torch's:
+    if by a finite number, it is attention as if none were hidden.
+    """
+    if row.dtype == torch.bool:
+        return ~row
+    if not row.is_floating_point() or row.requires_grad or row.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    ignore = row <= torch.finfo(row.dtype).min
+    return ignore if bool(((row == 0) | ignore).all() & ~ignore.all(-1).any()) else None

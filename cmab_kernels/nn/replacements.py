@@ -1,0 +1,87 @@
+"""What `replace_modules` returns: how many modules it replaced, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_HEADING = ("module", "is now a", "in training", "in evaluation")
+_NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
+A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
+_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too), a key
+padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. explain(model, *inputs) says it of each call."""
+
+
+class Replacement(NamedTuple):
+    """A module that was replaced: where it is, what it is now, and why torch's own code runs in it in training, and in evaluation."""
+
+    module: str
+    kind: str
+    training: str | None
+    evaluation: str | None
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module) -> Self:
+        """Return the entry of a module of this package that stands at `path`."""
+        return cls(path, type(module).__name__, _why_torch(module, training=True), _why_torch(module, training=False))
+
+
+class Replacements(int):
+    """The number of modules replaced, as an `int`; printed, a table of what is fused, what is handed to torch, and why.
+
+    `modules` is the table: a `Replacement` for each, whose `training` and `evaluation` are None where it is fused, else the reason.
+
+    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
+    >>> replaced = cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
+    >>> replaced == 3
+    True
+    >>> print("\\n".join(str(replaced).splitlines()[:3]))
+    3 modules replaced
+    module              is now a            in training             in evaluation
+    layers.0.self_attn  MultiheadAttention  torch's: dropout is on  fused
+    """
+
+    modules: tuple[Replacement, ...]
+
+    def __new__(cls, modules: Iterable[Replacement]) -> Self:
+        rows = tuple(modules)
+        made = super().__new__(cls, len(rows))
+        made.modules = rows
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]  # copies and pickles keep the table
+        return (self.modules,)
+
+    def __repr__(self) -> str:
+        if not self.modules:
+            return _NONE
+        rows = [_HEADING] + [(each.module, each.kind, _verdict(each.training), _verdict(each.evaluation)) for each in self.modules]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"{int(self)} {'module' if self == 1 else 'modules'} replaced", *lines, _CALLS])
+
+    __str__ = __repr__
+
+
+def _verdict(why: str | None) -> str:
+    return "fused" if why is None else f"torch's: {why}"
+
+
+def _why_torch(module: Any, *, training: bool) -> str | None:
+    """Return why torch's own code runs for a plain call, in training or not, of a module, its kind of which all have `why_torch`."""
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    row = attention.out_proj.weight.new_empty(1, 1, attention.embed_dim)
+    before, module.training = module.training, training
+    try:
+        if module is attention:
+            why: str | None = module.why_torch(row, row, row, need_weights=False)
+        else:
+            why = module.why_torch(*[row] * (2 if isinstance(module, nn.TransformerDecoderLayer) else 1))
+        return why
+    finally:
+        module.training = before
