@@ -12,7 +12,7 @@ import cmab_models
 import pytest
 
 import cmab_kernels
-from cmab_kernels import backends, distributed, nn
+from cmab_kernels import backends, distributed, integrations, nn
 from cmab_kernels.intention import variants
 
 from . import pages
@@ -61,14 +61,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 def test_every_public_name_is_documented() -> None:
     words = {word for page in PAGES.values() for part in pages.code(page) for word in re.findall(r"\w+", part)}
-    assert {*cmab_kernels.__all__, *distributed.__all__, *nn.__all__, *variants.__all__, *cmab_models.__all__} - words == set()
+    assert {*cmab_kernels.__all__, *distributed.__all__, *integrations.__all__, *nn.__all__, *variants.__all__, *cmab_models.__all__} - words == set()
 
 
 def test_every_public_name_is_in_the_api() -> None:
     """The site's API pages list exactly the public names."""
     listed = {name for page in (pages.DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
     assert listed == {
-        f"{module.__name__}.{name}" for module in (cmab_kernels, distributed, nn, variants, cmab_models) for name in module.__all__
+        f"{module.__name__}.{name}" for module in (cmab_kernels, distributed, integrations, nn, variants, cmab_models) for name in module.__all__
     }
 
 

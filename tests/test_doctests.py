@@ -10,10 +10,11 @@ import torch
 
 import cmab_kernels
 import cmab_kernels.distributed
+import cmab_kernels.integrations
 import cmab_kernels.nn
 from cmab_kernels.intention import variants
 
-MODULES = (cmab_kernels, cmab_kernels.distributed, cmab_kernels.nn, variants, cmab_models)
+MODULES = (cmab_kernels, cmab_kernels.distributed, cmab_kernels.integrations, cmab_kernels.nn, variants, cmab_models)
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in MODULES for name in module.__all__}
 
 
