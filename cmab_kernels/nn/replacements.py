@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _HEADING = ("module", "is now a", "in training", "in evaluation")
 _NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
 A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
-_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too), a key
-padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. explain(model, *inputs) says it of each call."""
+_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too),
+a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. explain(model, *inputs) says it of each call."""
 
 
 class Replacement(NamedTuple):

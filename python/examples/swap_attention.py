@@ -44,7 +44,7 @@ def main() -> None:
     replaced = replace_modules(model, {nn.MultiheadAttention: MultiheadAttention})
 
     after, time_after = model(points), milliseconds(model, points)
-    print(f"replaced {replaced} module; model.attention is now a {type(model.attention).__module__}.{type(model.attention).__name__}")
+    print(f"replaced {replaced:d} module; model.attention is now a {type(model.attention).__module__}.{type(model.attention).__name__}")
     print(f"largest difference of the outputs: {(after - before).abs().max():.1e}")
     print(f"forward and backward over {points.shape[1]:,} points: {time_before:.1f} ms before, {time_after:.1f} ms after")
 

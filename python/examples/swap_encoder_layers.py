@@ -66,7 +66,7 @@ def main() -> None:
 
     replaced = replace_modules(model, {nn.TransformerEncoderLayer: TransformerEncoderLayer})
     with torch.no_grad():
-        print(f"replaced {replaced} layers: logits differ by {(model(held_out[0]) - logits).abs().max():.0e}")
+        print(f"replaced {replaced:d} layers: logits differ by {(model(held_out[0]) - logits).abs().max():.0e}")
 
     after = train(model, optimizer, 60)
     print(f"ours, trained on: accuracy {accuracy(model, *held_out):.2f}, {after:.0f} ms a step")
