@@ -54,7 +54,7 @@ class Replacements(int):
         made.modules = rows
         return made
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]  # copies and pickles keep the table
+    def __getnewargs__(self) -> tuple[Any, ...]:  # copies and pickles keep the table
         return (self.modules,)
 
     def __repr__(self) -> str:
@@ -74,14 +74,14 @@ def _verdict(why: str | None) -> str:
 
 def _why_torch(module: Any, *, training: bool) -> str | None:
     """Return why torch's own code runs for a plain call, in training or not, of a module, its kind of which all have `why_torch`."""
+    why_torch = module.why_torch
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    options = {"need_weights": False} if module is attention else {}
     row = attention.out_proj.weight.new_empty(1, 1, attention.embed_dim)
     before, module.training = module.training, training
     try:
-        if module is attention:
-            why: str | None = module.why_torch(row, row, row, need_weights=False)
-        else:
-            why = module.why_torch(*[row] * (2 if isinstance(module, nn.TransformerDecoderLayer) else 1))
+        rows = 3 if module is attention else 2 if isinstance(module, nn.TransformerDecoderLayer) else 1
+        why: str | None = why_torch(*[row] * rows, **options)
         return why
     finally:
         module.training = before
