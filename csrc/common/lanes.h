@@ -45,7 +45,7 @@ CMAB_INLINE V size_or_infinity(V x) {
 
 template <class V>
 CMAB_INLINE V square_root(V x) {
-#if defined(__SSE2__)
+#if defined(__SSE2__) || defined(__aarch64__)
   constexpr bool kSingle = sizeof(x[0]) == 4;
 #endif
 #if defined(__AVX512F__)
@@ -63,6 +63,11 @@ CMAB_INLINE V square_root(V x) {
     return _mm_sqrt_ps((__m128)x);
   else
     return _mm_sqrt_pd((__m128d)x);
+#elif defined(__aarch64__)
+  if constexpr (kSingle)
+    return vsqrtq_f32((float32x4_t)x);
+  else
+    return vsqrtq_f64((float64x2_t)x);
 #else
   for (int i = 0; i < lanes<V>(); ++i) x[i] = std::sqrt(x[i]);
   return x;

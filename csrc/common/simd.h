@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define CMAB_INLINE inline __attribute__((always_inline))
@@ -72,6 +74,8 @@ CMAB_INLINE bool any(M mask) {
   return _mm256_movemask_epi8((__m256i)mask) != 0;
 #elif defined(__SSE2__)
   return _mm_movemask_epi8((__m128i)mask) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   bool seen = false;
   for (int i = 0; i < int(sizeof(M) / sizeof(mask[0])); ++i) seen |= mask[i] != 0;

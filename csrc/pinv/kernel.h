@@ -11,7 +11,7 @@ namespace {
 // The larger of a and b in each lane; NaN if either is.
 template <class V>
 CMAB_INLINE V maximum_or_nan(V a, V b) {
-  return (b > a) | (b != b) ? b : a;
+  return ((b > a) | (b != b)) ? b : a;
 }
 
 // The column sums of |A|, zero-padded, and the largest of them.

@@ -157,7 +157,7 @@ class LanesSolve {
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       const V pivot = tile[kFirst + c][c];
-      failed_ = (pivot > T(0)) & (pivot < T(kInfinity)) ? failed_ : broadcast<V>(T(1));
+      failed_ = ((pivot > T(0)) & (pivot < T(kInfinity))) ? failed_ : broadcast<V>(T(1));
       reciprocal[c] = T(1) / square_root(pivot);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) tile[r][c] *= reciprocal[c];
