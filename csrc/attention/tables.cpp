@@ -6,9 +6,10 @@
 namespace cmab::cpu {
 namespace {
 
-const AttentionKernels& kernels_of(Isa isa, DType dtype) {
+const AttentionKernels& kernels_of(DType dtype) {
 #if defined(__x86_64__)
   if (dtype == DType::kBFloat16) {
+    const Isa isa = instruction_set();
     if (isa == Isa::kAmx) return attention_amx;
     if (isa == Isa::kAmxEmulated) return attention_amx_emulated;
     if (isa == Isa::kAvx512Bf16) return attention_avx512bf16;
@@ -24,7 +25,7 @@ const AttentionKernels& kernels_of(Isa isa, DType dtype) {
 
 }  // namespace
 
-const ForwardKernel& forward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).forward; }
-const BackwardKernel& backward_kernel(DType dtype) { return *kernels_of(instruction_set(), dtype).backward; }
+const ForwardKernel& forward_kernel(DType dtype) { return *kernels_of(dtype).forward; }
+const BackwardKernel& backward_kernel(DType dtype) { return *kernels_of(dtype).backward; }
 
 }  // namespace cmab::cpu
