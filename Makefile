@@ -6,7 +6,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test nightly bench reproduce docs lint format clean
+.PHONY: demo test nightly mutants bench reproduce docs lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m cmab_kernels demo
@@ -19,6 +19,10 @@ test: $(VENV)/.test
 
 nightly: $(VENV)/.test
 	$(PYTEST) -m "nightly or not nightly"
+
+# Plants faults one at a time, and prints which test caught each: make mutants > tests/mutations/CAUGHT.md
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutations
 
 bench: $(VENV)/.test
 	$(BIN)/python -m cmab_kernels bench --quick --force

@@ -1,0 +1,103 @@
+"""Every public operator on inputs that lie between pages without access, with results between margins: `python -m tests.guards.walls`.
+
+The operators are those of the suites, in every layout, forward and backward. A read outside of an input ends the process; the last line
+that it printed names the case. Arguments are the names of dtypes, float32 alone if there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cmab_kernels.testing import LAYOUTS, OperatorSuite, guarded_results
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = mmap.PAGESIZE
+NO_ACCESS = 0
+"""PROT_NONE"""
+
+
+def between_walls(dtype: torch.dtype, elements: int, at_the_end: bool, beyond: int = 0) -> Tensor:
+    """Return a vector of zeros in pages of its own, with a page without access before and after them.
+
+    Its last element ends where the page after begins, or, if not `at_the_end`, its first begins where the page before ends. `beyond` more
+    elements belong to the tensor, and cannot be read.
+    """
+    size = elements * dtype.itemsize
+    pages = -(-size // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for wall in (address, address + (pages + 1) * PAGE):
+        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(wall), ctypes.c_size_t(PAGE), NO_ACCESS):
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+    start = (pages + 1) * PAGE - size if at_the_end else PAGE
+    return torch.frombuffer(memory, dtype=dtype, count=elements + beyond, offset=start)
+
+
+def walled(tensor: Tensor, at_the_end: bool) -> Tensor:
+    """Return a copy with the same strides in memory of `between_walls`."""
+    if not tensor.numel():
+        return tensor
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    placed = between_walls(tensor.dtype, reach, at_the_end)
+    placed.copy_(tensor.as_strided((reach,), (1,)) if reach > 1 else tensor.reshape(1))
+    return placed.as_strided(tensor.shape, tensor.stride())
+
+
+def suites() -> Iterator[type[OperatorSuite]]:
+    """Yield the suites of all operators with a native implementation."""
+    for file in sorted(TESTS.rglob("test_suite.py")):
+        module = importlib.import_module(".".join(("tests", *file.relative_to(TESTS).with_suffix("").parts)))
+        for name, suite in vars(module).items():
+            if name.startswith("Test") and "native" in suite.impls:
+                yield suite
+
+
+def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
+    """Run an operator, forward and backward, on inputs between walls, with results between margins."""
+    inputs = suite.inputs(dtype)
+    if suite.mask:
+        inputs[suite.mask] = torch.rand(suite.extents[suite.batch], suite.extents[suite.masked]) < 0.1
+    along = [torch.randn(r.shape).to(r) for r in suite.call("native", **inputs)]
+    placed = {name: walled(_laid(t, layout), at_the_end) for name, t in inputs.items()}
+    with guarded_results():
+        suite.run("native", placed, tuple(walled(_laid(t, layout), at_the_end) for t in along))
+
+
+def _laid(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor in a layout; a mask, for which there is none, and a number as they are."""
+    return LAYOUTS[layout](tensor) if tensor.dim() and tensor.is_floating_point() else tensor
+
+
+class _Run:
+    """A suite that has been set up."""
+
+    def __init__(self, kind: type[OperatorSuite]) -> None:
+        self.suite = kind()
+        self.suite.setup_method()
+
+    def close(self) -> None:
+        self.suite.teardown_method()
+
+
+def main(names: list[str]) -> None:
+    for kind in suites():
+        dtypes = [dtype for dtype in kind.dtypes if str(dtype).removeprefix("torch.") in (names or ["float32"])]
+        with closing(_Run(kind)) as run:
+            for dtype in dtypes:
+                for layout in LAYOUTS:
+                    for at_the_end in (True, False):
+                        print(f"{kind.__module__}.{kind.__name__}, {dtype}, {layout}, {'end' if at_the_end else 'beginning'}", flush=True)
+                        check(run.suite, dtype, layout, at_the_end)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

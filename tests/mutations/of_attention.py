@@ -1,0 +1,330 @@
+"""Faults of latent attention, of the states of all prefixes, and of attention over projected inputs."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+SUITE = "tests/attention/test_suite.py::TestAttentionState"
+NATIVE = "tests/attention/test_native.py"
+BF16 = "tests/attention/test_bf16.py"
+STATE = "tests/attention/test_state.py"
+KERNELS = "tests/attention/test_kernels.py"
+PREFIX = "tests/attention/prefix/test_suite.py"
+PREFIX_KERNELS = "tests/attention/prefix/test_kernels.py"
+PROJECTED = "tests/attention/projected/test_suite.py"
+PROJECTED_KERNELS = "tests/attention/projected/test_kernels.py"
+
+IN_CPP = {
+    "a mask off by one": Fault(
+        "csrc/common/tile.h",
+        "keys.ignored[(first + k) * keys.ignored_stride]",
+        "keys.ignored[(first + k / 2) * keys.ignored_stride]",
+        f"{SUITE}::test_masks -k native",
+    ),
+    "rows of masked keys that are not left out": Fault(
+        "csrc/common/tile.h",
+        "copy_row(from + present.row[k] * matrix.row_stride",
+        "copy_row(from + k * matrix.row_stride",
+        f"{SUITE}::test_masks -k native",
+    ),
+    "a step along a row taken for 1": Fault(
+        "csrc/common/tile.h", "to[d] = widen(from[d * step]);", "to[d] = widen(from[d]);", f"{SUITE}::test_layouts -k native"
+    ),
+    "a key too many": Fault(
+        "csrc/attention/forward_kernel.h",
+        "s[r][c] = k + r < count ? s[r][c]",
+        "s[r][c] = k + r <= count ? s[r][c]",
+        f"{NATIVE}::test_borders_of_tiles_and_pieces",
+    ),
+    "a missing rescale": Fault(
+        "csrc/attention/forward_kernel.h",
+        "store(acc, load<V>(acc) * factor);",
+        "store(acc, load<V>(acc));",
+        f"{SUITE}::test_accuracy -k native",
+    ),
+    "a sum that is not rescaled": Fault(
+        "csrc/attention/forward_kernel.h",
+        "store(state.sum + at, load<V>(state.sum + at) * factor);",
+        "store(state.sum + at, load<V>(state.sum + at));",
+        "tests/attention/test_promises.py -k 'extreme_logits and native'",
+    ),
+    "a wrong stride": Fault(
+        "csrc/attention/plan.h",
+        "b * operand.stride[0] + h * operand.stride[1]",
+        "b * operand.stride[0] + h * operand.stride[2]",
+        f"{SUITE}::test_layouts -k native",
+    ),
+    "a 32-bit offset": Fault(
+        "csrc/attention/plan.h",
+        "const int64_t offset = b * operand",
+        "const int32_t offset = b * operand",
+        f"{NATIVE}::test_offsets_beyond_32_bits",
+    ),
+    "a packed set that ends a key late": Fault(
+        "csrc/attention/plan.h", "offset(b + 1) - first, 0)", "offset(b + 1) - first + (b == 0), 0)", f"{NATIVE}::test_packed_sets"
+    ),
+    "a dropped last block": Fault(
+        "csrc/common/plan.h",
+        "ceil_div(count, unit) * i / pieces",
+        "count / unit * i / pieces",
+        f"{NATIVE}::test_borders_of_tiles_and_pieces",
+    ),
+    "a group of queries of one head taken for neighbouring heads": Fault(
+        "csrc/attention/forward.cpp",
+        "groups_[g + heads].first_row == group.first_row)",
+        "groups_[g + heads].first_row >= 0)",
+        f"{NATIVE}::test_many_queries",
+    ),
+    "pieces of the keys that are not merged": Fault(
+        "csrc/attention/merge.h",
+        "absorb(at.total[row], at.acc + row * width, sums, at.part + row * width, width);",
+        "at.total[row] = sums;",
+        f"{NATIVE}::test_borders_of_tiles_and_pieces",
+    ),
+    "base 2 for base e": Fault(
+        "csrc/attention/merge.h", "at.reference[row] * kLn2", "at.reference[row]", f"{SUITE}::test_accuracy -k native"
+    ),
+    "an empty row divided by its sum": Fault(
+        "csrc/attention/merge.h", "if (mix.lse == -INFINITY)", "if (false)", f"{SUITE}::test_empty_extents -k native"
+    ),
+    "a removal of nothing that is not reliable": Fault(
+        "csrc/attention/merge.h", "reliable_[row] = sums.empty() ||", "reliable_[row] =", f"{STATE} -k removal"
+    ),
+    "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];", f"{NATIVE} -k pieces"),
+    "= for += over pieces of the queries": Fault(
+        "csrc/attention/backward.cpp",
+        "total += parts[piece * step + i];",
+        "total = parts[piece * step + i];",
+        f"{NATIVE}::test_many_queries",
+    ),
+    "a packed set's gradient where another's belongs": Fault(
+        "csrc/attention/backward.cpp", "* in_.keys + head.set.first + key;", "* in_.keys + key;", f"{NATIVE}::test_packed_sets"
+    ),
+    "a lost gradient through lse": Fault(
+        "csrc/attention/backward.cpp", "{-*dlse_.at<double>(head.b, head.h, first + row)};", "{};", f"{SUITE}::test_accuracy -k native"
+    ),
+    "a gradient of an ignored key, in bfloat16": Fault(
+        "csrc/attention/bf16_backward.h", "_mm512_maskz_loadu_ps(kept ? mask : 0, row + c)", "_mm512_maskz_loadu_ps(mask, row + c)", BF16
+    ),
+    "a gradient of scores without delta, in bfloat16": Fault(
+        "csrc/attention/bf16_backward.h", "_mm512_sub_ps(_mm512_loadu_ps(dweight), delta)", "_mm512_loadu_ps(dweight)", BF16
+    ),
+    "lse in one part, in bfloat16": Fault(
+        "csrc/attention/bf16_backward.h",
+        "empty ? 0.0f : static_cast<float>(logarithm - packed.high[i]);",
+        "0.0f;",
+        f"{BF16} -k gradients_take_lse_in_two_parts",
+    ),
+    "a prefix that is written a key too late": Fault(
+        "csrc/prefix/rows.h", "key == end};", "key + 1 == end};", f"{PREFIX} -k 'native and accuracy'"
+    ),
+    "later prefixes that send nothing back": Fault(
+        "csrc/prefix/backward_kernel.h",
+        "slope + sent.share[to_row] * a[r][c]",
+        "slope + T(0) * sent.share[to_row] * a[r][c]",
+        f"{PREFIX} -k 'native and accuracy'",
+    ),
+    "sums of prefixes that are not rescaled": Fault(
+        "csrc/prefix/forward_kernel.h", "x *= stretch->factors[lane + r];", "(void)x;", f"{PREFIX} -k 'native and accuracy'"
+    ),
+    "prefixes that forget the incoming state's sum": Fault(
+        "csrc/prefix/forward_kernel.h",
+        "state.sum[row] = T(__builtin_exp2(lse - double(state.reference[row])));",
+        "state.sum[row] = 1;",
+        f"{PREFIX} -k 'native and IncomingState'",
+    ),
+    "a chunk that shares another's mask": Fault(
+        "csrc/projected/projection.h",
+        "(set.first + first) * all.ignored_stride[1]",
+        "(set.first + first / 2) * all.ignored_stride[1]",
+        f"{PROJECTED} -k 'native and masks'",
+    ),
+    "a block that overwrites another's gradient": Fault(
+        "csrc/projected/backward.cpp", "k > 0 || i > 0", "i > 0", f"{PROJECTED} -k 'native and accuracy and Stacked'"
+    ),
+    "values whose weights have no gradient": Fault(
+        "csrc/projected/backward.cpp",
+        "rows, to[0].weight[i]);",
+        "rows, to[0].weight[0]);",
+        f"{PROJECTED} -k 'native and accuracy'",
+    ),
+}
+
+IN_PYTHON = {
+    "a lost gradient to the state's lse": Fault(
+        "cmab_kernels/attention/schema.py",
+        "share * dscore",
+        "0 * dscore",
+        "tests/attention/test_suite.py::TestIncomingState::test_gradcheck",
+    ),
+    "a lost second derivative": Fault(
+        "cmab_kernels/attention/schema.py", "*partials[5:], None", "None, None, None", f"{SUITE}::test_gradgradcheck"
+    ),
+    "packed sets that share a batch under vmap": Fault(
+        "cmab_kernels/attention/schema.py",
+        "(folding if args[tensors - 3] is None else looping)",
+        "(folding if tensors else looping)",
+        "tests/attention/test_suite.py::TestPackedSets::test_vmap",
+    ),
+    "a merge without its gradient": Fault(
+        "cmab_kernels/attention/state.py",
+        "weight = (lse - top).exp()",
+        "weight = (lse - top).exp().detach()",
+        f"{STATE}::test_merge_has_gradients_through_out_and_lse",
+    ),
+    "a removal that is broadcast over another batch": Fault(
+        "cmab_kernels/attention/state.py",
+        "if state.out.shape != part.out.shape:",
+        "if state.out.dim() != part.out.dim():",
+        "tests/nn/test_cmab_stack.py::test_the_latents_of_every_block",
+    ),
+    "a removal that is reliable too long": Fault(
+        "cmab_kernels/attention/state.py",
+        ".eps ** 0.5",
+        ".eps",
+        f"{STATE}::test_one_native_call_is_the_formula tests/models/test_neural_processes.py::test_forgetting_what_dominates_warns",
+    ),
+    "a batch that shares its neighbour's mask": Fault(
+        "cmab_kernels/attention/reference.py",
+        "key.masked_fill(ignore[:, None, :, None], 0.0)",
+        "key.masked_fill(ignore[:1, None, :, None], 0.0)",
+        "tests/attention/test_reference.py::test_nothing_that_is_ignored_leaks",
+    ),
+    "a packed set with a key of the next": Fault(
+        "cmab_kernels/attention/reference.py",
+        "(position >= cu_seqlens[1:, None])",
+        "(position > cu_seqlens[1:, None])",
+        "tests/attention/test_reference.py::test_packed_sets_equal_each_set_alone",
+    ),
+    "a gradient of the scores without delta": Fault(
+        "cmab_kernels/attention/reference.py",
+        " - (dout * out).sum(-1, keepdim=True) +",
+        " +",
+        "tests/attention/test_reference.py::test_gradient_formula_against_autograd",
+    ),
+    "a prefix without its last chunk": Fault(
+        "cmab_kernels/attention/prefix/reference.py",
+        "beyond = (chunk > torch",
+        "beyond = (chunk >= torch",
+        f"{PREFIX}::TestPrefixStates::test_accuracy -k reference",
+    ),
+    "blocks whose gradients replace each other": Fault(
+        "cmab_kernels/attention/projected/reference.py",
+        "dnormed = dnormed + dprojected",
+        "dnormed = dprojected",
+        f"{PROJECTED}::TestStackedBlocks::test_gradgradcheck",
+    ),
+}
+
+IN_TRITON = {
+    "a dropped last block, in Triton": Fault(
+        "cmab_kernels/attention/kernels/forward.py",
+        "for start in tl.range(whole, last, BLOCK_N, num_stages=1):",
+        "for start in tl.range(whole, whole, BLOCK_N, num_stages=1):",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a missing rescale, in Triton": Fault(
+        "cmab_kernels/attention/kernels/forward.py", "total = total * fade +", "total = total +", f"{KERNELS}::test_shapes"
+    ),
+    "base 2 for base e, in Triton": Fault(
+        "cmab_kernels/attention/kernels/forward.py",
+        "log2_scale = (scale_ * LOG2_E).to(DTYPE)",
+        "log2_scale = scale_.to(DTYPE)",
+        f"{KERNELS}::test_shapes",
+    ),
+    "runs that are merged without the incoming state": Fault(
+        "cmab_kernels/attention/kernels/forward.py", " + tl.sum(tl.exp(state - peak), 0))", ")", f"{KERNELS}::test_states"
+    ),
+    "a maximum in another unit": Fault(
+        "cmab_kernels/attention/kernels/forward.py",
+        "peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale",
+        "peak_score = peak.to(tl.float64) * scale",
+        "tests/attention/test_kernels_large.py",
+    ),
+    "a gradient of the scores without delta, in Triton": Fault(
+        "cmab_kernels/attention/kernels/backward.py",
+        "OPERAND, PRECISION) - delta)",
+        "OPERAND, PRECISION))",
+        f"{KERNELS}::test_shapes",
+    ),
+    "= for +=, in Triton": Fault(
+        "cmab_kernels/attention/kernels/backward.py",
+        "dq += product(slopes, keys, OPERAND, PRECISION)",
+        "dq = product(slopes, keys, OPERAND, PRECISION)",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a gradient of an ignored key, in Triton": Fault(
+        "cmab_kernels/attention/kernels/backward.py",
+        "tile = tl.where(keep[:, None], tile, 0.0)",
+        "tile = tile + 0.0",
+        f"{KERNELS} -k 'mask'",
+    ),
+    "a lost gradient through lse, in Triton": Fault(
+        "cmab_kernels/attention/kernels/rows.py",
+        " - tl.load(dlse + start, mask=inside, other=0.0)",
+        "",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a residue of lse at 1e38": Fault(
+        "cmab_kernels/attention/kernels/rows.py",
+        "rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E",
+        "rest = rest * LOG2_E",
+        "tests/attention/test_kernels_large.py",
+    ),
+    "shares of runs that replace each other": Fault(
+        "cmab_kernels/attention/kernels/rows.py",
+        "total += tl.sum(tl.load(shares",
+        "total = tl.sum(tl.load(shares",
+        f"{KERNELS}::test_several_runs",
+    ),
+    "a run that begins where the set does": Fault(
+        "cmab_kernels/attention/kernels/runs.py",
+        "start = tl.minimum(first + tl.minimum(run, count_runs(last - first, most_runs)) * length, last)",
+        "start = tl.minimum(first + run * 0, last)",
+        f"{KERNELS}::test_several_runs",
+    ),
+    "offsets that fall and are taken": Fault(
+        "cmab_kernels/attention/kernels/runs.py", "bad |= falls > 0", "bad |= falls < 0", f"{KERNELS} -k offsets"
+    ),
+    "a 32-bit offset, in Triton": Fault(
+        "cmab_kernels/triton_common.py",
+        "rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]",
+        "rows = tl.arange(0, ROWS) * strides[2].to(tl.int32)",
+        "tests/attention/test_cubin.py -k 'strides or compiled'",
+    ),
+    "a mask a key late, in Triton": Fault(
+        "cmab_kernels/triton_common.py", "keep = keys < last", "keep = keys <= last", f"{KERNELS}::test_shapes"
+    ),
+    "columns past the last that are read": Fault(
+        "cmab_kernels/triton_common.py",
+        "columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH",
+        "columns = column + tl.arange(0, pointers.shape[1])[None, :] <= WIDTH",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a prefix without its last chunk, in Triton": Fault(
+        "cmab_kernels/attention/prefix/kernels/forward.py",
+        "[None, :] <= prefix[:, None])",
+        "[None, :] < prefix[:, None])",
+        f"{PREFIX_KERNELS}::test_states_and_gradients",
+    ),
+    "a base that outweighs its share": Fault(
+        "cmab_kernels/attention/prefix/kernels/forward.py",
+        "base_out * (base_weight * share)[:, None]",
+        "base_out * base_weight[:, None]",
+        f"{PREFIX_KERNELS}",
+    ),
+    "a projected value without its bias": Fault(
+        "cmab_kernels/attention/projected/kernels/forward.py",
+        "values += value_bias[None, :]",
+        "values += 0.0",
+        f"{PROJECTED_KERNELS}::test_shapes",
+    ),
+    "a projected key without its bias": Fault(
+        "cmab_kernels/attention/projected/kernels/forward.py",
+        "keys += key_bias[None, :]",
+        "keys += 0.0",
+        f"{PROJECTED_KERNELS}::test_shapes",
+    ),
+}
+
+FAULTS = {**IN_CPP, **IN_PYTHON, **IN_TRITON}

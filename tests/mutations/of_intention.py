@@ -1,0 +1,218 @@
+"""Faults of Intention: sums, solves, the dual form, and the classifiers and regressors made of them."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+SUITE = "tests/intention/test_suite.py"
+NATIVE = "tests/intention/test_native.py"
+STATE = "tests/intention/test_state.py"
+SOLVE = "tests/intention/solve/test_native.py"
+SOLVE_SUITE = "tests/intention/solve/test_suite.py"
+KERNELS = "tests/intention/test_kernels.py"
+SOLVE_KERNELS = "tests/intention/solve/test_kernels.py"
+CUDA = "tests/intention/solve/test_cuda.py"
+
+IN_CPP = {
+    "sums whose last run is dropped": Fault(
+        "csrc/gram/sums.cpp", "} while (key < end);", "} while (key + run_ < end);", f"{NATIVE}::test_borders_of_blocks_runs_and_pieces"
+    ),
+    "pieces of the keys that are not added": Fault(
+        "csrc/gram/sums.cpp", "moment_of(head)[j] += sums", "moment_of(head)[j] = sums", f"{NATIVE}::test_borders_of_blocks_runs_and_pieces"
+    ),
+    "sums before that are not added": Fault(
+        "csrc/gram/sums.cpp",
+        "add_before(in, before.moment, in.shape.value_width, moment)",
+        "(void)before.moment",
+        f"{STATE}::test_every_split_gives_the_same_state",
+    ),
+    "a Gram matrix that is not mirrored": Fault(
+        "csrc/gram/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", f"{NATIVE}::test_widths"
+    ),
+    "masked keys that are counted": Fault(
+        "csrc/gram/sums.cpp", "key * in.ignored_stride[1]] != 0;", "key * in.ignored_stride[1]] > 1;", f"{SUITE}::TestRidgeState {STATE}"
+    ),
+    "an overflow that stays": Fault(
+        "csrc/gram/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", f"{NATIVE}::test_sums_beyond_float32"
+    ),
+    "a gradient that takes the Gram matrix's for symmetric": Fault(
+        "csrc/gram/rows.cpp",
+        "mirrored = slope.transposed();",
+        "mirrored = slope;",
+        f"{NATIVE}::test_slopes_of_any_layout {SUITE}::TestRidgeState",
+    ),
+    "half of a weight's gradient": Fault(
+        "csrc/gram/rows_kernel.h",
+        "first + k, 1, &sum, T(0.5));",
+        "first + k, 1, &sum, T(1));",
+        f"{SUITE}::TestWeighted::test_accuracy -k native",
+    ),
+    "weights that pass by an ignored key": Fault(
+        "csrc/gram/rows_kernel.h", "weight ? weight[taken] : T(1));", "weight ? weight[k] : T(1));", f"{NATIVE} -k 'ignored or weights'"
+    ),
+    "sums for a state in the precision of the keys": Fault(
+        "csrc/gram/binding.cpp", "inputs.exact = true;", "inputs.exact = false;", f"{STATE}::test_sums_are_float64_and_exact"
+    ),
+    "lanes that share one penalty": Fault(
+        "csrc/solve/lanes.h",
+        "matrix_of(lane) * systems_.alpha_stride",
+        "matrix_of(0) * systems_.alpha_stride",
+        f"{SOLVE}::test_every_width",
+    ),
+    "a condition that is judged by half of its columns": Fault(
+        "csrc/solve/lanes.h", "sum[j] += size * unit;", "sum[j] += T(0) * size;", f"{SOLVE}::test_the_condition_is_judged"
+    ),
+    "NaNs past the end of a system": Fault(
+        "csrc/solve/rows.h",
+        "for (int64_t i = order_ * kWidth; i < columns_ * kWidth; ++i) strip_[i] = 0;",
+        "",
+        f"{SOLVE} -k 'infinity_over_a_number or bad_right_hand_side'",
+    ),
+    "a pivot that may be infinite": Fault(
+        "csrc/solve/rows.h",
+        "positive &= pivot > 0 && pivot < T(kInfinity);",
+        "positive &= pivot > 0;",
+        f"{SOLVE}::test_a_bad_matrix_leaves_its_neighbours_alone",
+    ),
+}
+
+IN_CUDA = {
+    "sums of a run that replace those before": Fault(
+        "csrc/gram/gram_block.cuh",
+        "total(thread % cut_.owners(), s) += double(sums_[thread][s]);",
+        "total(thread % cut_.owners(), s) = double(sums_[thread][s]);",
+        f"{CUDA}::test_lengths",
+    ),
+    "a run that overflowed and is not repeated": Fault(
+        "csrc/gram/gram_block.cuh", "return live(place) && !finite;", "return false;", f"{CUDA}::test_overflow_is_repeated_in_float64"
+    ),
+    "weights of another tile": Fault("csrc/gram/gram_block.cuh", "weight_[first + k]", "weight_[first]", f"{CUDA}::test_sums_and_solution"),
+    "a probe of the condition that is not asked": Fault(
+        "csrc/solve/solve_block.cuh",
+        "if (probing) worthless |= is_worthless(norm);",
+        "(void)probing;",
+        f"{CUDA}::test_ill_conditioned_systems_are_told",
+    ),
+    "a column of the right-hand sides too many": Fault(
+        "csrc/solve/solve_block.cuh",
+        "(first + c) * system_.rhs_column] : T(0);",
+        "(first + c + 1) * system_.rhs_column] : T(0);",
+        f"{CUDA}::test_solve",
+    ),
+}
+
+IN_PYTHON = {
+    "a penalty without its gradient": Fault(
+        "cmab_kernels/intention/solve/schema.py",
+        "z, -_trace(product), None",
+        "z, 0 * alpha, None",
+        f"{SOLVE_SUITE}::TestRegularisedSolve::test_gradcheck",
+    ),
+    "a gradient of one triangle alone": Fault(
+        "cmab_kernels/intention/solve/schema.py",
+        "(product + product.mT) / -2, z,",
+        "-product, z,",
+        f"{SOLVE_SUITE}::test_the_gradient_of_a_matrix_belongs_to_both_triangles",
+    ),
+    "a definition whose gradient is that of one triangle": Fault(
+        "cmab_kernels/intention/solve/reference.py",
+        "return (slope + slope.mT) / 2",
+        "return slope",
+        f"{SOLVE_SUITE}::TestRegularisedSolve::test_gradgradcheck {SOLVE_SUITE}::TestRegularisedSolve::test_any_order",
+    ),
+    "a negative penalty that is taken": Fault(
+        "cmab_kernels/intention/solve/reference.py",
+        "alpha = alpha.masked_fill(alpha < 0, torch.nan)",
+        "alpha = alpha + 0",
+        f"{SOLVE_SUITE}::test_a_negative_penalty_that_is_not_read_is_told_by_info tests/test_checks.py",
+    ),
+    "a dual whose weights have no gradient at 0": Fault(
+        "cmab_kernels/intention/dual.py",
+        "torch.where(absent, residuals / penalty,",
+        "torch.where(absent, 0 * residuals,",
+        f"{SUITE}::test_gradients_at_a_weight_of_zero",
+    ),
+    "a dual that is singular where a weight is 0": Fault(
+        "cmab_kernels/intention/dual.py",
+        " + torch.diag_embed((weights == 0).to(products.dtype))",
+        "",
+        f"{SUITE}::TestWeightedDual tests/intention/test_reference.py {SUITE}::test_gradients_at_a_weight_of_zero",
+    ),
+    "a removal of one key too few": Fault(
+        "cmab_kernels/intention/state.py",
+        "count = state.count - part.count",
+        "count = state.count - part.count + 1",
+        f"{STATE}::test_removal_gives_back_the_rest",
+    ),
+    "a count that forgets those before": Fault(
+        "cmab_kernels/intention/state.py",
+        "before is None else before + present",
+        "before is None else present + 0 * before",
+        f"{SUITE}::TestRidgeState {STATE}",
+    ),
+    "a gradient of the sums without its mirror image": Fault(
+        "cmab_kernels/intention/reference.py",
+        "slope, dmoment = (dgram + dgram.mT).to(dtype)",
+        "slope, dmoment = (2 * dgram).to(dtype)",
+        "tests/intention/test_reference.py::test_the_gradient_of_the_sums",
+    ),
+}
+
+IN_TRITON = {
+    "a run of keys that has another's": Fault(
+        "cmab_kernels/intention/kernels/sums.py",
+        "last = tl.minimum(first + length, keys)",
+        "last = tl.minimum(first + length + 1, keys)",
+        f"{KERNELS}::test_several_runs",
+    ),
+    "weights that are not taken": Fault(
+        "cmab_kernels/intention/kernels/sums.py",
+        "left = left.to(OPERAND) * weight.to(OPERAND)",
+        "left = left.to(OPERAND)",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a Gram matrix whose mirror image is not turned": Fault(
+        "cmab_kernels/intention/kernels/sums.py",
+        "row, lower, D, True)",
+        "row, lower, D, False)",
+        f"{KERNELS}::test_shapes {KERNELS}::test_runs_of_tiles",
+    ),
+    "an overflow that stays, in Triton": Fault(
+        "cmab_kernels/intention/kernels/sums.py",
+        "exact = tl.where(sound, first, last)",
+        "exact = first",
+        f"{KERNELS}::test_finite_keys_have_finite_sums",
+    ),
+    "sums in float32 over a long run": Fault(
+        "cmab_kernels/intention/kernels/sums.py",
+        "if (start - first) % IN_FLOAT32 == IN_FLOAT32 - BLOCK_N:",
+        "if start < first:",
+        f"{KERNELS}::test_long_runs_lose_no_digits",
+    ),
+    "NaNs past the end of a system, in Triton": Fault(
+        "cmab_kernels/intention/solve/kernels/solve.py",
+        "tile = tl.where(line < D, tile, 0.0)  # an infinity has left NaNs beyond",
+        "tile = tile + 0.0",
+        f"{SOLVE_KERNELS}::test_an_infinity_over_a_number",
+    ),
+    "a negative penalty that is taken, in Triton": Fault(
+        "cmab_kernels/intention/solve/kernels/solve.py",
+        "(failures == 0) & (alpha >= 0.0)",
+        "(failures == 0)",
+        f"{SOLVE_KERNELS}::test_bad_matrices_are_told_and_leave_the_others_alone {SOLVE_KERNELS}::test_agrees_with_the_definition_in_info",
+    ),
+    "a line that is solved and eliminated from itself": Fault(
+        "cmab_kernels/intention/solve/kernels/solve.py",
+        "left = line > J if FORWARD",
+        "left = line >= J + 2 if FORWARD",
+        f"{SOLVE_KERNELS}::test_shapes",
+    ),
+    "an upper triangle that is read": Fault(
+        "cmab_kernels/intention/solve/kernels/solve.py",
+        "below, above = tl.maximum(line, column), tl.minimum(line, column)",
+        "above, below = tl.maximum(line, column), tl.minimum(line, column)",
+        f"{SOLVE_KERNELS}::test_only_the_lower_triangle_is_read_with_any_strides",
+    ),
+}
+
+FAULTS = {**IN_CPP, **IN_CUDA, **IN_PYTHON, **IN_TRITON}

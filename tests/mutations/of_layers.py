@@ -1,0 +1,144 @@
+"""Faults of the fused layers."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+SUITE = "tests/layers/test_suite.py"
+BLOCK = "tests/layers/test_block.py"
+REFERENCE = "tests/layers/test_reference.py"
+KERNELS = "tests/layers/test_kernels.py"
+
+IN_CPP = {
+    "columns past the last in a norm": Fault(
+        "csrc/linear/norm.h",
+        "const V apart = within(width, d, Tiles<T>::load_at(rows, first + r, d) - mean[r]);",
+        "const V apart = Tiles<T>::load_at(rows, first + r, d) - mean[r];",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a norm's gradient without its direction": Fault(
+        "csrc/linear/norm.h",
+        "- mean[r] - unit(r, d) * along[r])",
+        "- mean[r] - T(0) * along[r])",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "= for += of a residual": Fault(
+        "csrc/linear/products.h",
+        "store(at, add ? load<V>(at) + sum : sum);",
+        "store(at, sum);",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a last square of a matrix that is not packed": Fault(
+        "csrc/linear/products.h",
+        "for (int i = 0; i < count; ++i) store(to + (d + i) * kColumns + c, square[i]);",
+        "for (int i = 0; i + 1 < count; ++i) store(to + (d + i) * kColumns + c, square[i]);",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "ignored rows that are read": Fault(
+        "csrc/linear/tiles.h",
+        "if (ignored && ignored[row * ignored_stride])",
+        "if (false && ignored[row * ignored_stride])",
+        f"{SUITE}::TestAttentionLayer::test_masks -k native",
+    ),
+    "a gate's slope without its density": Fault(
+        "csrc/linear/activation.h",
+        "return at.below + (at.density == V{} ? V{} : x * at.density);",
+        "return at.below + V{} * x;",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a gradient of an output projection in memory of another shape": Fault(
+        "csrc/layers/attention_layer.cpp",
+        "packed(kBackward ? take.packed(in.width, in.heads * in.value_width)",
+        "packed(kBackward ? take.packed(in.heads * in.value_width, in.width)",
+        f"{BLOCK}::test_heads_may_be_much_narrower_than_the_layer",
+    ),
+    "block latents of one set alone": Fault(
+        "csrc/layers/latent_block.cpp",
+        "+ row % in.block_latents * bytes, bytes);",
+        "+ 0 * row * bytes, bytes);",
+        f"{BLOCK}::test_one_call_is_its_operators",
+    ),
+    "a gradient that misses the gate": Fault(
+        "csrc/layers/feed_forward.cpp",
+        "in_.width, nullptr, part > 0, tiles.dnormed);",
+        "in_.width, nullptr, false, tiles.dnormed);",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "threads that do not wait for each other": Fault(
+        "csrc/layers/crew.h",
+        "if (has_sets(sets)) return;\n#pragma omp barrier",
+        "if (sets >= 0) return;\n#pragma omp barrier",
+        f"{BLOCK}::test_strides_and_threads_change_no_bit",
+    ),
+}
+
+IN_PYTHON = {
+    "gradients of weights that samples share": Fault(
+        "cmab_kernels/layers/schema.py",
+        "lambda *args: any(args[-2][1:]))",
+        "lambda *args: False)",
+        f"{REFERENCE}::test_gradients_of_weights_for_each_sample",
+    ),
+    "padding that a layer sees": Fault(
+        "cmab_kernels/layers/native.py",
+        "key_padding_mask=None if mask is None else mask.reshape(-1)",
+        "key_padding_mask=None",
+        f"{SUITE}::TestAttentionLayer::test_masks -k native",
+    ),
+    "a layer whose own norm is forgotten for its keys": Fault(
+        "cmab_kernels/layers/reference.py",
+        "seen, context_norm, context_eps = rows, norm, eps",
+        "seen, context_norm = rows, norm",
+        f"{SUITE}::TestSelfAttentionLayer::test_accuracy -k reference",
+    ),
+    "a gate taken for its features": Fault(
+        "cmab_kernels/layers/reference.py",
+        "features, gate = hidden.chunk(2, dim=-1)",
+        "gate, features = hidden.chunk(2, dim=-1)",
+        f"{SUITE}::TestGeglu::test_accuracy -k reference",
+    ),
+}
+
+IN_TRITON = {
+    "columns past the last in a norm, in Triton": Fault(
+        "cmab_kernels/layers/kernels/rows.py",
+        "piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)",
+        "piece = piece - mean[:, None]",
+        f"{KERNELS}::test_feed_forward",
+    ),
+    "heads that lie one in the other": Fault(
+        "cmab_kernels/layers/kernels/rows.py",
+        "first = ((row // length).to(tl.int64) * HEADS * length + row % length) * WIDTH",
+        "first = ((row // length).to(tl.int64) * length + row % length) * WIDTH",
+        f"{KERNELS}::test_attention",
+    ),
+    "a norm's gradient without its direction, in Triton": Fault(
+        "cmab_kernels/layers/kernels/rows.py", " - plain * along[:, None]) * factor", ") * factor", f"{KERNELS}::test_feed_forward"
+    ),
+    "a layer without its residual": Fault(
+        "cmab_kernels/layers/kernels/feed_forward.py",
+        "result += load_tile(rows_at(x, row, C, C_PAD), inside, C).to(DTYPE)",
+        "result += 0.0",
+        f"{KERNELS}::test_feed_forward",
+    ),
+    "features that send nothing back": Fault(
+        "cmab_kernels/layers/kernels/feed_forward.py",
+        "dnormed += product(dfeatures, load_tile(",
+        "dnormed = product(dfeatures, load_tile(",
+        f"{KERNELS}::test_feed_forward",
+    ),
+    "a slope that is NaN where a gate is infinite": Fault(
+        "cmab_kernels/layers/kernels/activation.py",
+        "tl.where(density == 0, 0.0, gates * density)",
+        "gates * density",
+        f"{KERNELS}",
+    ),
+    "an output projection without its bias": Fault(
+        "cmab_kernels/layers/kernels/projections.py",
+        "result += vector(bias, C, C_PAD, DTYPE)[None, :]",
+        "result += 0.0",
+        f"{KERNELS}::test_attention",
+    ),
+}
+
+FAULTS = {**IN_CPP, **IN_PYTHON, **IN_TRITON}

@@ -1,0 +1,190 @@
+"""Faults of the modules, of the models made of them, and of what is sent between ranks."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+MODULES = {
+    "a load that was refused and counts": Fault(
+        "cmab_kernels/nn/stream.py", "return self._value if errors else value", "return value", "tests/nn/test_refused_load.py"
+    ),
+    "a row of no keys that holds numbers": Fault(
+        "cmab_kernels/nn/stream.py",
+        "if (out[lse == -torch.inf] != 0).any():",
+        "if out.isnan().any():",
+        "tests/nn/test_stream.py -k what_is_no_state",
+    ),
+    "a cast that loses the stream": Fault(
+        "cmab_kernels/nn/stream.py",
+        "cast = before.dtype != self.weight_like.dtype",
+        "cast = False",
+        "tests/nn/test_stream.py::test_a_float64_module_has_a_float64_state tests/nn/test_continual_stream.py::test_a_cast_stream_goes_on",
+    ),
+    "sums of another precision that are trusted": Fault(
+        "cmab_kernels/nn/continual_stream.py",
+        "sums[..., -1] = torch.finfo(sums.dtype).max",
+        "sums[..., -1] *= 1",
+        "tests/nn/test_continual_stream.py::test_a_cast_stream_goes_on",
+    ),
+    "a stream that keeps what was removed": Fault(
+        "cmab_kernels/nn/cmab.py",
+        "self.stream.state = left",
+        "self.stream.state = before",
+        "tests/nn/test_cmab.py::test_own_stream tests/nn/test_cmab.py::test_removal_forgets",
+    ),
+    "an update that takes the module's own state": Fault(
+        "cmab_kernels/nn/cmab.py",
+        "before = self.stream.held if state is None else state",
+        "before = self.stream.held",
+        "tests/nn/test_cmab.py::test_updates_equal_one_pass_with_gradients",
+    ),
+    "blocks of a stack that all get the first one's state": Fault(
+        "cmab_kernels/nn/cmab_stack.py",
+        "for block, out in zip(self._blocks, state.out, strict=True):",
+        "for block, out in zip(self._blocks, [state.out[0]] * len(self._blocks), strict=True):",
+        "tests/nn/test_cmab_stack.py",
+    ),
+    "padding that reaches a weight's gradient": Fault(
+        "cmab_kernels/nn/layers.py",
+        "else features.masked_fill(ignore.unsqueeze(-1), 0.0)",
+        "else features",
+        "tests/nn/test_cmab.py::test_padding_may_hold_anything_and_sets_may_be_empty tests/nn/test_multihead_attention.py -k padding",
+    ),
+    "a last chunk that is not read": Fault(
+        "cmab_kernels/nn/chunks.py",
+        "for first in range(0, source.shape[-2], CHUNK))",
+        "for first in range(0, source.shape[-2] - CHUNK + 1, CHUNK))",
+        "tests/nn/test_cmab_stack.py::test_any_source_gives_the_state_and_its_gradients",
+    ),
+    "extra keys that are counted in the state": Fault(
+        "cmab_kernels/nn/multihead_attention.py",
+        "return Attended(self._answer(q, state, query), state)",
+        "return Attended(self._answer(q, state, query), self._over_extra_keys(q, state))",
+        "tests/nn/test_multihead_attention.py::test_merged_streams_count_the_extra_keys_once",
+    ),
+    "a window of one token too many": Fault(
+        "cmab_kernels/nn/continual.py",
+        "head[:, :, : self.sequence_len - before]",
+        "head[:, :, : self.sequence_len - before + 1]",
+        "tests/nn/test_continual.py::test_steps_equal_forward",
+    ),
+    "an error that changes the stream": Fault(
+        "cmab_kernels/nn/continual.py",
+        "(held if mine else stream.state, heads)",
+        "(held, heads)",
+        "tests/nn/test_continual.py::test_errors_leave_the_stream",
+    ),
+    "a circle of positions that closes too early": Fault(
+        "cmab_kernels/nn/positional.py",
+        "self.hold((self.position + places) % self.period)",
+        "self.hold((self.position + places) % self.sequence_len)",
+        "tests/nn/test_positional.py::test_steps_blocks_and_windows_agree",
+    ),
+    "a norm that is forgotten": Fault(
+        "cmab_kernels/nn/informer.py",
+        "self._sa_block(self.norm1(src), None, mask)",
+        "self._sa_block(src, None, mask)",
+        "tests/nn/test_informer.py::test_definition",
+    ),
+    "landmarks of keys that are those of queries": Fault(
+        "cmab_kernels/nn/nystrom_attention.py",
+        "self._project(part, centres)[0] for part in range(2)",
+        "self._project(0, centres)[0] for part in range(2)",
+        "tests/nn/test_nystrom_attention.py::test_one_clustering_of_the_tokens_of_self_attention",
+    ),
+    "query heads that meet another's keys": Fault(
+        "cmab_kernels/integrations/transformers.py",
+        "query.reshape(batch, groups, heads // groups * length, width)",
+        "query.transpose(1, 2).reshape(batch, groups, heads // groups * length, width)",
+        "tests/integrations/test_transformers.py::test_calls",
+    ),
+    "a batch that is not mapped": Fault(
+        "cmab_kernels/autograd.py",
+        "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)",
+        "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor",
+        "tests/attention/test_suite.py::TestAttentionState::test_vmap",
+    ),
+    "a tensor given twice with one derivative": Fault(
+        "cmab_kernels/autograd.py",
+        "t if t is None else t.view_as(t) if t.requires_grad",
+        "t if t is None else t if t.requires_grad",
+        "tests/attention tests/intention tests/nystrom -k 'twice or gradgradcheck or any_order'",
+    ),
+    "a rank whose share is that of another": Fault(
+        "cmab_kernels/distributed/merge.py",
+        "share = (own.lse.masked_fill(nothing, 0.0) - merged.lse.masked_fill(nothing, 0.0)).exp()",
+        "share = torch.ones_like(merged.lse)",
+        "tests/distributed/test_ranks.py -k gradients",
+    ),
+}
+
+MODELS = {
+    "two equal points of which both are forgotten": Fault(
+        "python/cmab_models/neural_processes/points.py",
+        "ignored |= same & (same.cumsum(1) == 1)",
+        "ignored |= same",
+        "tests/models/test_neural_processes.py::test_points_in_pieces_masked_or_forgotten tests/models/test_bandit.py",
+    ),
+    "a block of targets that the next one does not know": Fault(
+        "python/cmab_models/neural_processes/base.py",
+        "state = self.condition(x, y, state)",
+        "state = self.condition(x, y)",
+        "tests/models/test_neural_processes.py::test_a_likelihood_of_blocks_is_a_chain_of_predictions",
+    ),
+    "a prediction that has seen its target": Fault(
+        "python/cmab_models/neural_processes/cmanp.py",
+        "self._embedded(x[:, :-1], y[:, :-1])",
+        "self._embedded(x[:, 1:], y[:, 1:])",
+        "tests/models/test_neural_processes.py::test_likelihoods_after_every_point",
+    ),
+    "a target that sees points after it": Fault(
+        "python/cmab_models/neural_processes/inctnp.py",
+        "device=x.device).tril()",
+        "device=x.device).tril(1)",
+        "tests/models/test_neural_processes.py::test_likelihoods_after_every_point",
+    ),
+    "a variance taken for a deviation": Fault(
+        "python/cmab_models/data/gp.py",
+        "noise = NOISE**2 *",
+        "noise = NOISE *",
+        "tests/models/test_gp.py::test_kernels_scales_and_noise tests/models/test_gp.py::test_the_posterior_is_the_textbooks",
+    ),
+    "an event that its own prediction has seen": Fault(
+        "python/cmab_models/point_processes/base.py",
+        "predicted = self.head(features[:, :-1])",
+        "predicted = self.head(features[:, 1:])",
+        "tests/models/test_events.py::test_a_prediction_does_not_see_its_event",
+    ),
+    "a survival taken for its complement": Fault(
+        "python/cmab_models/point_processes/mixture.py",
+        "torch.special.log_ndtr(-standardised)",
+        "torch.special.log_ndtr(standardised)",
+        "tests/models/test_events.py::test_the_mixture_is_a_distribution_with_a_closed_mean",
+    ),
+    "intensities whose excess grows": Fault(
+        "python/cmab_models/data/hawkes.py",
+        "sum(self.base) * gap - above.sum(-1) * torch.expm1",
+        "sum(self.base) * gap + above.sum(-1) * torch.expm1",
+        "tests/models/test_events.py::test_the_likelihood_of_a_hawkes_process_is_that_of_its_intensity",
+    ),
+    "a window of tokens that does not slide": Fault(
+        "python/cmab_models/streams/base.py",
+        "torch.cat([held, newest], 1)[:, -n:]",
+        "torch.cat([held, newest], 1)[:, :n]",
+        "tests/models/test_streams.py::test_a_step_equals_the_window tests/models/test_streams.py -k 'step_equals or layers'",
+    ),
+    "a reward that is forgotten too late": Fault(
+        "python/cmab_models/tasks/bandit.py",
+        "if memory and len(known) > memory:",
+        "if memory and len(known) > memory + 1:",
+        "tests/models/test_bandit.py::test_a_stream_updates_and_forgets",
+    ),
+    "a checkpoint of another run": Fault(
+        "python/cmab_models/training/checkpoint.py",
+        "if checkpoint.run.get(name) != run[name]:",
+        "if checkpoint.run.get(name) is None:",
+        "tests/models/test_training.py::test_checkpoints_that_cannot_be_resumed_say_why",
+    ),
+}
+
+FAULTS = {**MODULES, **MODELS}

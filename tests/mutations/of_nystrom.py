@@ -1,0 +1,224 @@
+"""Faults of Nyström attention, of the pseudo-inverse, and of continual steps."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+SUITE = "tests/nystrom/test_suite.py"
+NATIVE = "tests/nystrom/test_native.py"
+REFERENCE = "tests/nystrom/test_reference.py"
+STEPS = "tests/nystrom/continual/test_native.py"
+STATE = "tests/nystrom/continual/test_state.py"
+KERNELS = "tests/nystrom/test_kernels.py"
+STEP_KERNELS = "tests/nystrom/continual/test_kernels.py"
+CUDA = "tests/nystrom/continual/test_cuda.py"
+
+IN_CPP = {
+    "a guard that never asks": Fault(
+        "csrc/continual/sums.h",
+        "if (!is_sound(",
+        "if (rows < 0 && !is_sound(",
+        f"{STEPS}::test_values_that_dwarf_the_rest {STEPS}::test_laws_of_logits",
+    ),
+    "a sum that keeps its factor": Fault(
+        "csrc/continual/sums.h",
+        "const V sum = load<V>(at_.sum + r) * kept + added - removed;",
+        "const V sum = load<V>(at_.sum + r) + added - removed;",
+        f"{STEPS}::test_every_step",
+    ),
+    "a token that leaves too late": Fault(
+        "csrc/continual/kernel.h",
+        "with(newest - shape_.window, scratch_",
+        "with(newest - shape_.window + 1, scratch_",
+        f"{STEPS}::test_every_step",
+    ),
+    "a landmark replaced a token late": Fault(
+        "csrc/continual/schedule.h",
+        "Int((position - 1) % window) + 1;",
+        "Int((position - 2 + window) % window) + 1;",
+        f"{STEPS}::test_every_step",
+    ),
+    "a longer segment taken for a shorter one": Fault(
+        "csrc/continual/schedule.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", f"{STEPS}::test_every_step {STATE}"
+    ),
+    "rows that do not move up with their landmarks": Fault(
+        "csrc/continual/kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", f"{STEPS}::test_every_step"
+    ),
+    "memory that somebody else holds": Fault(
+        "csrc/continual/next_state.cpp", "field)) != 1) return false;", "field)) < 1) return false;", f"{STEPS}::test_an_older_state_stays"
+    ),
+    "logits that stay infinite": Fault(
+        "csrc/continual/rows.h",
+        "if (__builtin_expect(!finite, 0)) mend_logits",
+        "if (count < 0) mend_logits",
+        f"{STEPS}::test_logits_up_to_the_largest_number {STEPS}::test_products_that_cancel_beyond_the_largest_number",
+    ),
+    "a pseudo-inverse that starts from one norm": Fault(
+        "csrc/pinv/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", f"{NATIVE}::test_inverses"
+    ),
+    "a last iterate that is not the result": Fault(
+        "csrc/pinv/kernel.h", "std::swap(inverse_, even_);", "if (odd_ == even_) std::swap(inverse_, even_);", f"{NATIVE}::test_inverses"
+    ),
+    "a gradient that forgets the norms": Fault(
+        "csrc/pinv/backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", f"{NATIVE}::test_inverses"
+    ),
+    "columns of a norm that tie and share nothing": Fault(
+        "csrc/pinv/backward_kernel.h", "product / sums.largest / T(count)", "product / sums.largest", f"{NATIVE}::test_inverses"
+    ),
+}
+
+IN_CUDA = {
+    "a peak that is not looked at": Fault(
+        "csrc/continual/sliding_rows.cuh",
+        "return !(phi >= peak / 2);",
+        "return !(phi >= 0 * peak);",
+        f"{CUDA}::test_laws {CUDA}::test_falling_logits_make_every_row_anew",
+    ),
+    "a token that is subtracted twice": Fault(
+        "csrc/continual/sliding_rows.cuh",
+        "return std::fma(-change[2], goes,",
+        "return std::fma(-2 * change[2], goes,",
+        f"{CUDA}::test_nystrom",
+    ),
+    "a maximum of the first tile alone": Fault(
+        "csrc/continual/window.cuh",
+        "kept_[thread] = std::exp(before - top);",
+        "kept_[thread] = 1;",
+        f"{CUDA}::test_nystrom {CUDA}::test_exact",
+    ),
+    "a mean of the wrong tokens": Fault(
+        "csrc/continual/nystrom_step.cuh",
+        "for (int i = call_.window - segment; i < call_.window; ++i)",
+        "for (int i = 0; i < segment; ++i)",
+        f"{CUDA}::test_nystrom",
+    ),
+    "an inverse read by columns": Fault(
+        "csrc/continual/nystrom_step.cuh", "inverse_[r * m + pair % m]", "inverse_[pair % m * m + r]", f"{CUDA}::test_nystrom"
+    ),
+}
+
+IN_PYTHON = {
+    "norms of the whole batch": Fault(
+        "cmab_kernels/nystrom/reference.py",
+        "matrix.abs().sum(dim).amax(-1)[..., None, None]",
+        "matrix.abs().sum(dim).amax()",
+        f"{REFERENCE}::test_each_matrix_has_its_own_norms",
+    ),
+    "longer segments at the end": Fault(
+        "cmab_kernels/nystrom/reference.py",
+        "torch.arange(segments, device=like.device).lt(longer)",
+        "torch.arange(segments, device=like.device).ge(segments - longer)",
+        f"{REFERENCE}::test_segment_means_as_landmarks",
+    ),
+    "logits of the definition that stay infinite": Fault(
+        "cmab_kernels/nystrom/reference.py",
+        ".clamp(-largest, largest)",
+        "",
+        f"{NATIVE}::test_logits_beyond_the_range_are_at_its_end {STATE}::test_steps_survive_large_logits",
+    ),
+    "padding in a landmark": Fault(
+        "cmab_kernels/nystrom/api.py",
+        "segment_means(key, number, mask)",
+        "segment_means(key, number)",
+        f"{REFERENCE}::test_a_mask_hides_tokens_and_empty_segments",
+    ),
+    "a landmark of no tokens": Fault(
+        "cmab_kernels/nystrom/api.py",
+        "absent_segments(mask, number))",
+        "absent_segments(mask & False, number))",
+        f"{REFERENCE}::test_a_mask_hides_tokens_and_empty_segments tests/nystrom/test_promises.py::test_masked_blocks",
+    ),
+    "an ignored query that is read": Fault(
+        "cmab_kernels/nystrom/api.py",
+        "query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)",
+        "query = query + 0.0",
+        f"{SUITE}::TestMasked {REFERENCE}",
+    ),
+    "a segment that ends a token early": Fault(
+        "cmab_kernels/nystrom/continual/reference.py",
+        "phase = (position - 1) % window + 1",
+        "phase = position % window + 1",
+        f"{STATE}::test_a_landmark_is_replaced_when_its_segment_is_full",
+    ),
+    "a ring that begins at its first row": Fault(
+        "cmab_kernels/nystrom/continual/state.py",
+        "first = (position - tokens.shape[-2]) % capacity",
+        "first = position % capacity",
+        f"tests/nn/test_continual_stream.py::test_saved_and_restored_at_every_step {STATE}",
+    ),
+    "a step in memory that others read": Fault(
+        "cmab_kernels/nystrom/continual/state.py",
+        "== _SOLE and not any",
+        ">= _SOLE and not any",
+        f"{STEP_KERNELS}::test_in_place_is_out_of_place {STEP_KERNELS} -k 'place or owner'",
+    ),
+}
+
+IN_TRITON = {
+    "a softmax whose gradient forgets the sum": Fault(
+        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "dlogits = a * (da - tl.sum(a * da, 1)[:, None])",
+        "dlogits = a * da",
+        f"{KERNELS}::test_landmarks",
+    ),
+    "absent landmarks in the sums of the others": Fault(
+        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "tl.where(both, tl.exp2((logits - peak[:, None]) * LOG2_E), 0.0)",
+        "tl.exp2((logits - peak[:, None]) * LOG2_E)",
+        f"{KERNELS}::test_absent_landmarks_are_not_there",
+    ),
+    "logits that stay infinite, in Triton": Fault(
+        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "logits = tl.where(logits > largest, largest, tl.where(logits < -largest, -largest, logits))",
+        "logits = logits + 0.0",
+        f"{KERNELS}::test_logits_beyond_the_range_are_at_its_end",
+    ),
+    "a dropped last block of a product": Fault(
+        "cmab_kernels/nystrom/kernels/blocks.py",
+        "for k in range(0, inner, BLOCK):",
+        "for k in range(0, inner - BLOCK + 1, BLOCK):",
+        f"{KERNELS}::test_inverses_in_blocks",
+    ),
+    "a product without its shift": Fault(
+        "cmab_kernels/nystrom/kernels/blocks.py", "identity_block(shift, k, j, OPERAND) - b)", "b)", f"{KERNELS}::test_landmarks_in_blocks"
+    ),
+    "an iterate that is written over": Fault(
+        "cmab_kernels/nystrom/kernels/blocks.py",
+        "        z, new = new, z\n",
+        "        new = z\n",
+        f"{STEP_KERNELS}::test_more_landmarks_than_registers_hold",
+    ),
+    "no guard on phi": Fault("cmab_kernels/nystrom/continual/kernels/rows.py", "(phi >= 0.5 * peak) & ", "", f"{STEP_KERNELS}::test_laws"),
+    "no guard on values": Fault(
+        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "(excess <= 0.0)",
+        "(excess == excess)",
+        f"{STEP_KERNELS}::test_values_that_outweigh_the_rest {STEP_KERNELS}::test_weights_that_outweigh_the_rest",
+    ),
+    "a new token that is subtracted": Fault(
+        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "newest, gone = row_of(tokens - 1, oldest, capacity), row_of(-1, oldest, capacity)",
+        "newest, gone = row_of(tokens - 1, oldest, capacity), row_of(0, oldest, capacity)",
+        f"{STEP_KERNELS}::test_fixed_landmarks",
+    ),
+    "rows that are never made anew on schedule": Fault(
+        "cmab_kernels/nystrom/continual/kernels/nystrom.py",
+        "due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)",
+        "due = (row < 0) | (spoilt > 0)",
+        f"{STEP_KERNELS}::test_rows_are_made_anew_on_schedule",
+    ),
+    "a spoilt window that is not seen": Fault(
+        "cmab_kernels/nystrom/continual/kernels/nystrom.py",
+        "SCHEDULE == 0) | (spoilt > 0)",
+        "SCHEDULE == 0) | (spoilt < 0)",
+        f"{STEP_KERNELS}::test_recovery",
+    ),
+    "a landmark replaced a token late, in Triton": Fault(
+        "cmab_kernels/nystrom/continual/kernels/landmarks.py",
+        "phase = (position - 1) % window + 1",
+        "phase = position % window + 1",
+        f"{STEP_KERNELS}::test_nystrom",
+    ),
+}
+
+FAULTS = {**IN_CPP, **IN_CUDA, **IN_PYTHON, **IN_TRITON}

@@ -1,0 +1,71 @@
+"""Each planted fault can still be planted, and is caught: a sample of ten in the ordinary tests, all of them in the nightly ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from . import FAULTS
+from .tree import ROOT, Tree
+
+SAMPLE = (
+    "a batch that shares its neighbour's mask",
+    "a merge without its gradient",
+    "a packed set with a key of the next",
+    "a removal of one key too few",
+    "a gradient of the sums without its mirror image",
+    "norms of the whole batch",
+    "a gate taken for its features",
+    "an update that takes the module's own state",
+    "a prediction that has seen its target",
+    "a survival taken for its complement",
+)
+"""Faults in Python, for which nothing is compiled, of every family."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_can_be_planted(name: str) -> None:
+    fault = FAULTS[name]
+    assert (ROOT / fault.path).read_text().count(fault.right) == 1, f"{fault.path} has changed: say again where to plant «{name}»"
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(FAULTS) >= 100
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
+    with contextlib.closing(Tree(tmp_path_factory.mktemp("mutants") / "tree")) as tree:
+        yield tree
+
+
+@pytest.fixture(scope="module")
+def built_tree() -> Iterator[Tree]:
+    """A tree whose compiled faults are linked with the build's own objects."""
+    with contextlib.closing(Tree(ROOT / "build" / f"mutants-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")) as tree:
+        yield tree
+
+
+def _must_be_caught(name: str, tree: Tree) -> None:
+    found = tree.outcome(FAULTS[name])
+    assert found.caught, f"«{name}» was not caught:\n{found.output}"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_caught(name: str, tree: Tree) -> None:
+    _must_be_caught(name, tree)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in SAMPLE])
+def test_the_fault_is_caught(name: str, built_tree: Tree) -> None:
+    _must_be_caught(name, built_tree)
+
+
+def test_what_changes_nothing_is_not_caught(tree: Tree) -> None:
+    """A fault that is none passes its tests: what catches the others is the fault."""
+    fault = FAULTS[SAMPLE[1]]
+    assert not tree.outcome(fault._replace(wrong=fault.right)).caught

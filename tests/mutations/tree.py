@@ -1,0 +1,182 @@
+"""A copy of the tree in which faults are planted, one at a time, and tests are run.
+
+A fault in C++ compiles no more than the objects that read its file, and links them with the others of the build: those that setup.py has
+left in build/. Of the kernels, only those for the instruction set in use are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cmab_kernels.extension import load
+
+from .fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("cmab_kernels", "csrc", "python", "tests", "pyproject.toml", "setup.py")
+LIMIT = 600
+"""Seconds that tests may take: a fault may make a loop endless."""
+QUICKLY = "-O1 -Wno-error"
+"""Added to the flags of a compiler, as what is compiled runs a few tests only."""
+
+
+class Outcome(NamedTuple):
+    """What came of a planted fault."""
+
+    caught: str
+    """The test that failed, or how its process ended; "" if no test failed."""
+    seconds: float
+    output: str
+    """The end of what the tests, or the compiler, printed."""
+
+
+class Tree:
+    """A copy of the tree in `folder`, which is made anew; `flags` are added to those of the compiler."""
+
+    def __init__(self, folder: Path, flags: str = QUICKLY) -> None:
+        self.folder, self.flags = folder, flags
+        self._server: subprocess.Popen[str] | None = None
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in COPIED:
+            source, to = ROOT / name, folder / name
+            if source.is_dir():
+                shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__", "*.md"))
+            else:
+                shutil.copy(source, to)
+
+    def outcome(self, fault: Fault) -> Outcome:
+        """Plant the fault, run the tests that must catch it, and take it out again."""
+        started = time.monotonic()
+        try:
+            with self._planted(fault):
+                caught, output = self._tested(fault.caught_by)
+        except subprocess.CalledProcessError as error:  # the compiler
+            caught, output = "", str(error.output)
+        return Outcome(caught, time.monotonic() - started, output[-3000:])
+
+    @contextlib.contextmanager
+    def _planted(self, fault: Fault) -> Iterator[None]:
+        source = self.folder / fault.path
+        right = source.read_text()
+        source.write_text(right.replace(fault.right, fault.wrong))
+        try:
+            if fault.path.startswith("csrc") and source.suffix in (".h", ".cpp"):
+                self.link(steps_of(fault.path))
+            yield
+        finally:
+            source.write_text(right)
+            if fault.path.startswith("csrc"):
+                shutil.copy(_extension(), self.folder / "cmab_kernels")
+
+    def link(self, steps: list[dict[str, Any]]) -> None:
+        """Compile the objects of these steps anew, and link the extension with them and the others of the build."""
+        made = {}
+        for step in steps:
+            name = Path(step["output"]).relative_to(_objects()).as_posix().replace("/", "-")
+            made[step["output"]] = str(self.folder / name)
+            command = step["command"].replace(f"{ROOT}/csrc", f"{self.folder}/csrc").replace(step["output"], made[step["output"]])
+            _run(f"{command} {self.flags}")
+        (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
+        extension = self.folder / "cmab_kernels" / _extension().name
+        extension.unlink()  # a process that still reads it goes on
+        made[linking["output"]] = str(extension)
+        _run(" ".join([made.get(word, word) for word in linking["command"].split()] + [self.flags]))
+
+    def _tested(self, tests: str) -> tuple[str, str]:
+        """What caught the fault, or "", and what the tests printed."""
+        log = self.folder / "log"
+        request = {
+            "folder": str(self.folder),
+            "arguments": ["-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *shlex.split(tests)],
+            "environment": {"TRITON_INTERPRET": "1"} if "test_kernels" in tests else {},
+            "log": str(log),
+            "limit": LIMIT,
+        }
+        code = self._answer(request)
+        output = log.read_text(errors="replace")
+        if code < 0:
+            return f"no end after {LIMIT} s" if code == -signal.SIGALRM else f"ended by signal {-code}", output
+        failed = re.findall(r"^FAILED (\S+)", output, re.M)
+        return failed[0] if code == 1 and failed else "", output
+
+    def _answer(self, request: dict[str, Any]) -> int:
+        """The exit code of tests that run in a fork of the server."""
+        if self._server is None:
+            kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
+            kept |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+            command = [sys.executable, str(Path(__file__).parent / "server.py")]
+            self._server = subprocess.Popen(command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
+
+
+def _extension() -> Path:
+    return Path(str(load().__file__)).resolve()
+
+
+def _objects() -> Path:
+    folders = list((ROOT / "build").glob("objects.*"))
+    assert len(folders) == 1, f"build/ has {len(folders)} builds of the extension, one is needed: python setup.py build_ext --inplace"
+    return folders[0]
+
+
+def _ninja(*arguments: str) -> str:
+    from ninja import BIN_DIR
+
+    return _run(shlex.join([str(Path(BIN_DIR) / "ninja"), "-C", str(_objects()), *arguments]))
+
+
+def _run(command: str) -> str:
+    return subprocess.run(command, shell=True, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+
+
+def _steps() -> list[dict[str, Any]]:
+    """What the build runs: the command of each object and of the extension, with its `output`."""
+    text = _ninja("-t", "compdb", "cpp", "link")
+    steps: list[dict[str, Any]] = json.loads(text[text.index("[\n") :])
+    return steps
+
+
+def steps_of(path: str = "") -> list[dict[str, Any]]:
+    """The steps that compile an object which reads the file `path`, by default all but bindings.
+
+    Objects of kernels are those for the instruction set in use alone, and of kernels for bfloat16, whose engines are chosen among, all.
+    """
+    vectors, engines = ("portable", "avx2", "avx512"), ("avx512bf16", "amx", "amx_emulated")
+    used = max((name for name in load().instruction_sets() if name in vectors), key=vectors.index)
+    others, reads = {*vectors, *(() if "bf16" in path else engines)} - {used}, _reads()
+    found = []
+    for step in _steps():
+        name = Path(step["output"]).name.removesuffix(".cpp.o")
+        reads_it = ROOT / path in reads.get(step["output"], ()) if path else step["output"] in reads and not name.endswith("binding")
+        if reads_it and name.partition("kernels_")[2] not in others:
+            found.append(step)
+    return found
+
+
+def _reads() -> dict[str, set[Path]]:
+    """Each object of the build -> the files that its compilation read."""
+    found: dict[str, set[Path]] = {}
+    for paragraph in _ninja("-t", "deps").split("\n\n"):
+        first, *files = paragraph.strip().splitlines() or [""]
+        found[first.partition(":")[0]] = {(_objects() / file.strip()).resolve() for file in files}
+    return found
