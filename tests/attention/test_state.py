@@ -180,3 +180,12 @@ def test_one_native_call_is_the_formula(left: str) -> None:
     assert torch.equal(removal.reliable, formula.reliable)
     for others in ((part,), (part, state)):
         _same(ck.merge_states(state, *others), merged(state, *others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_formula_flags_what_cancelled(dtype: torch.dtype) -> None:
+    """A row is reliable as long as a share of its mass is left that is not below the root of eps."""
+    whole = AttentionState(torch.ones(1, 1, 2, 1, dtype=dtype), torch.zeros(1, 1, 2, dtype=torch.float64))
+    left = torch.finfo(dtype).eps ** 0.5 * torch.tensor([0.9, 1.1], dtype=torch.float64)
+    part = whole._replace(lse=torch.log1p(-left).view(1, 1, 2))
+    assert subtract_state(whole, part).reliable.flatten().tolist() == [False, True]

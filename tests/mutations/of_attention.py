@@ -87,6 +87,18 @@ IN_CPP = {
     "an empty row divided by its sum": Fault(
         "csrc/attention/merge.h", "if (mix.lse == -INFINITY)", "if (false)", f"{SUITE}::test_empty_extents -k native"
     ),
+    "a row of a result that is an element too wide": Fault(
+        "csrc/attention/merge.h",
+        "for (int e = 0; e < width; ++e) to[e] = T(mix.sums * acc[e]);",
+        "for (int e = 0; e <= width; ++e) to[e] = T(mix.sums * acc[e]);",
+        "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
+    ),
+    "scores past the last key": Fault(
+        "csrc/common/tile.h",
+        "if (present.all && matrix.col_stride == 1 && width == padded) return",
+        "if (present.row[present.count - 1] == present.count - 1 && matrix.col_stride == 1 && width == padded) return",
+        "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
+    ),
     "a removal of nothing that is not reliable": Fault(
         "csrc/attention/merge.h", "reliable_[row] = sums.empty() ||", "reliable_[row] =", f"{STATE} -k removal"
     ),
@@ -179,10 +191,7 @@ IN_PYTHON = {
         "tests/nn/test_cmab_stack.py::test_the_latents_of_every_block",
     ),
     "a removal that is reliable too long": Fault(
-        "cmab_kernels/attention/state.py",
-        ".eps ** 0.5",
-        ".eps",
-        f"{STATE}::test_one_native_call_is_the_formula tests/models/test_neural_processes.py::test_forgetting_what_dominates_warns",
+        "cmab_kernels/attention/state.py", ".eps ** 0.5", ".eps", f"{STATE}::test_the_formula_flags_what_cancelled"
     ),
     "a batch that shares its neighbour's mask": Fault(
         "cmab_kernels/attention/reference.py",

@@ -43,10 +43,10 @@ class Outcome(NamedTuple):
 
 
 class Tree:
-    """A copy of the tree in `folder`, which is made anew; `flags` are added to those of the compiler."""
+    """A copy of the tree in `folder`, which is made anew."""
 
-    def __init__(self, folder: Path, flags: str = QUICKLY) -> None:
-        self.folder, self.flags = folder, flags
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._server: subprocess.Popen[str] | None = None
         shutil.rmtree(folder, ignore_errors=True)
         for name in COPIED:
@@ -73,26 +73,26 @@ class Tree:
         source.write_text(right.replace(fault.right, fault.wrong))
         try:
             if fault.path.startswith("csrc") and source.suffix in (".h", ".cpp"):
-                self.link(steps_of(fault.path))
+                self._link(_steps_of(fault.path))
             yield
         finally:
             source.write_text(right)
             if fault.path.startswith("csrc"):
                 shutil.copy(_extension(), self.folder / "cmab_kernels")
 
-    def link(self, steps: list[dict[str, Any]]) -> None:
+    def _link(self, steps: list[dict[str, Any]]) -> None:
         """Compile the objects of these steps anew, and link the extension with them and the others of the build."""
         made = {}
         for step in steps:
             name = Path(step["output"]).relative_to(_objects()).as_posix().replace("/", "-")
             made[step["output"]] = str(self.folder / name)
             command = step["command"].replace(f"{ROOT}/csrc", f"{self.folder}/csrc").replace(step["output"], made[step["output"]])
-            _run(f"{command} {self.flags}")
+            _run(f"{command} {QUICKLY}")
         (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
         extension = self.folder / "cmab_kernels" / _extension().name
         extension.unlink()  # a process that still reads it goes on
         made[linking["output"]] = str(extension)
-        _run(" ".join([made.get(word, word) for word in linking["command"].split()] + [self.flags]))
+        _run(" ".join(made.get(word, word) for word in linking["command"].split()))
 
     def _tested(self, tests: str) -> tuple[str, str]:
         """What caught the fault, or "", and what the tests printed."""
@@ -156,8 +156,8 @@ def _steps() -> list[dict[str, Any]]:
     return steps
 
 
-def steps_of(path: str = "") -> list[dict[str, Any]]:
-    """The steps that compile an object which reads the file `path`, by default all but bindings.
+def _steps_of(path: str) -> list[dict[str, Any]]:
+    """The steps that compile an object which reads the file `path`.
 
     Objects of kernels are those for the instruction set in use alone, and of kernels for bfloat16, whose engines are chosen among, all.
     """
@@ -167,8 +167,7 @@ def steps_of(path: str = "") -> list[dict[str, Any]]:
     found = []
     for step in _steps():
         name = Path(step["output"]).name.removesuffix(".cpp.o")
-        reads_it = ROOT / path in reads.get(step["output"], ()) if path else step["output"] in reads and not name.endswith("binding")
-        if reads_it and name.partition("kernels_")[2] not in others:
+        if ROOT / path in reads.get(step["output"], ()) and name.partition("kernels_")[2] not in others:
             found.append(step)
     return found
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import cmab_kernels as ck
-from cmab_kernels.nystrom.reference import segment_ends, segment_means
+from cmab_kernels.nystrom.reference import landmark_kernel, segment_ends, segment_means
 from cmab_kernels.testing import oracles, row_error
 from cmab_kernels.testing.oracles import nystrom_attention as dense
 
@@ -106,3 +106,16 @@ def test_each_matrix_has_its_own_norms(impl: str) -> None:
     matrix[1] *= 1e6
     whole = ck.iterative_pinv(matrix, impl=impl)
     assert all(torch.equal(ck.iterative_pinv(matrix[i], impl=impl), whole[i]) for i in range(3))
+
+
+def test_logits_beyond_the_range_are_at_its_end() -> None:
+    """The definition's softmax over landmarks is finite where products of their elements are not."""
+    landmarks = 1e20 * torch.tensor([[1.0], [-1.0], [2.0]])
+    assert landmark_kernel(landmarks, landmarks, None, 1.0).isfinite().all()
+
+
+def test_an_ignored_query_is_one_of_zeros() -> None:
+    tokens, mask = torch.randn(1, 2, 6, 4), torch.tensor([[False, True, False, False, True, False]])
+    query = tokens.masked_fill(mask[:, None, :, None], torch.nan)
+    ours, right = (ck.nystrom_attention(q, tokens, tokens, 3, key_padding_mask=mask) for q in (query, query.nan_to_num(0.0)))
+    assert torch.equal(ours, right)
