@@ -15,11 +15,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -215,7 +218,55 @@ def version(compiler: str) -> list[str]:
     return subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()
 
 
+# ---- the bill of materials
+
+
+class BilledWheel(bdist_wheel):
+    """A wheel with a bill of materials, an SPDX document, in the folder that PEP 770 names."""
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        super().egg2dist(egginfo_path, distinfo_path)
+        report = Path(self.bdist_dir or "", "cmab_kernels", "_build.json")
+        cuda = json.loads(report.read_text())["cuda"] if report.exists() else {"built": False}
+        bill = bill_of_materials(self.distribution, cuda["compiler"] if cuda["built"] else "")
+        folder = Path(distinfo_path, "sboms")
+        folder.mkdir(exist_ok=True)
+        (folder / "cmab_kernels.spdx.json").write_text(json.dumps(bill, indent=1) + "\n")
+
+
+def bill_of_materials(distribution: Distribution, nvcc: str) -> dict:
+    """The package, what it needs from the index, and the CUDA runtime that `nvcc` (its version, or "") linked into it, in SPDX 2.3."""
+    name, version = distribution.get_name(), distribution.get_version()
+    needed = [re.match(r"[\w.-]+", requirement)[0] for requirement in distribution.install_requires]
+    contained = [material("cudart", nvcc)] if nvcc else []
+    own = material(name, version, f"pkg:pypi/{name}@{version}") | {"licenseDeclared": "Apache-2.0"}
+    others = [material(each, "", f"pkg:pypi/{each}") for each in needed] + contained
+    relations = [("SPDXRef-DOCUMENT", "DESCRIBES", own), *((own["SPDXID"], "DEPENDS_ON", each) for each in others[: len(needed)])]
+    relations += [(own["SPDXID"], "CONTAINS", each) for each in contained]
+    made = time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": f"{name}-{version}",
+        "documentNamespace": f"https://spdx.org/spdxdocs/{name}-{version}-{uuid.uuid5(uuid.NAMESPACE_DNS, repr(others))}",
+        "creationInfo": {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", made), "creators": [f"Tool: {name}-setup.py"]},
+        "packages": [own, *others],
+        "relationships": [
+            {"spdxElementId": whose, "relationshipType": kind, "relatedSpdxElement": whom["SPDXID"]} for whose, kind, whom in relations
+        ],
+    }
+
+
+def material(name: str, version: str, locator: str = "") -> dict:
+    """A package of the bill, with its version and its address among packages where they are known."""
+    reference = {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": locator}
+    known = ({"versionInfo": version} if version else {}) | ({"externalRefs": [reference]} if locator else {})
+    entry = {"SPDXID": f"SPDXRef-{name}", "name": name, "downloadLocation": "NOASSERTION", "filesAnalyzed": False}
+    return entry | {"licenseConcluded": "NOASSERTION", "licenseDeclared": "NOASSERTION", "copyrightText": "NOASSERTION"} | known
+
+
 setup(
     ext_modules=[Extension("cmab_kernels._C", [], optional=WANTED != "1"), Extension("cmab_kernels._cuda", [], optional=True)],
-    cmdclass={"build_ext": NinjaBuild},
+    cmdclass={"build_ext": NinjaBuild, "bdist_wheel": BilledWheel},
 )

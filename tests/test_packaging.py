@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -109,6 +110,21 @@ def test_one_version(sdist: Path) -> None:
     assert f"## [{cmab_kernels.__version__}]" in written["CHANGELOG.md"] or "## [Unreleased]" in written["CHANGELOG.md"]
 
 
+def _check_bill(path: Path) -> None:
+    """Check that the bill of materials is an SPDX document that names the package and its dependencies."""
+    bill = json.loads(path.read_text())
+    assert (bill["spdxVersion"], bill["dataLicense"], bill["SPDXID"]) == ("SPDX-2.3", "CC0-1.0", "SPDXRef-DOCUMENT")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", bill["creationInfo"]["created"]) and bill["creationInfo"]["creators"]
+    assert re.fullmatch(r"https://[^#\s]+", bill["documentNamespace"]) and bill["name"]
+    packages = {package["SPDXID"]: package for package in bill["packages"]}
+    assert all(re.fullmatch(r"SPDXRef-[\w.-]+", name) for name in packages) and len(packages) == len(bill["packages"])
+    assert all({"name", "downloadLocation", "filesAnalyzed"} <= set(package) for package in bill["packages"])
+    relations = {(r["spdxElementId"], r["relationshipType"], r["relatedSpdxElement"]) for r in bill["relationships"]}
+    own = "SPDXRef-cmab-kernels"
+    assert relations == {("SPDXRef-DOCUMENT", "DESCRIBES", own), *((own, "DEPENDS_ON", f"SPDXRef-{name}") for name in ("torch", "numpy"))}
+    assert set(packages) == {whom for _, _, whom in relations} and packages[own]["versionInfo"] == cmab_kernels.__version__
+
+
 @pytest.mark.parametrize("how, reason", [("switched off", "CMAB_KERNELS_BUILD=0"), ("without a compiler", "no C++ compiler")])
 def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: str, reason: str) -> None:
     variables = {"CMAB_KERNELS_BUILD": "0"} if how == "switched off" else {"PATH": str(Path(sys.executable).parent)}
@@ -122,6 +138,7 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
     assert not [name for name in files if name.endswith(".so") or not name.startswith(("cmab_kernels", "cmab_models/"))]
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
     assert f"\nVersion: {cmab_kernels.__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
+    _check_bill(next(installed.glob("*.dist-info/sboms/cmab_kernels.spdx.json")))
     told = _run(installed, "-W", "ignore::RuntimeWarning", "-c", FAMILIES)
     assert f"from {installed}" in told and "extension False" in told
     assert f"not built: {reason}" in told and "auto = reference" in told
