@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import cmab_kernels
+from cmab_kernels.extension import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cmab_kernels", "python/cmab_models")
@@ -110,6 +111,20 @@ def test_one_version(sdist: Path) -> None:
     assert f"## [{cmab_kernels.__version__}]" in written["CHANGELOG.md"] or "## [Unreleased]" in written["CHANGELOG.md"]
 
 
+def test_the_lock_holds_what_the_tests_need() -> None:
+    """Every direct requirement of the tests has one version with hashes, torch that of constraints.txt; no index is named."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    text = (ROOT / "requirements-test.lock").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+) .*\\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
+    assert len(locked) == len(re.findall(r"^[\w.-]+", text, re.MULTILINE)) and "://" not in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [each for name in ("demo", "models", "bench", "test") for each in extras[name]] + project["dependencies"]
+    names = {re.match(r"[\w.-]+", each)[0].lower().replace("_", "-") for each in wanted}  # type: ignore[index]
+    assert names - {"cmab-kernels"} <= set(locked)
+    assert f"\ntorch=={locked['torch'].partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
+
+
 def _check_bill(path: Path) -> None:
     """Check that the bill of materials is an SPDX document that names the package and its dependencies."""
     bill = json.loads(path.read_text())
@@ -144,6 +159,17 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
     assert f"not built: {reason}" in told and "auto = reference" in told
 
 
+LINKED = r"libstdc\+\+\.so|libm\.so|libgcc_s\.so|libc\.so|libpthread\.so|ld-linux|libgomp\.so\.1$"
+"""What an extension may link to: what every manylinux machine has, and libgomp, which comes with torch."""
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, which shows what an extension links to, is not here")
+def test_the_extension_links_to_what_wheels_may() -> None:
+    told = subprocess.run(["objdump", "-p", load().__file__], check=True, capture_output=True, text=True).stdout
+    linked = re.findall(r"NEEDED +(\S+)", told)
+    assert linked and not [name for name in linked if not re.match(LINKED, name)]
+
+
 @pytest.mark.nightly
 def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Path) -> None:
     """pip installs the wheel into its own environment, which takes torch and other dependencies from this one."""
@@ -155,7 +181,8 @@ def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Pat
     subprocess.run([python, "-m", "pip", "install", "--no-deps", "--quiet", wheel], check=True, env=_outside())
     packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
-    told = subprocess.run([python, "-c", FAMILIES], cwd=tmp_path, env=_outside(), check=True, capture_output=True, text=True).stdout
+    without_compiler = {**_outside(), "PATH": str(python.parent)}
+    told = subprocess.run([python, "-c", FAMILIES], cwd=tmp_path, env=without_compiler, check=True, capture_output=True, text=True).stdout
     assert f"from {packages}" in told and "extension True" in told
     for example in sorted((ROOT / "python" / "examples").glob("*.py")):
         program = shutil.copy(example, tmp_path)
