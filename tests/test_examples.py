@@ -119,3 +119,12 @@ def test_forgetful_bandit() -> None:
     remembers, forgets = numbers(r"([\d.]+) long after", text)
     assert forgets < remembers - 0.02
     assert len(numbers(r"an update takes (\d+) us", text)) == 2
+
+
+def test_complete_photograph() -> None:
+    text = printed("complete_photograph")
+    errors, (plain,) = numbers(r"others off by ([\d.]+)", text), numbers(r"for all: off by ([\d.]+)", text)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < plain
+    assert errors[-1] < 0.6 * plain
+    assert len(errors) == 4 and len(set(numbers(r"([\d,]+) bytes", text))) == 1
