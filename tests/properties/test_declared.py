@@ -1,0 +1,96 @@
+"""No public operator is without the inherited suite, and no public module without a test that builds it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import cmab_kernels as ck
+from cmab_kernels import backends, nn
+from cmab_kernels.testing import OperatorSuite
+
+TESTS = Path(__file__).parent.parent
+NO_OPERATORS = {
+    "continual_attention_init": "a state's begin, which every declaration of its step calls",
+    "continual_nystrom_init": "a state's begin, which every declaration of its step calls",
+    "empty_ridge": "zeros",
+    "empty_state": "zeros and -inf",
+    "explain": "tells what would run",
+    "merge_ridge": "sums, in any order: test_states.py",
+    "merge_states": "a formula of torch: test_states.py, and tests/attention/test_state.py",
+    "move_state": "copies a state to another device",
+    "use_impl": "chooses what runs",
+}
+"""Public functions without a declaration -> why they need none."""
+
+
+def _declarations() -> dict[type[OperatorSuite], Path]:
+    """Return the classes of all test_suite.py that pytest runs, and their files."""
+    found = {}
+    for path in sorted(TESTS.rglob("test_suite.py")):
+        module = importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
+        found |= {item: path for name, item in inspect.getmembers(module, inspect.isclass) if name.startswith("Test")}
+    return {item: path for item, path in found.items() if issubclass(item, OperatorSuite)}
+
+
+def _missing(public: list[str], declared: set[str]) -> list[str]:
+    functions = {name for name in public if inspect.isfunction(getattr(ck, name, None)) or not hasattr(ck, name)}
+    return sorted(functions - declared - NO_OPERATORS.keys())
+
+
+def test_every_public_operator_has_a_declaration() -> None:
+    declared = {suite.operator for suite in _declarations()}
+    assert _missing(ck.__all__, declared) == []
+    assert declared == set(backends.OPERATORS), "the operators that have implementations are those that are declared"
+    assert set(NO_OPERATORS) <= set(ck.__all__) - declared, "what needs no declaration is public, and has none"
+
+
+def test_an_operator_without_a_declaration_is_seen() -> None:
+    declared = {suite.operator for suite in _declarations()}
+    assert _missing([*ck.__all__, "new_operator"], declared) == ["new_operator"]
+    assert _missing(ck.__all__, declared - {"intention"}) == ["intention"]
+
+
+@pytest.mark.parametrize("operator", sorted(backends.OPERATORS))
+def test_every_implementation_on_a_cpu_is_declared(operator: str) -> None:
+    there = {"reference", *(impl for impl in backends.FAMILIES[backends.OPERATORS[operator]] if impl == "native")}
+    suites = [suite for suite in _declarations() if suite.operator == operator]
+    assert suites and all(there <= set(suite.impls) for suite in suites)
+
+
+WIDE_ONLY = {
+    "iterative_pinv",
+    "prefix_ridge_states",
+    "regularised_inverse",
+    "regularised_solve",
+    "remove_from_state",
+    "ridge_step",
+    "sigma_intention",
+    "solve_ridge",
+}
+"""Operators of which no declaration has a half type: their inputs are sums or states, or half types are tests of their own."""
+
+
+def test_every_dtype_has_a_declaration() -> None:
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for suite in _declarations():
+        dtypes.setdefault(suite.operator, set()).update(suite.dtypes)
+    assert all(torch.float64 in each for each in dtypes.values())
+    assert {name for name, each in dtypes.items() if torch.bfloat16 not in each} == WIDE_ONLY
+
+
+def _called(path: Path) -> set[str]:
+    """Return the names that a file calls."""
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+
+
+def test_every_public_module_is_built_by_a_test() -> None:
+    modules = {name for name in nn.__all__ if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), torch.nn.Module)}
+    called = set().union(*(_called(path) for path in TESTS.rglob("test_*.py")))
+    assert modules - called == set()
