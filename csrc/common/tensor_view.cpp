@@ -1,7 +1,10 @@
 // Reads and makes torch tensors through DLPack's C table, or through Python where there is no table (tensor_view.h).
 #include "common/tensor_view.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -213,6 +216,11 @@ NewTensor make_slowly(DType dtype, const int64_t (&shape)[kMaxDims]) {
   return made;
 }
 
+// ---- forks
+
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
 }  // namespace
 
 bool TensorView::contiguous() const {
@@ -260,6 +268,6 @@ Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads
 
 Object empty_like(PyObject* tensor) { return Object::owned(PyObject_CallOneArg(torch().empty_like, tensor)); }
 
-int torch_threads() { return int(python::to_integer(python::call(torch().get_num_threads).get())); }
+int torch_threads() { return forked ? 1 : int(python::to_integer(python::call(torch().get_num_threads).get())); }
 
 }  // namespace cmab

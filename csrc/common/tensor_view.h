@@ -59,7 +59,7 @@ python::Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64
 // torch.empty_like(tensor).
 python::Object empty_like(PyObject* tensor);
 
-// torch.get_num_threads().
+// torch.get_num_threads(); 1 in the child of a fork, where OpenMP would wait for threads that the fork has not copied.
 int torch_threads();
 
 }  // namespace cmab
