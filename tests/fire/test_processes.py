@@ -1,0 +1,99 @@
+"""Kernels in other processes and threads: the children of a fork, spawned ones, a loader's workers, and many threads over one state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels import nn
+
+pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
+
+ROOT = Path(__file__).parents[2]
+THREADS = 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux")
+@pytest.mark.parametrize("how", ["fork", "loader", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_children_have_the_same_bits(how: str) -> None:
+    """A parent that has used the threads of all kernels forks; the child does the same, on one thread. It does not wait for ever."""
+    done = subprocess.run([sys.executable, "-m", "tests.fire.workers", how], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _together(run: Callable[[int], Any]) -> list[Any]:
+    """Return the results of eight threads that run at the same time."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(run, range(THREADS)))
+
+
+def _tokens(count: int, batch: int = 1) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(batch, 8, count, 16) for _ in range(3))
+
+
+STARTS: dict[str, Callable[[], Any]] = {
+    "attention": lambda: ck.attention_state(*_tokens(50)),
+    "ridge": lambda: ck.ridge_state(*_tokens(50)[1:]),
+    "nystrom": lambda: ck.continual_nystrom_init(*_tokens(32), num_landmarks=8),
+    "exact": lambda: ck.continual_attention_init(*_tokens(32)),
+}
+
+
+def _step(kind: str, state: Any, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    if kind == "attention":
+        return ck.attention_state(query, key, value, state=state)
+    if kind == "ridge":
+        return ck.ridge_state(key, value, state=state)
+    step = ck.continual_nystrom_step if kind == "nystrom" else ck.continual_attention_step
+    return step(state, query, key, value)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors of a result that mean something: an output, or a state of sums."""
+    return [result.out] if isinstance(result, ck.StepResult) else list(result)
+
+
+@pytest.mark.parametrize("tokens", [1, 200], ids=["a token", "many tokens"])
+@pytest.mark.parametrize("kind", STARTS)
+def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
+    """Each takes steps of its own from the state that all have, to the same bits as alone; 200 tokens are a call without Python's lock."""
+    with torch.no_grad():
+        for _ in range(10):
+            torch.manual_seed(0)
+            query = torch.randn(1, 8, 50, 16)
+            given = [(query if kind == "attention" else torch.randn(1, 8, tokens, 16), *_tokens(tokens)[1:]) for _ in range(THREADS)]
+            start = STARTS[kind]() if kind != "attention" else ck.attention_state(query, *_tokens(50)[1:])
+            kept = torch.save(start._asdict(), "/dev/null") or {
+                n: t.clone() if isinstance(t, Tensor) else t for n, t in start._asdict().items()
+            }
+            found = _together(lambda i: _tensors(_step(kind, start, *given[i])))
+            for i, ours in enumerate(found):
+                alone = _tensors(_step(kind, type(start)(**kept), *given[i]))
+                assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True)), f"thread {i} has other bits"
+
+
+def test_eight_threads_update_one_module() -> None:
+    """They may lose updates to each other, but the stream holds some of them whole: k times the same rows add log k."""
+    module, rows, latents = nn.CMABStack(16, 4, 2, depth=2).eval(), torch.randn(1, 20, 16), torch.randn(2, 16)
+
+    def update(_: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                module.update(rows, latents)
+
+    once = module.read(rows)
+    _together(update)
+    state = module.stream.state
+    times = (state.lse - once.lse).exp()
+    assert 1 <= times.min() and times.max() <= 20 * THREADS
+    torch.testing.assert_close(times, times.flatten()[0].round().expand_as(times), rtol=1e-5, atol=0)
+    torch.testing.assert_close(state.out, once.out, rtol=1e-4, atol=1e-5)
