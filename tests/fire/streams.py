@@ -153,10 +153,8 @@ def ridge_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
             logit, value = next(source)
             chunk = torch.cat([logit, value[..., :1], torch.ones_like(logit)], -1), value
             live.add(chunk)
-            if chance.random() < 0.1:
-                state = ck.merge_ridge(state, ck.ridge_state(*chunk))
-            else:
-                state = ck.ridge_state(*chunk, state=state)
+            alone = chance.random() < 0.1
+            state = ck.merge_ridge(state, ck.ridge_state(*chunk)) if alone else ck.ridge_state(*chunk, state=state)
         if chance.random() < 1e-3:
             state = restored(state)
         peak = peak.maximum(state.gram.flatten(1).amax(1))

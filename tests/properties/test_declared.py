@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import torch
 
 import cmab_kernels as ck
 from cmab_kernels import backends, nn
-from cmab_kernels.testing import OperatorSuite
 
-TESTS = Path(__file__).parent.parent
+from ..declarations import TESTS, declarations
+
 NO_OPERATORS = {
     "continual_attention_init": "a state's begin, which every declaration of its step calls",
     "continual_nystrom_init": "a state's begin, which every declaration of its step calls",
@@ -29,29 +28,20 @@ NO_OPERATORS = {
 """Public functions without a declaration -> why they need none."""
 
 
-def _declarations() -> dict[type[OperatorSuite], Path]:
-    """Return the classes of all test_suite.py that pytest runs, and their files."""
-    found = {}
-    for path in sorted(TESTS.rglob("test_suite.py")):
-        module = importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
-        found |= {item: path for name, item in inspect.getmembers(module, inspect.isclass) if name.startswith("Test")}
-    return {item: path for item, path in found.items() if issubclass(item, OperatorSuite)}
-
-
 def _missing(public: list[str], declared: set[str]) -> list[str]:
     functions = {name for name in public if inspect.isfunction(getattr(ck, name, None)) or not hasattr(ck, name)}
     return sorted(functions - declared - NO_OPERATORS.keys())
 
 
 def test_every_public_operator_has_a_declaration() -> None:
-    declared = {suite.operator for suite in _declarations()}
+    declared = {suite.operator for suite in declarations()}
     assert _missing(ck.__all__, declared) == []
     assert declared == set(backends.OPERATORS), "the operators that have implementations are those that are declared"
     assert set(NO_OPERATORS) <= set(ck.__all__) - declared, "what needs no declaration is public, and has none"
 
 
 def test_an_operator_without_a_declaration_is_seen() -> None:
-    declared = {suite.operator for suite in _declarations()}
+    declared = {suite.operator for suite in declarations()}
     assert _missing([*ck.__all__, "new_operator"], declared) == ["new_operator"]
     assert _missing(ck.__all__, declared - {"intention"}) == ["intention"]
 
@@ -59,7 +49,7 @@ def test_an_operator_without_a_declaration_is_seen() -> None:
 @pytest.mark.parametrize("operator", sorted(backends.OPERATORS))
 def test_every_implementation_on_a_cpu_is_declared(operator: str) -> None:
     there = {"reference", *(impl for impl in backends.FAMILIES[backends.OPERATORS[operator]] if impl == "native")}
-    suites = [suite for suite in _declarations() if suite.operator == operator]
+    suites = [suite for suite in declarations() if suite.operator == operator]
     assert suites and all(there <= set(suite.impls) for suite in suites)
 
 
@@ -78,7 +68,7 @@ WIDE_ONLY = {
 
 def test_every_dtype_has_a_declaration() -> None:
     dtypes: dict[str, set[torch.dtype]] = {}
-    for suite in _declarations():
+    for suite in declarations():
         dtypes.setdefault(suite.operator, set()).update(suite.dtypes)
     assert all(torch.float64 in each for each in dtypes.values())
     assert {name for name, each in dtypes.items() if torch.bfloat16 not in each} == WIDE_ONLY
