@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .record import write
+from ..record import write
 from .streams import STREAMS
 
 

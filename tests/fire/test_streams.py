@@ -13,7 +13,8 @@ import torch
 
 import cmab_kernels as ck
 
-from . import record, streams
+from .. import record
+from . import streams
 from .streams import LAWS, STREAMS, Figures
 
 BOUNDS = {"N(0, 1)": (2e-7, 3e-6), "N(0, 10²)": (5e-7, 3e-5), "spikes of 20": (2e-7, 4e-5), "spikes of 40": (2e-7, 3e-6)}

@@ -14,7 +14,7 @@ import torch
 import cmab_kernels
 from cmab_kernels.extension import load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 

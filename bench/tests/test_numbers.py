@@ -1,0 +1,33 @@
+"""The numbers to plan with stand on the page as the generator makes them of the records."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.report import numbers
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    page = numbers.PAGE.read_text(encoding="utf-8")
+    assert numbers.insert(page, numbers.section(numbers.read("numbers"), numbers.read("streams"))) == page, (
+        "run python -m bench.report.numbers"
+    )
+
+
+def test_a_figure_that_was_changed_by_hand_is_seen() -> None:
+    record, streams = numbers.read("numbers"), numbers.read("streams")
+    before = numbers.section(record, streams)
+    record["operators"]["intention"]["float32"]["normal"]["results"][0] *= 3
+    assert numbers.section(record, streams) != before
+    assert "{" not in numbers.LAWS and "{" not in before.replace("{where}", ""), "every place has given way to figures"
+
+
+@pytest.mark.parametrize("figure, shown", [(1.23e-7, "1.2e-7"), (2e-10, "2e-10"), (0.0, "0"), (0.031, "3.1e-2")])
+def test_figures_are_short(figure: float, shown: str) -> None:
+    assert numbers._short(figure) == shown
+
+
+@pytest.mark.parametrize("page", ["no marks", f"{numbers.END} {numbers.BEGIN}"])
+def test_a_page_without_its_marks_is_refused(page: str) -> None:
+    with pytest.raises(SystemExit, match="must hold one"):
+        numbers.insert(page, "")
