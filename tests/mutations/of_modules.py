@@ -93,7 +93,7 @@ MODULES = {
         "tests/nn/test_nystrom_attention.py::test_one_clustering_of_the_tokens_of_self_attention",
     ),
     "query heads that meet another's keys": Fault(
-        "cmab_kernels/integrations/transformers.py",
+        "cmab_kernels/integrations/functional.py",
         "query.reshape(batch, groups, heads // groups * length, width)",
         "query.transpose(1, 2).reshape(batch, groups, heads // groups * length, width)",
         "tests/integrations/test_transformers.py::test_calls",
