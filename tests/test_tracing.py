@@ -113,6 +113,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: SelfAttended(modules.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=12, num_landmarks=3)),
         1,
     ),
+    "ContinualEncoderLayer": (lambda: modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9, num_landmarks=3), 1),
+    "ContinualEncoder": (
+        lambda: modules.ContinualEncoder(modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=5), 2),
+        1,
+    ),
     "CircularPositionalEncoding": (lambda: modules.CircularPositionalEncoding(16, 12, batch_first=True), 1),
 }
 """Maps the name of a module to (its constructor, its number of inputs of shape (B, N, 16))."""

@@ -3,6 +3,7 @@
 from .cmab import CMAB, CMABRemoval, CMABUpdate
 from .cmab_stack import CMABStack
 from .continual import ContinualAttention, ContinualNystromAttention
+from .continual_encoder import ContinualEncoder, ContinualEncoderLayer
 from .continual_stream import ContinualStream, FillingWindow
 from .informer import InformerEncoderLayer
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
@@ -24,6 +25,8 @@ __all__ = [
     "CMABUpdate",
     "CircularPositionalEncoding",
     "ContinualAttention",
+    "ContinualEncoder",
+    "ContinualEncoderLayer",
     "ContinualNystromAttention",
     "ContinualStream",
     "CrossAttention",

@@ -22,6 +22,7 @@ from ..nystrom import (
     continual_nystrom_step,
 )
 from ..nystrom.continual.api import OUTPUTS
+from ..tracing import has_values
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .continual_training import attention_over_stream, nystrom_over_stream
 from .multihead_attention import MultiheadAttention
@@ -194,7 +195,7 @@ class Continual(MultiheadProjections):
                 allowed = f"the stream has batch {held.keys.shape[0]}; clean_state() ends it"
                 raise ValueError(wrong(name, f"has batch {head.shape[0]}", allowed))
             # Once the window is full, the operators check this. It is not checked on a GPU, because that would synchronise.
-            if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and not head.isfinite().all():
+            if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:

@@ -1,0 +1,92 @@
+"""Our continual modules in containers of the package continual-inference: `continual.Sequential`, `continual.Residual` and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..nn import CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention
+
+try:
+    import continual
+except ImportError as error:
+    needed = "pip install continual-inference"
+    raise ImportError(f"cmab_kernels.integrations.continual works with the package continual-inference: {needed}") from error
+
+
+class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the package has no types
+    """One of our modules as a module of continual-inference, in the layout of its containers: (B, C, T), and (B, C) for a step.
+
+    `module` is `batch_first`, and has single outputs. `forward` returns the outputs of all full windows of T tokens, as `forward_steps`
+    of a new stream does, and records gradients.
+    """
+
+    _state_shape = 0
+    _dynamic_state_inds: list[bool] = []  # noqa: RUF012  # the class that it comes from declares it so
+    receptive_field = 1
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        first: Any = getattr(module, "self_attn", module.layers[0].self_attn if isinstance(module, ContinualEncoder) else module)
+        if not first.batch_first or getattr(first, "output", "single") != "single":
+            raise ValueError("a module for containers of continual-inference needs batch_first=True and output='single'")
+        self.module = module
+        if not isinstance(module, CircularPositionalEncoding):
+            self.receptive_field = module.sequence_len
+
+    delay = 0  # an output is that of the newest token
+
+    @staticmethod
+    def build_from(module: nn.Module) -> Adapted:
+        """Make an adapter for a module; `continual.Sequential` calls this."""
+        return Adapted(module)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs (B, C, T') of tokens (B, C, T), the stream unchanged."""
+        run = getattr(self.module, "forward_stream", self.module)
+        out = run(input.mT)
+        if out is None:
+            raise ValueError(f"input has {input.shape[2]} tokens; a window of {self.receptive_field} is needed")
+        return out.mT
+
+    def forward_step(self, input: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
+        return self.module.forward_step(input, update_state=update_state)
+
+    def forward_steps(self, input: Tensor, pad_end: bool = False, update_state: bool = True) -> Tensor | None:
+        """Take tokens (B, C, T), and return their outputs (B, C, T'), or None. There is no padding, so `pad_end` changes nothing."""
+        out = self.module.forward_steps(input.mT, update_state=update_state)
+        return None if out is None else out.mT
+
+    def get_state(self) -> Any:
+        """Return the state of the module."""
+        return self.module.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a state that `get_state` returned."""
+        self.module.set_state(state)
+
+    def clean_state(self) -> None:
+        """Forget all tokens."""
+        self.module.clean_state()
+
+
+def register() -> None:
+    """Let containers of the package continual-inference take our modules, each in an adapter. Calling this again changes nothing.
+
+    The modules are `ContinualAttention`, `ContinualNystromAttention`, `ContinualEncoderLayer`, `ContinualEncoder` and
+    `CircularPositionalEncoding`, with `batch_first=True` and single outputs; containers pass (B, C, T) on.
+
+    >>> import continual, cmab_kernels.integrations.continual
+    >>> cmab_kernels.integrations.continual.register()
+    >>> from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer
+    >>> positions = CircularPositionalEncoding(16, 8, batch_first=True)
+    >>> layer = ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4)
+    >>> model = continual.Sequential(positions, layer, continual.Linear(16, 3, channel_dim=1)).eval()
+    >>> with torch.no_grad():
+    ...     model.forward_steps(torch.randn(1, 16, 20)).shape
+    torch.Size([1, 3, 13])
+    """
+    for kind in (CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention):
+        continual.convert.register(kind, Adapted)

@@ -1,0 +1,80 @@
+"""Containers of the package continual-inference hold our modules, and train and stream them."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cmab_kernels.nn import (
+    CircularPositionalEncoding,
+    ContinualAttention,
+    ContinualEncoder,
+    ContinualEncoderLayer,
+    ContinualNystromAttention,
+)
+
+peer = pytest.importorskip("continual", reason="the package continual-inference is not installed")
+from cmab_kernels.integrations import continual as integration  # noqa: E402
+
+N, C = 6, 8
+OPTIONS: dict[str, Any] = {"batch_first": True, "sequence_len": N}
+MODULES = {
+    "exact": lambda: ContinualAttention(C, 2, **OPTIONS),
+    "landmarks": lambda: ContinualNystromAttention(C, 2, num_landmarks=3, **OPTIONS),
+    "layer": lambda: ContinualEncoderLayer(C, 2, 16, 0.0, num_landmarks=3, **OPTIONS),
+    "stack": lambda: ContinualEncoder(ContinualEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2, nn.LayerNorm(C)),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_sequential_trains_and_streams(kind: str) -> None:
+    positions = CircularPositionalEncoding(C, N, batch_first=True)
+    module = MODULES[kind]()
+    model = peer.Sequential(positions, module, nn.ReLU(), peer.Linear(C, 3, channel_dim=1)).double().eval()
+    tokens = torch.randn(2, C, 20, dtype=torch.float64)
+    seen = module.sequence_len
+    assert model.receptive_field == seen
+    trained = model(tokens)
+    assert trained.shape == (2, 3, 20 - seen + 1)
+    assert all(each is not None for each in torch.autograd.grad(trained.sum(), list(model.parameters())))
+    with torch.no_grad():
+        torch.testing.assert_close(model.forward_steps(tokens), trained, rtol=1e-12, atol=1e-12)
+        model.clean_state()
+        steps = [model.forward_step(token) for token in tokens.unbind(2)]
+        assert all(step is None for step in steps[: seen - 1])
+        torch.testing.assert_close(torch.stack(steps[seen - 1 :], 2), trained, rtol=1e-12, atol=1e-12)
+
+
+def test_our_attention_in_a_residual_equals_theirs() -> None:
+    theirs = peer.SingleOutputMultiheadAttention(C, 2, batch_first=True, embed_dim_second=True, sequence_len=N).eval()
+    ours = ContinualAttention(C, 2, **OPTIONS).eval()
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randn(2, C, 20)
+    with torch.no_grad():
+        pair = []
+        for each in (peer.continual(ours), theirs):
+            residual = peer.Residual(each)
+            pair.append([residual.forward_step(token) for token in tokens.unbind(2)][N - 1 :])
+    torch.testing.assert_close(torch.stack(pair[0]), torch.stack(pair[1]), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_first"):
+        peer.Sequential(ContinualAttention(C, 2, sequence_len=N))
+    with pytest.raises(ValueError, match="a window of 6 is needed"):
+        peer.Sequential(MODULES["exact"]())(torch.randn(1, C, N - 1))
+
+
+def test_doctest() -> None:
+    import cmab_kernels
+
+    assert doctest.testmod(integration, extraglobs={"cmab_kernels": cmab_kernels, "torch": torch}) == (0, 7)
