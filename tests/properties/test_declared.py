@@ -23,6 +23,8 @@ NO_OPERATORS = {
     "merge_ridge": "sums, in any order: test_states.py",
     "merge_states": "a formula of torch: test_states.py, and tests/attention/test_state.py",
     "move_state": "copies a state to another device",
+    "state_from_tensors": "takes back what state_to_tensors has made",
+    "state_to_tensors": "names the tensors of a state",
     "use_impl": "chooses what runs",
 }
 """Public functions without a declaration -> why they need none."""
