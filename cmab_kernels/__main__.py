@@ -26,7 +26,7 @@ def main() -> None:
     )
     demo.add_argument("--output", help="the picture to write: .png, .pdf or .svg (default: demo.png, demo_intention.png, demo_stream.png)")
     demo.add_argument("--points", type=int, nargs="+", help="cmab only: numbers of pixels to read (default: 10000 100000 1000000 and all)")
-    demo.add_argument("--window", type=int, help="stream only: number of patches that attention looks back on (default: 640)")
+    demo.add_argument("--window", type=int, help="stream only: number of patches that attention looks back on (default: 4096)")
     demo.add_argument("--landmarks", type=int, help="stream only: number of landmarks that represent them (default: 16)")
     bench = commands.add_parser("bench", help="measure the operators beside their peers: time, memory, error; writes a table and a page")
     bench.add_argument("scans", metavar="SCAN", nargs="*", help="operators or modules to measure (default: all)")

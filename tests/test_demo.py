@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 from cmab_kernels import attention_state
 from cmab_kernels.demo import cmab, intention
+from cmab_kernels.demo.cmab import Figures, Scan, plot
 from cmab_kernels.demo.cmab import conditioning as c
 from cmab_kernels.demo.intention import cloud, digits
 from cmab_kernels.measure import Peak, peak_memory, readable
@@ -122,6 +124,20 @@ def test_the_best_of_several_calls_is_told_and_a_busy_machine_too(others, tmp_pa
     cmab.run(str(tmp_path / "demo.png"), [700])
     text = capsys.readouterr().out
     assert text.count(readable(0.25)) == 5 and ("The machine is busy: calls took up to 8.0 times as long" in text) is others
+
+
+@pytest.mark.parametrize("counts", [(3000,), (700, 1500), (10_000, 100_000, 1_990_921)])
+def test_every_axis_of_the_picture_has_two_ticks_and_a_warning_is_read_first(counts, tmp_path: Path, monkeypatch):
+    scans = [Scan(n, {name: Figures(i * n * 1e-9, i * MIB) for i, name in enumerate(c.CONDITIONING, 2)}) for n in counts]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot.draw(scans, tmp_path / "demo.png", "a machine", warning="It is busy.")
+    for axes in drawn[0].axes[1:]:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = axis.get_view_interval()
+            told = [label.get_text() for label, at in zip(axis.get_ticklabels(), axis.get_ticklocs(), strict=True) if low <= at <= high]
+            assert len(set(told)) >= 2
+    assert [text.get_fontweight() for text in drawn[0].texts if text.get_text() == "It is busy."] == ["bold"]
 
 
 @pytest.mark.parametrize(("fits", "left_out"), [(c.SDPA_NAME, 1), (None, 4)])

@@ -41,6 +41,9 @@ LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.
 """Inches: beside the axes; of the title, of a line under it, of the axes' heading; of ticks and the axis' name; of a line of the legend."""
 
 DPI = 160
+NAME_SIZE, NAME_SPACING = 10, 1.2
+"""Of names beside lines: points, and what a line of text takes of them."""
+
 LEGEND: dict[str, Any] = {"fontsize": 7.2, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
 
 STYLE: dict[str, Any] = {
@@ -112,7 +115,7 @@ class Panel:
 
     @property
     def about_lines(self) -> list[str]:
-        return textwrap.wrap(self.about.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), 58)
+        return textwrap.wrap(re.sub(r"(?<=\d) ", "\N{NO-BREAK SPACE}", self.about), 58)
 
     @property
     def legend_columns(self) -> int:
@@ -247,6 +250,23 @@ def counted(value: float) -> str:
     """Operations or elements in thousands, millions and so on."""
     exponent = max(0, min(4, math.floor(math.log10(value) / 3)))
     return f"{value / 1000**exponent:.3g}" + ("", " k", " M", " G", " T")[exponent]
+
+
+def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
+    """Writes each name in the colour of its line right of the axes, at the height of the line's end, or lower where another name stands.
+
+    `ends` is name -> the line's last value, and how it looks.
+    """
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    inches = axes.get_position().height * axes.get_figure().get_size_inches()[1]
+    below = math.inf
+    for name, (value, line) in sorted(ends.items(), key=lambda end: -end[1][0]):
+        size = NAME_SIZE / 72 * NAME_SPACING * len(name.splitlines()) / inches
+        height = min(float(to_axes((1, value))[1]), below - size / 2)
+        style: dict[str, Any] = {"color": line.colour, "fontsize": NAME_SIZE, "linespacing": NAME_SPACING}
+        style["fontweight"] = "bold" if line.width > 2 else "normal"
+        axes.text(1.03, height, name, transform=axes.transAxes, va="center", **style)
+        below = height - 0.6 * size
 
 
 def name_y(axes: Axes, name: str) -> None:

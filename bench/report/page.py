@@ -83,7 +83,7 @@ def _pairs(pairs: Mapping[str, str]) -> str:
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    """A table in a box that scrolls by itself, so that the page need not; `rows` are HTML already."""
+    """A table in a box that scrolls by itself, should a window be too narrow for it; `rows` are HTML already."""
     cells = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "\n".join(rows)
     return (
@@ -92,10 +92,11 @@ def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
     )
 
 
-def _line(cells: Sequence[str], kind: str = "") -> str:
-    """The first cell names the row."""
+def _line(head: Sequence[str], cells: Sequence[str], kind: str = "") -> str:
+    """The first cell names the row. The others know what stands over them: on a phone, each says so itself."""
     row = f' class="{kind}"' if kind else ""
-    return f'<tr{row}><th scope="row">{cells[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
+    rest = (f'<td data-label="{name}">{cell}</td>' for name, cell in zip(head[1:], cells[1:], strict=True))
+    return f'<tr{row}><th scope="row">{cells[0]}</th>{"".join(rest)}</tr>'
 
 
 # ---- what was measured, and what it comes to -------------------------------------------------------------------------------------------
@@ -139,10 +140,13 @@ def _summary(run: Run) -> str:
 <p>In {len(every) - len(slower) - len(even)} of {len(every)} groups with a peer, cmab_kernels is faster than the fastest of them;
 in {len(even)} the quartiles leave it open; in {len(slower)} it is slower. It gains most, {times(best[1])}, in {_where(best[0])}, and
 least, {times(worst[1])}, in {_where(worst[0])}.</p>
-<div class="figures"><figure>{svg(overview)}</figure></div>
-{_table("Speed-up of each operator", ("operator", "groups", "least", "median", "most", "as fast as"), _summary_rows(gains))}
+<div class="beside"><figure>{svg(overview)}</figure>
+{_table("Speed-up of each operator", SUMMARY, _summary_rows(gains))}</div>
 <h3>Where cmab_kernels is slower</h3>
 {_slower([row for row, _ in slower], [row for row, gain in even if gain < 1])}"""
+
+
+SUMMARY = ("operator", "groups", "least", "median", "most", "beside")
 
 
 def _where(row: Row) -> str:
@@ -154,7 +158,7 @@ def _summary_rows(gains: Mapping[str, Sequence[tuple[Row, float]]]) -> Iterator[
         values = [gain for _, gain in found]
         peers = "; ".join(dict.fromkeys(str(row.baseline) for row, _ in found))
         ends = [_gain(value) for value in (min(values), statistics.median(values), max(values))]
-        yield _line((f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)))
+        yield _line(SUMMARY, (f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)))
 
 
 def _gain(value: float) -> str:
@@ -180,7 +184,7 @@ def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
         f"<li>{_where(row)}: perhaps, {row.ratio.median:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
         for row in perhaps
     ]
-    return f"<ul>{''.join(lines)}</ul>" if lines else "<p>In no group.</p>"
+    return f'<ul class="columns">{"".join(lines)}</ul>' if lines else "<p>In no group.</p>"
 
 
 def _quartiles(row: Row) -> str:
@@ -214,15 +218,16 @@ def _drawn(panels: Sequence[Panel]) -> str:
 @cache
 def _counts() -> str:
     at = plots.AT
+    head = (f"a step at {escape(words(at))}", "paper", "here")
     rows = (
-        _line((escape(plots.CALLED[scheme]), f"{paper_operations(scheme, **at):,.0f}", f"{executed_on_average(scheme, **at):,.0f}"))
+        _line(head, (escape(plots.CALLED[scheme]), f"{paper_operations(scheme, **at):,.0f}", f"{executed_on_average(scheme, **at):,.0f}"))
         for scheme in SCHEMES
     )
     return f"""
 <p>Of no run: these are formulas. Those of the paper on continual Nyström attention are what its figure 4 shows; beside them stands
 what is executed here, two operations for each multiply-add of a product. The two do not count alike: in the paper, full attention counts
 two a multiply-add, Nyström attention one.</p>
-{_table("Operations of a step", (f"a step at {escape(words(at))}", "paper", "here"), rows)}
+{_table("Operations of a step", head, rows)}
 {_drawn(plots.cost_panels())}
 <p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no token can leave: so
 their curves lie on each other. The paper's counts for fixed landmarks leave the window out.</p>"""
@@ -259,7 +264,7 @@ def _group(label: str, members: Sequence[Row]) -> Iterator[str]:
     yield f'<tr><th class="group" colspan="{len(HEAD)}" scope="rowgroup"><span>{title}</span></th></tr>'
     best = fastest(members)
     for row in members:
-        yield _line(_cells(row), "ours" if row is best else "")
+        yield _line(HEAD, _cells(row), "ours" if row is best else "")
 
 
 def _cells(row: Row) -> Sequence[str]:
@@ -290,14 +295,18 @@ def _missing(run: Run) -> str:
 # ---- two runs --------------------------------------------------------------------------------------------------------------------------
 
 
+CHANGES = ("row", "verdict", "change", "noise", "old", "new")
+
+
 def _changes(comparison: Comparison) -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common()) or "no row of ours is in both runs"
     basis = "".join(f"<li>{escape(line)}</li>" for line in compare.basis(comparison))
-    head = ("row", "verdict", "change", "noise", "old", "new")
     told = [_change(change, comparison) for change in compare.ordered(comparison) if change.notable]
     quiet = [_change(change, comparison) for change in compare.ordered(comparison) if not change.notable]
-    first = _table("Changes beyond the noise", head, told) if told else "<p>Nothing changed by more than the noise.</p>"
-    rest = f"<details><summary>{len(quiet)} rows without a change</summary>{_table('The others', head, quiet)}</details>" if quiet else ""
+    first = _table("Changes beyond the noise", CHANGES, told) if told else "<p>Nothing changed by more than the noise.</p>"
+    rest = (
+        f"<details><summary>{len(quiet)} rows without a change</summary>{_table('The others', CHANGES, quiet)}</details>" if quiet else ""
+    )
     return f"<p>{escape(counts)}.</p><ul>{basis}</ul>{first}{rest}"
 
 
@@ -307,7 +316,7 @@ def _change(change: Change, comparison: Comparison) -> str:
     old, new = (compare.shown(row, comparison.by) for row in (change.old, change.new))
     verdict = f'<span class="{kind}">{escape(compare.spoken(change))}</span>'
     name = f"{escape(change.implementation)}<br><code>{escape(change.group)}</code>"
-    return _line((name, verdict, compare.percent(change.change), f"&plusmn;{_noise(change)}", old, new))
+    return _line(CHANGES, (name, verdict, compare.percent(change.change), f"&plusmn;{_noise(change)}", old, new))
 
 
 def _noise(change: Change) -> str:
@@ -332,12 +341,13 @@ def _rates(run: Run) -> str:
     head = ("threads" if run.device == "cpu" else "device", "exponentials", "memory", *map(escape, dtypes))
     rows = (
         _line(
+            head,
             (
                 escape(name),
                 f"{rate['exponentials'] / 1e9:,.3g} G/s",
                 f"{rate['memory'] / 1e9:,.3g} GB/s",
                 *(f"{rate['matrix'][dtype] / 1e9:,.4g} GFLOP/s" if dtype in rate["matrix"] else "&ndash;" for dtype in dtypes),
-            )
+            ),
         )
         for name, rate in rates.items()
     )

@@ -16,7 +16,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from cmab_kernels.measure import readable
@@ -39,8 +38,8 @@ RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
 """MiB below which peaks of memory cannot be told apart: less is drawn there."""
 
 NAMES = {
-    **{"N": "N, keys", "n": "n, tokens of the window", "m": "m, landmarks", "D": "D, width of a head", "E": "E, width of the values"},
-    **{"H": "H, heads", "B": "B, batch", "L": "L, queries", "C": "C, width of the model", "t": "t, tokens a call", "d": "d, width"},
+    **{"N": "keys", "n": "tokens of the window", "m": "landmarks", "D": "width of a head", "E": "width of the values", "H": "heads"},
+    **{"B": "batch", "L": "queries", "C": "width of the model", "t": "tokens a call", "d": "width"},
 }
 """What axes are called."""
 
@@ -71,9 +70,9 @@ def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapp
         chosen = {name: style for name, style in chosen.items() if any(row.share for row in one.lines[name])}
     return Panel(
         name=slug(one.scan, title, one.axis, str(number)),
-        title=f"{title} against {one.axis}",
+        title=f"{title} against {NAMES.get(one.axis, one.axis)}",
         about=f"{one.scan}: {words(one.fixed)}",
-        alt=f"{title} of {one.scan} against {one.axis}, {words(one.fixed)}. {_said(one, title)}",
+        alt=f"{title} of {one.scan} against {NAMES.get(one.axis, one.axis)}, {words(one.fixed)}. {_said(one, title)}",
         draw=partial(drawn, chosen),
         legend={called(name): style for name, style in chosen.items()},
     )
@@ -87,14 +86,11 @@ def _said(one: Series, title: str) -> str:
         "Share of the floor": lambda row: f"{row.share or 0:.0%}",
     }[title]
     ends = ((name, rows[0], rows[-1]) for name, rows in one.lines.items())
-    return "; ".join(
-        f"{name}: {tell(first)} at {one.axis} = {_value(first, one)}, {tell(last)} at {_value(last, one)}" for name, first, last in ends
-    )
+    return "; ".join(f"{name}: {tell(first)} at {_value(first, one)}, {tell(last)} at {_value(last, one)}" for name, first, last in ends)
 
 
 def _value(row: Row, one: Series) -> str:
-    value = row.parameters[one.axis]
-    return value if isinstance(value, str) else f"{value:,}"
+    return words({one.axis: row.parameters[one.axis]})
 
 
 def slug(*parts: str) -> str:
@@ -135,7 +131,7 @@ def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: A
     drawing.log_scale(axes.yaxis, [least, 20 * least, *(peak.median for peak in every)], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
     note = f"resolution {drawing.mebibytes(least)}"
-    axes.text(0.99, 0.02, note, transform=axes.transAxes, fontsize="small", ha="right", va="bottom")
+    axes.text(0.99, least, note, transform=axes.get_yaxis_transform(), fontsize="small", ha="right", va="top")
     _name_axes(axes, one, "peak of memory beyond inputs and results")
 
 
@@ -353,6 +349,15 @@ TITLES = {
 }
 """Scan -> what is seen on its plot."""
 
+LINES = {
+    FIRST: {
+        "cmab_kernels.nn.CMAB.update": "CMAB.update\nreads the one",
+        "cmab_kernels.nn.CMAB.forward": "CMAB.forward\nreads all again",
+        "the block with scaled_dot_product_attention": "torch's attention\nreads all again",
+    }
+}
+"""Scan -> implementation -> what is written beside its line, where that is not its name."""
+
 SHOWN = {"prefix_attention_states": {"pass": "forward + backward", "B": 16, "L": 8, "D": 16}}
 """Scan -> the sizes and choices of its plot, where they are not left to the curves."""
 
@@ -386,15 +391,21 @@ def picture(run: Run, scan: str, path: Path) -> None:
         figure.text(0.015, 0.975, TITLES[scan], fontsize=15, fontweight="bold", va="top")
         about = textwrap.fill(f"{words(one.fixed)}; {run.processor}", 84)
         figure.text(0.015, 0.9, about, fontsize=10.5, va="top", linespacing=1.35)
-        draw = {"memory beyond inputs, results": partial(_draw_memory, one, RESOLUTION[run.device]), "time": partial(_draw_time, one)}
-        for (title, drawn), left in zip(draw.items(), (0.125, 0.615), strict=True):
-            axes = figure.add_axes((left, 0.25, 0.365, 0.475))
+        figures: dict[str, tuple[Callable[[Mapping[str, Style], Axes], None], Callable[[Row], float]]] = {
+            "memory beyond inputs, results": (
+                partial(_draw_memory, one, least := RESOLUTION[run.device]),
+                lambda row: max(least, row.scratch / MIB),
+            ),
+            "time": (partial(_draw_time, one), lambda row: row.seconds.median),
+        }
+        for (title, (drawn, value)), left in zip(figures.items(), (0.125, 0.615), strict=True):
+            axes = figure.add_axes((left, 0.13, 0.21, 0.595))
             drawn(chosen, axes)
-            axes.set_title(title, loc="left", fontsize=12, x=-0.2)
-        labels = {name: called(name).split(",")[0].removeprefix("cmab_kernels.nn.") for name in chosen}
-        if len(set(labels.values())) < len(labels):
-            labels = {name: called(name) for name in chosen}
-        handles = [Line2D([], [], label=labels[name], **style.line()) for name, style in chosen.items()]
-        columns = 3 if sum(map(len, labels.values())) < 60 else 2
-        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.01, 0.0), ncols=columns, **drawing.LEGEND | {"fontsize": 11.5})
+            axes.set_title(title, loc="left", fontsize=12, x=-0.4)
+            drawing.name_ends(axes, {_beside(scan, name): (value(one.lines[name][-1]), style) for name, style in chosen.items()})
         figure.savefig(path, format="png", dpi=200, metadata={"Software": None, "Run": run.name, "Digest": digest(run, scan)})
+
+
+def _beside(scan: str, implementation: str) -> str:
+    """What is written beside the line of an implementation."""
+    return LINES.get(scan, {}).get(implementation, called(implementation).replace(", ", ",\n"))

@@ -76,20 +76,29 @@ def _ordered(values: Iterable[Value]) -> list[Value]:
 BARE = ("pass", "dtype")
 """Parameters whose values need no name beside them."""
 
+COUNTED = {
+    **{"N": ("key", "keys"), "L": ("query", "queries"), "H": ("head", "heads"), "m": ("landmark", "landmarks")},
+    **{"t": ("token a call", "tokens a call"), "threads": ("thread", "threads"), "states": ("state", "states")},
+}
+"""Parameters that are numbers of something -> what one of it is called, and what many are."""
+
+SIZED = {"B": "batch of", "n": "window of", "D": "width", "d": "width", "C": "model width", "E": "value width"}
+"""Parameters that are sizes -> what is said before the number."""
+
 
 def words(parameters: Mapping[str, Value]) -> str:
     """Parameters as a reader would say them.
 
     >>> from bench.report.series import words
     >>> words({"pass": "forward", "N": 100_000, "landmarks": "fixed"})
-    'forward, N = 100,000, fixed landmarks'
+    'forward, 100,000 keys, fixed landmarks'
     """
     return ", ".join(_say(name, value) for name, value in parameters.items())
 
 
 def _say(name: str, value: Value) -> str:
     if isinstance(value, int):
-        return f"{name} = {value:,}"
+        return f"{value:,} {COUNTED[name][value != 1]}" if name in COUNTED else f"{SIZED.get(name, name)} {value:,}"
     return value if name in BARE else f"{value} {name}"
 
 

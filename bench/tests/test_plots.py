@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -34,19 +35,19 @@ def titles(run: runs.Run, scan: str) -> Counter[str]:
 
 def test_each_operator_has_its_curves_and_its_peers(run: runs.Run):
     assert titles(run, "latent_attention") == {
-        "Memory against N": 2,  # forward, and with backward
-        "Time against N": 2,
-        "Share of the floor against N": 2,
-        "Time against D": 1,
+        "Memory against keys": 2,  # forward, and with backward
+        "Time against keys": 2,
+        "Share of the floor against keys": 2,
+        "Time against width of a head": 1,
         "Time against dtype": 1,
         "How many times as fast": 2,  # as each of two peers
     }
-    assert titles(run, "continual_nystrom_step")["Time against n"] == 2
+    assert titles(run, "continual_nystrom_step")["Time against tokens of the window"] == 2
     assert not plots.panels(run, "iterative_pinv")
 
 
 def test_times_are_drawn_where_they_were_measured(run: runs.Run):
-    panel = next(panel for panel in plots.panels(run, "latent_attention") if panel.title.startswith("Time against N"))
+    panel = next(panel for panel in plots.panels(run, "latent_attention") if panel.title.startswith("Time against keys"))
     axes = axes_of(panel)
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     rows = series(run, "latent_attention", "N")[0].lines
@@ -211,6 +212,21 @@ def test_a_picture_says_what_it_shows(run: runs.Run, tmp_path: Path, monkeypatch
     with Image.open(tmp_path / "measured.png") as picture:
         assert (picture.text["Run"], picture.text["Digest"]) == ("some", plots.digest(run, SCAN))
         assert picture.width == 1600
+
+
+def test_each_line_of_a_picture_has_its_name_beside_it(run: runs.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(plots.TITLES, SCAN, "Attention")
+    monkeypatch.setitem(plots.LINES, SCAN, {"native": "ours,\nin words"})
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plots.picture(run, SCAN, tmp_path / "measured.png")
+    for axes in drawn[0].axes:
+        names = [text for text in axes.texts if text.get_position()[0] > 1]
+        colours = {text.get_text(): text.get_color() for text in names}
+        assert colours["ours,\nin words"] == drawing.OURS and SDPA in colours
+        assert set(colours.values()) <= {line.get_color() for line in axes.lines}
+        heights = sorted((text.get_window_extent().y0, text.get_window_extent().y1) for text in names)
+        assert all(upper[0] > lower[1] - 1 for lower, upper in itertools.pairwise(heights))
 
 
 def test_the_digest_changes_with_the_rows_that_are_shown_only(run: runs.Run):

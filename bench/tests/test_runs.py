@@ -163,17 +163,17 @@ def test_fewer_than_three_points_are_no_curve_and_axes_begin_with_the_length(run
 
 def test_labels_tell_groups_apart_and_say_the_rest_once(run: Run):
     once, each = series.labels(run.scans["latent_attention"])
-    assert once == "where not said otherwise, float32, B = 1, H = 4, D = 16, L = 128, threads = 2"
+    assert once == "where not said otherwise, float32, batch of 1, 4 heads, width 16, 128 queries, 2 threads"
     assert len(set(each.values())) == len(each) == 13
-    assert each["latent-forward-float32-D16-N1000"] == "forward, N = 1,000"
-    assert each["latent-forward-bfloat16-D16-N100000"] == "forward, bfloat16, N = 100,000"
-    assert series.labels(run.scans["iterative_pinv"]) == ("m = 16, B = 1, float32, threads = 1", {"pinv-m16": "pinv-m16"})
+    assert each["latent-forward-float32-D16-N1000"] == "forward, 1,000 keys"
+    assert each["latent-forward-bfloat16-D16-N100000"] == "forward, bfloat16, 100,000 keys"
+    assert series.labels(run.scans["iterative_pinv"]) == ("16 landmarks, batch of 1, float32, 1 thread", {"pinv-m16": "pinv-m16"})
 
 
 def test_a_group_like_most_says_what_others_vary(run: Run):
     alone = run.rows[-1]
     rows = [replace(alone, group=f"m{m}B{b}", parameters={"m": m, "B": b}) for m, b in ((16, 1), (32, 1), (16, 4))]
-    assert series.labels(rows)[1] == {"m16B1": "m = 16, B = 1", "m32B1": "m = 32", "m16B4": "B = 4"}
+    assert series.labels(rows)[1] == {"m16B1": "16 landmarks, batch of 1", "m32B1": "32 landmarks", "m16B4": "batch of 4"}
 
 
 def test_examples_in_the_module_are_right():

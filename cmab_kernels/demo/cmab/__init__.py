@@ -88,7 +88,7 @@ def run(output: str, points: list[int] | None = None) -> None:
     from .plot import draw
 
     existed = target.exists()
-    draw(scans, target, f"{where(device, impl)}\n{busy}" if busy else where(device, impl))
+    draw(scans, target, where(device, impl), warning=busy)
     print(f"{target} {'replaced' if existed else 'written'}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,26 +19,29 @@ LABELS = {c.CMAB_NAME: "CMAB, streamed", c.SDPA_NAME: c.SDPA_NAME, c.MULTIHEAD_N
 GAP = 0.11
 """Smallest distance between two labels, as a share of the height of the axes."""
 
+WARNING = "#b3261e"
 
-def draw(scans: list[Scan], target: Path, where: str) -> None:
-    """Write the plot of `scans` to `target`; `where` is a line of text that names the machine."""
+
+def draw(scans: list[Scan], target: Path, where: str, warning: str = "") -> None:
+    """Write the plot of `scans` to `target`; `where` is a line of text that names the machine, `warning` says what to doubt."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     with plt.rc_context(STYLE):
-        figure, (photo, memory, time) = plt.subplots(1, 3, figsize=(12.5, 4.2), width_ratios=(0.7, 1, 1))
+        figure, (photo, memory, time) = plt.subplots(1, 3, figsize=(12.5, 4.4), width_ratios=(0.7, 1, 1))
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06)
         height, width = c.photograph().shape[:2]
         difference = max((scan.difference.get("conditioning", 0.0) for scan in scans), default=0.0)
         title = f"{c.LATENTS} latents read a photograph in three ways, whose results differ by {difference:.0e} at most"
-        figure.suptitle(title, x=0.01, ha="left")
+        figure.suptitle(f"{title}\n" if warning else title, x=0.01, ha="left")
+        figure.text(0.01, 0.925, warning, color=WARNING, weight="bold", va="top")
         photo.imshow(c.photograph().numpy())
         photo.set_title(f"{height * width:,} pixels")
         photo.axis("off")
-        _curves(memory, scans, lambda figures: figures.memory / 2**20, _mebibytes, "Peak memory beyond pixels and weights (MiB)")
-        _curves(time, scans, lambda figures: figures.seconds, readable, "Time (s)")
+        _curves(memory, scans, lambda figures: figures.memory / 2**20, _mebibytes, "Peak memory beyond pixels and weights")
+        _curves(time, scans, lambda figures: figures.seconds, readable, "Time")
         figure.supxlabel(where, fontsize=7, color="0.45", x=0.99, ha="right")
         figure.savefig(target, dpi=160)
         plt.close(figure)
@@ -53,13 +57,29 @@ def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float],
             axes.plot(counts, figures, color=colour, marker="o", markersize=4, linewidth=2.4 if name == c.CMAB_NAME else 1.4)
             ends[name] = (counts[-1], figures[-1])
     axes.set(xscale="log", yscale="log", title=title, xlabel="pixels")
-    ticks = [scan.count for scan in scans]
-    axes.set_xticks(ticks, [_short(count) for count in ticks])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
+    counts = [scan.count for scan in scans]
+    _ticks(axes.xaxis, counts if len(counts) > 1 else _widened(axes.xaxis), _short)
+    _ticks(axes.yaxis, _widened(axes.yaxis), told)
     axes.grid(True, color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
     _name_ends(axes, ends, told)
+
+
+def _widened(axis: Any) -> list[float]:
+    """Widen a logarithmic axis to a factor of ten or more; returns round numbers on it, two at least."""
+    low, high = axis.get_view_interval()
+    more = max(1.0, math.sqrt(10 * low / high))
+    low, high = low / more, high * more
+    axis.set_view_interval(low, high, ignore=True)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    found = [step * 10.0**decade for decade in decades for step in (1, 2, 5) if low <= step * 10.0**decade <= high]
+    whole = [tick for tick in found if math.log10(tick).is_integer()]
+    return whole if len(whole) > 2 else found
+
+
+def _ticks(axis: Any, places: list[Any], told: Callable[[Any], str]) -> None:
+    axis.set_ticks(places, [told(place) for place in places])
 
 
 def _name_ends(axes: Any, ends: dict[str, tuple[int, float]], told: Callable[[float], str]) -> None:
@@ -77,12 +97,12 @@ def _name_ends(axes: Any, ends: dict[str, tuple[int, float]], told: Callable[[fl
 
 
 def _mebibytes(figure: float) -> str:
-    return f"{figure:,.0f} MiB"
+    return f"{figure:,.0f} MiB" if figure >= 1 else f"{figure:.2g} MiB"
 
 
-def _short(count: int) -> str:
+def _short(count: float) -> str:
     """A number in short, such as 10k or 1.5M."""
     for size, letter in ((10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{round(count / size, 1):g}{letter}"
-    return str(count)
+    return f"{count:.0f}"

@@ -21,7 +21,7 @@ from ...nystrom.costs import cost_table, executed_on_average, paper_operations
 from .. import checked_output, require, where
 from . import tokens as t
 
-WINDOW, LANDMARKS = 640, 16
+WINDOW, LANDMARKS = 4096, 16
 ROWS_WITHOUT_KERNEL = 4
 """Rows of patches to stream where no compiled kernel can run: steps then take a hundred times as long."""
 

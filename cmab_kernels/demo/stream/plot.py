@@ -122,7 +122,7 @@ def _times(axes: Any, measured: Run) -> None:
     axes.yaxis.set_major_formatter(lambda time, _: readable(time))
     axes.minorticks_off()
     full = measured.step_time(FULL)
-    _names(axes, curves, lambda time: readable(time) + ("" if time == full else f", 1 / {full / time:.3g}"))
+    _names(axes, curves, lambda time: readable(time) + ("" if time == full else f", 1 / {full / time:,.0f}"))
 
 
 def _curves(axes: Any, measured: Run, curves: dict[str, list[float]]) -> None:
