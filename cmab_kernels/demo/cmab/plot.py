@@ -58,8 +58,8 @@ def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float],
             ends[name] = (counts[-1], figures[-1])
     axes.set(xscale="log", yscale="log", title=title, xlabel="pixels")
     axes.minorticks_off()
-    counts = [scan.count for scan in scans]
-    _ticks(axes.xaxis, counts if len(counts) > 1 else _widened(axes.xaxis), _short)
+    sizes: list[float] = [scan.count for scan in scans]
+    _ticks(axes.xaxis, sizes if len(sizes) > 1 else _widened(axes.xaxis), _short)
     _ticks(axes.yaxis, _widened(axes.yaxis), told)
     axes.grid(True, color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -78,7 +78,7 @@ def _widened(axis: Any) -> list[float]:
     return whole if len(whole) > 2 else found
 
 
-def _ticks(axis: Any, places: list[Any], told: Callable[[Any], str]) -> None:
+def _ticks(axis: Any, places: list[float], told: Callable[[float], str]) -> None:
     axis.set_ticks(places, [told(place) for place in places])
 
 
