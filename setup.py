@@ -94,7 +94,7 @@ def find_nvcc() -> str | None:
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
     """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`.
 
-    Each command ends in a comment with the compiler's version: ninja compiles again what another command made.
+    Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all anew.
     """
     includes = f"-I{CSRC} -I{sysconfig.get_path('include')}"
     extra = os.environ.get("CXXFLAGS", "")
@@ -106,26 +106,25 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | N
         name = source.with_stem(f"{source.stem}_{instruction_set}") if instruction_set else source
         return folder / f"{name.relative_to(ROOT)}.o"
 
-    def compiled(sources: list[tuple[Path, str]]) -> list[str]:
-        return [
-            f"build {object_file(s, name)}: {'nvcc' if s.suffix == '.cu' else 'cpp'} {s}\n  flags = {flags(name)}" for s, name in sources
-        ]
+    def compiled(sources: list[tuple[Path, str]]) -> Iterator[str]:
+        for source, name in sources:
+            rule = "nvcc" if source.suffix == ".cu" else "cpp"
+            yield f"build {object_file(source, name)}: {rule} {source} | {folder / rule}.version\n  flags = {flags(name)}"
 
     def linked(target: Path, rule: str, sources: list[tuple[Path, str]]) -> str:
         return f"build {target}: {rule} {' '.join(str(object_file(*each)) for each in sources)}\n"
 
     lines = [
         "rule cpp\n  deps = gcc\n  depfile = $out.d",
-        f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out  # {' '.join(version(compiler))}",
+        f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
         f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
         *compiled(cpu_sources()),
         linked(cpu, "link", cpu_sources()),
     ]
     if nvcc:
-        nvcc_version = " ".join(version(nvcc))
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
-            f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)  # {nvcc_version}",
+            f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
             f"rule nvlink\n  command = {nvcc} -ccbin {compiler} -shared -cudart static $in -o $out",
             *compiled([each for each in cuda_sources() if each not in cpu_sources()]),
             linked(cuda, "nvlink", cuda_sources()),
@@ -166,6 +165,9 @@ class NinjaBuild(build_ext):
         self.ninja = Path(BIN_DIR) / "ninja"
         compiler = find_compiler()
         nvcc = find_nvcc() if WANTED_CUDA != "0" else None
+        for rule, command in {"cpp": compiler, "nvcc": nvcc}.items():
+            if command:
+                keep(OBJECTS / f"{rule}.version", "\n".join(version(command)))
         (OBJECTS / "build.ninja").write_text(ninja_file(self.cpu, self.cuda, OBJECTS, compiler, nvcc))
         self.make(self.cpu, compiler)
         targets = {name for _, name in cpu_sources()} - {"", "portable", "amx_emulated"}
@@ -198,6 +200,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file whose text has changed: ninja makes anew what depends on a file that was written."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
