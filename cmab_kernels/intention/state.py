@@ -63,7 +63,7 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     """`state` without `part`, the state of a subset of its keys; heads left with no key have sums of exactly 0."""
     count = state.count - part.count
     nothing = (count == 0)[..., None, None]
-    gram, moment = ((whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(state[:2], part[:2], strict=True))
+    gram, moment = ((whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(tuple(state)[:2], tuple(part)[:2], strict=True))
     return RidgeState(gram, moment, count)
 
 
