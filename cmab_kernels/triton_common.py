@@ -25,8 +25,8 @@ WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
 """The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
 
-OLDEST = (3, 5)
-"""The oldest Triton that has what the kernels are written in: arguments that are tuples, loops from which nothing is moved."""
+OLDEST = (3, 6)
+"""The oldest Triton that compiles the kernels. Their arguments are tuples, and from some loops nothing may be moved."""
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"the Triton kernels need Triton {'.'.join(map(str, OLDEST))} or newer, and this is {triton.__version__}")
@@ -139,7 +139,7 @@ class Kernel:
         loaded = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
         scratch, hooks = (None, None), (compiled.packed_metadata, None, None, None)
         rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
-        if not hasattr(launcher, "kernel_signature"):  # Triton 3.5 and 3.6: a launcher compiled for this kernel
+        if not hasattr(launcher, "kernel_signature"):  # Triton 3.6: a launcher compiled for this kernel
             return launcher.launch, (*loaded, *scratch, *hooks), rest
         before = (*loaded, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
         return _gathering(launcher.launch, len(before) + 4), before, rest
