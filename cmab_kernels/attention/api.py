@@ -134,8 +134,17 @@ def remove_from_state(
     """
     inputs = _inputs(query, key, value, key_padding_mask, None, scale)
     _check_incoming(state, inputs)
-    if is_direct(choose("attention", impl, *tuple(inputs)[:3]), *state, *tuple(inputs)[:4]):
-        out, lse, reliable = kernel("attention", "native", "attention_removal")(*tuple(inputs)[:4], *state, inputs.scale)
+    if is_direct(
+        choose("attention", impl, inputs.query, inputs.key, inputs.value),
+        *state,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.key_padding_mask,
+    ):
+        out, lse, reliable = kernel("attention", "native", "attention_removal")(
+            inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, *state, inputs.scale
+        )
         return Removal(AttentionState(out, lse), reliable)
     return subtract_state(state, _state(inputs, None, impl))
 
@@ -143,7 +152,7 @@ def remove_from_state(
 class _Inputs(NamedTuple):
     """Validated arguments: query (B, H, L, D) expanded over the batch; all in the autocast dtype if it is on.
 
-    Slices are taken of `tuple(inputs)`: the compiler of torch 2.6 knows none of a NamedTuple.
+    They are passed on by name: the compiler of torch 2.6 knows no slice of a NamedTuple.
     """
 
     query: Tensor
@@ -162,8 +171,19 @@ def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
     """The state of the keys, merged with `state` unless that is None."""
-    chosen = choose("attention", impl, *tuple(inputs)[:3])
-    return AttentionState(*attention_op(*tuple(inputs)[:-1], *(state or (None, None)), inputs.scale, chosen))
+    chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
+    return AttentionState(
+        *attention_op(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.key_padding_mask,
+            inputs.cu_seqlens,
+            *(state or (None, None)),
+            inputs.scale,
+            chosen,
+        )
+    )
 
 
 def _inputs(

@@ -85,7 +85,9 @@ def intention(
         if form == "dual" or (form == "auto" and length < width):
             return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
         chosen = _fastest(inputs, impl)
-        return apply_rows_op(inputs.query, solve_rows(*tuple(inputs)[1:], penalty, chosen, solver)[0], chosen)
+        return apply_rows_op(
+            inputs.query, solve_rows(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver)[0], chosen
+        )
 
 
 def sigma_intention(
@@ -119,7 +121,7 @@ def sigma_intention(
             scores = _dual(inputs, penalty, impl, solver).sigma_scores(inputs.query).to(inputs.query.dtype)
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
             return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
-        chosen = choose("intention", impl, *tuple(inputs)[:3])
+        chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
         gram, _ = gram_op(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)
         solved = solve_heads(gram, inputs.query.mT.double(), penalty, solver).weight.mT.to(inputs.query.dtype)
         return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
@@ -151,7 +153,16 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    return RidgeState(*ridge_update_op(*tuple(inputs)[1:], *(state or (None, None, None)), choose("intention", impl, *tuple(inputs)[:3])))
+    return RidgeState(
+        *ridge_update_op(
+            inputs.key,
+            inputs.value,
+            inputs.weights,
+            inputs.key_padding_mask,
+            *(state or (None, None, None)),
+            choose("intention", impl, inputs.query, inputs.key, inputs.value),
+        )
+    )
 
 
 def prefix_ridge_states(
@@ -185,7 +196,7 @@ def prefix_ridge_states(
     batch, heads, length, width = inputs.key.shape
     if state is not None:
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    chosen = choose("intention", impl, *tuple(inputs)[:3])
+    chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     check_weights(inputs.weights, inputs.key_padding_mask)
     every = min(every, max(length, 1))
     prefixes = -(-length // every)
@@ -276,10 +287,10 @@ def ridge_step(
     batch, heads, _, width = inputs.key.shape
     check_ridge(state, (batch, heads, width, inputs.value.shape[3]), inputs.key.device)
     penalty = penalty_of(alpha, (batch, heads), inputs.key.device)
-    chosen = choose("intention", impl, *tuple(inputs)[:3])
-    rows = tuple(inputs)[1:]
+    chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
+    rows = (inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask)
     if is_direct(chosen, *rows, *state, penalty):
-        check_weights(*tuple(inputs)[3:])
+        check_weights(inputs.weights, inputs.key_padding_mask)
         if isinstance(alpha, Tensor):
             refuse_negative("alpha", penalty)
         weight, info, gram, moment, count = kernel("intention", chosen, "ridge_step")(*rows, *state, penalty)
@@ -291,7 +302,7 @@ def ridge_step(
 class _Inputs(NamedTuple):
     """Validated arguments, in the autocast dtype if it is on; weights (B, H, N) in `state_dtype`.
 
-    Slices are taken of `tuple(inputs)`: the compiler of torch 2.6 knows none of a NamedTuple.
+    They are passed on by name: the compiler of torch 2.6 knows no slice of a NamedTuple.
     """
 
     query: Tensor
@@ -313,7 +324,7 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
 
 def _fastest(inputs: _Inputs, impl: str) -> str:
     """The implementation that `choose` names, or, if the caller leaves the choice, that of sums which make up for a solve of their own."""
-    chosen = choose("intention", impl, *tuple(inputs)[:3])
+    chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     if (
         chosen in FUSED
         and is_free("intention", impl)
