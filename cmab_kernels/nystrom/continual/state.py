@@ -180,6 +180,11 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
 
     Raises:
         ValueError, TypeError: an entry is missing, or has a wrong shape, dtype or value; the message names it.
+
+    >>> tokens = torch.randn(1, 4, 64, 16)
+    >>> tensors = cmab_kernels.state_to_tensors(cmab_kernels.continual_attention_init(tokens, tokens, tokens))
+    >>> cmab_kernels.state_from_tensors(cmab_kernels.ContinualAttentionState, tensors).position
+    64
     """
     names: list[str] = [field for field in kind._fields if field != "spare"]
     if tensors.keys() != set(names):
