@@ -14,7 +14,7 @@ from torch import Tensor
 from cmab_kernels import backends
 from cmab_kernels.testing import LAWS, LAYOUTS
 
-FEW, MANY = 12, 1000
+FEW, MANY = 30, 1000
 IMPLS = [impl for impl in ("reference", "native") if impl == "reference" or backends.imported("attention", impl)]
 EXACT = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """dtype -> the relative error that two ways to the same result may differ by: a few roundings of the dtype in which weights are formed"""
