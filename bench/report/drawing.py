@@ -42,7 +42,7 @@ LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.
 
 DPI = 160
 NAME_SIZE, NAME_SPACING = 10, 1.2
-"""Of names beside lines: points, and what a line of text takes of them."""
+"""The size of names beside lines, in points, and how many times that a line of text takes."""
 
 LEGEND: dict[str, Any] = {"fontsize": 7.2, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
 
