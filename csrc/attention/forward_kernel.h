@@ -1,6 +1,7 @@
 // The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Queries are in the lanes: the
 // scores of a tile of keys are laid out as weights[key][query], so that maximum and sum run down the columns without
-// cross-lane operations.
+// cross-lane operations. A few queries would leave most lanes idle: they are taken one by one, with the width in the
+// lanes of products and keys in those of weights.
 #pragma once
 
 #include "attention/attention.h"
@@ -229,6 +230,81 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
   }
 }
 
+// Whether so few queries are taken one by one. The accumulator of their state is [row][E rounded up to 4].
+template <class T>
+constexpr bool few(int rows) {
+  return 4 * rows <= kVectorLanes<T>;
+}
+
+// weights[key] = logit of one query, `query` as packed, for a tile of `count` keys, -inf for those that fill up the
+// last vector; returns the largest.
+template <class T>
+CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights) {
+  using V = Vector<T>;
+  constexpr int kLanes = lanes<V>();
+  V top = broadcast<V>(T(-kInfinity));
+  for (int k = 0; k < count; k += kLanes) {
+    V part[kLanes] = {};
+    for (int d = 0; d < depth; d += kLanes) {
+      const int wide = depth - d < kLanes ? depth - d : kLanes;
+      const V q = load_first<V>(query + d, wide);
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) {
+        const int row = k + r < count ? k + r : count - 1;
+        part[r] += q * load_first<V>(keys.rows + row * keys.stride + d, wide);
+      }
+    }
+    const V logits = lane_numbers<V>() < T(count - k) ? sum_lanes(part) : broadcast<V>(T(-kInfinity));
+    store(weights + k, logits);
+    top = maximum(top, logits);
+  }
+  T largest = top[0];
+  for (int i = 1; i < kLanes; ++i) largest = top[i] > largest ? top[i] : largest;
+  return largest;
+}
+
+// acc[:E] += sum of weights[key] values[key][:E], in four sums, of every fourth key each.
+template <class T>
+CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int width, T* acc) {
+  using V = Vector<T>;
+  for (int e = 0; e < width; e += lanes<V>()) {
+    const int wide = width - e < lanes<V>() ? width - e : lanes<V>();
+    V sums[4] = {};
+    const auto add = [&](int k, int to) {
+      sums[to] += broadcast<V>(weights[k]) * load_first<V>(values.rows + k * values.stride + e, wide);
+    };
+    int k = 0;
+    for (; k + 4 <= count; k += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) add(k + i, i);
+    for (; k < count; ++k) add(k, 0);
+    store_first(acc + e, load_first<V>(acc + e, wide) + ((sums[0] + sums[1]) + (sums[2] + sums[3])), wide);
+  }
+}
+
+// One query against a tile of `count` keys: `state` is of its row alone.
+template <class T>
+__attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
+                                          State<T> state, int value_rows, T* weights) {
+  using V = Vector<T>;
+  const T largest = score_keys(query, depth, keys, count, weights);
+  if (largest > *state.reference + T(kSlack)) {
+    const T factor = exp2(broadcast<V>(*state.reference - largest))[0];
+    *state.reference = largest;
+    *state.sum *= factor;
+    for (int e = 0; e < value_rows; ++e) state.acc[e] *= factor;
+  }
+  const V base = anchor(broadcast<V>(*state.reference));
+  V sum{};
+  for (int k = 0; k < count; k += lanes<V>()) {
+    const V p = exp2(load<V>(weights + k) - base);
+    sum += p;
+    store(weights + k, p);
+  }
+  *state.sum += sum_lanes(sum);
+  add_values(weights, values, count, value_rows, state.acc);
+}
+
 template <class T>
 struct Forward {
   static size_t packed_bytes(const Shape& shape, int rows) {
@@ -253,7 +329,14 @@ struct Forward {
 
   // Packs the queries times scale * log2(e): logits are in base 2.
   static void pack(const Shape& shape, int rows, const Matrix& query, void* packed) {
-    pack_columns(shape.dtype, query, rows, shape.key_width, shape.scale * kLog2E, static_cast<T*>(packed));
+    T* to = static_cast<T*>(packed);
+    const double factor = shape.scale * kLog2E;
+    if (!few<T>(rows)) return pack_columns(shape.dtype, query, rows, shape.key_width, factor, to);
+    with_elements<T>(shape.dtype, query, [&](const auto* from) {
+      for (int row = 0; row < rows; ++row)
+        for (int d = 0; d < shape.key_width; ++d)
+          *to++ = T(widen(from[row * query.row_stride + d * query.col_stride]) * factor);
+    });
   }
 
   static void clear(const Shape& shape, int rows, void* memory) {
@@ -264,10 +347,28 @@ struct Forward {
   }
 
   static void attend(const Shape& shape, int rows, const void* packed, const Keys& keys, void* memory, void* scratch) {
+    if (few<T>(rows))
+      return attend_few(shape, rows, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
+                        Scratch(shape, scratch));
     with_block<T>(rows, [&](auto block) {
       attend_block<decltype(block)>(shape, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
                                     Scratch(shape, scratch));
     });
+  }
+
+  static void attend_few(const Shape& shape, int rows, const T* queries, const Keys& keys, State<T> state,
+                         const Scratch& scratch) {
+    const int value_rows = round_up(shape.value_width, 4);
+    for (int64_t first = 0; first < keys.count; first += kKeyTile) {
+      const Present present = present_keys(keys, first);
+      if (present.count == 0) continue;
+      const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, scratch.key);
+      const auto value =
+          load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, scratch.value);
+      for (int row = 0; row < rows; ++row)
+        attend_one(queries + row * shape.key_width, shape.key_width, key, value, present.count,
+                   {state.reference + row, state.sum + row, state.acc + row * value_rows}, value_rows, scratch.weights);
+    }
   }
 
   template <class B>
@@ -290,11 +391,13 @@ struct Forward {
 
   static void read(const Shape& shape, int rows, const void* memory, double* reference, double* sum, double* acc) {
     const State<T> state = state_of<T>(rows, memory);
-    const int stride = padded_rows<T>(rows);
+    const int value_rows = round_up(shape.value_width, 4);
+    const int of_row = few<T>(rows) ? value_rows : 1, of_column = few<T>(rows) ? 1 : padded_rows<T>(rows);
     for (int row = 0; row < rows; ++row) {
       reference[row] = state.reference[row];
       sum[row] = state.sum[row];
-      for (int e = 0; e < shape.value_width; ++e) acc[row * shape.value_width + e] = state.acc[e * stride + row];
+      for (int e = 0; e < shape.value_width; ++e)
+        acc[row * shape.value_width + e] = state.acc[row * of_row + e * of_column];
     }
   }
 
