@@ -1,7 +1,7 @@
 // The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Queries are in the lanes: the
 // scores of a tile of keys are laid out as weights[key][query], so that maximum and sum run down the columns without
 // cross-lane operations. A few queries would leave most lanes idle: they are taken one by one, with the width in the
-// lanes of products and keys in those of weights.
+// lanes of products and keys in those of weights, where widths fill whole vectors.
 #pragma once
 
 #include "attention/attention.h"
@@ -230,10 +230,11 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
   }
 }
 
-// Whether so few queries are taken one by one. The accumulator of their state is [row][E rounded up to 4].
+// Whether queries are so few that they are taken one by one. The accumulator of their state is [row][E].
 template <class T>
-constexpr bool few(int rows) {
-  return 4 * rows <= kVectorLanes<T>;
+inline bool few(const Shape& shape, int rows) {
+  return 4 * rows <= kVectorLanes<T> && shape.key_width % kVectorLanes<T> == 0 &&
+         shape.value_width % kVectorLanes<T> == 0;
 }
 
 // weights[key] = logit of one query, `query` as packed, for a tile of `count` keys, -inf for those that fill up the
@@ -246,12 +247,11 @@ CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* 
   for (int k = 0; k < count; k += kLanes) {
     V part[kLanes] = {};
     for (int d = 0; d < depth; d += kLanes) {
-      const int wide = depth - d < kLanes ? depth - d : kLanes;
-      const V q = load_first<V>(query + d, wide);
+      const V q = load_first<V>(query + d, kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < kLanes; ++r) {
         const int row = k + r < count ? k + r : count - 1;
-        part[r] += q * load_first<V>(keys.rows + row * keys.stride + d, wide);
+        part[r] += q * load_first<V>(keys.rows + row * keys.stride + d, kLanes);
       }
     }
     const V logits = lane_numbers<V>() < T(count - k) ? sum_lanes(part) : broadcast<V>(T(-kInfinity));
@@ -263,36 +263,36 @@ CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* 
   return largest;
 }
 
-// acc[:E] += sum of weights[key] values[key][:E], in four sums, of every fourth key each.
+// acc[:E] += the sum of weights[key] values[key][:E], in four sums of every fourth key each.
 template <class T>
 CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int width, T* acc) {
   using V = Vector<T>;
-  for (int e = 0; e < width; e += lanes<V>()) {
-    const int wide = width - e < lanes<V>() ? width - e : lanes<V>();
+  constexpr int kLanes = lanes<V>();
+  for (int e = 0; e < width; e += kLanes) {
     V sums[4] = {};
     const auto add = [&](int k, int to) {
-      sums[to] += broadcast<V>(weights[k]) * load_first<V>(values.rows + k * values.stride + e, wide);
+      sums[to] += broadcast<V>(weights[k]) * load_first<V>(values.rows + k * values.stride + e, kLanes);
     };
     int k = 0;
     for (; k + 4 <= count; k += 4)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) add(k + i, i);
     for (; k < count; ++k) add(k, 0);
-    store_first(acc + e, load_first<V>(acc + e, wide) + ((sums[0] + sums[1]) + (sums[2] + sums[3])), wide);
+    store(acc + e, load<V>(acc + e) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
   }
 }
 
 // One query against a tile of `count` keys: `state` is of its row alone.
 template <class T>
 __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
-                                          State<T> state, int value_rows, T* weights) {
+                                          State<T> state, int value_width, T* weights) {
   using V = Vector<T>;
   const T largest = score_keys(query, depth, keys, count, weights);
   if (largest > *state.reference + T(kSlack)) {
     const T factor = exp2(broadcast<V>(*state.reference - largest))[0];
     *state.reference = largest;
     *state.sum *= factor;
-    for (int e = 0; e < value_rows; ++e) state.acc[e] *= factor;
+    for (int e = 0; e < value_width; ++e) state.acc[e] *= factor;
   }
   const V base = anchor(broadcast<V>(*state.reference));
   V sum{};
@@ -302,7 +302,7 @@ __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> key
     store(weights + k, p);
   }
   *state.sum += sum_lanes(sum);
-  add_values(weights, values, count, value_rows, state.acc);
+  add_values(weights, values, count, value_width, state.acc);
 }
 
 template <class T>
@@ -331,7 +331,7 @@ struct Forward {
   static void pack(const Shape& shape, int rows, const Matrix& query, void* packed) {
     T* to = static_cast<T*>(packed);
     const double factor = shape.scale * kLog2E;
-    if (!few<T>(rows)) return pack_columns(shape.dtype, query, rows, shape.key_width, factor, to);
+    if (!few<T>(shape, rows)) return pack_columns(shape.dtype, query, rows, shape.key_width, factor, to);
     with_elements<T>(shape.dtype, query, [&](const auto* from) {
       for (int row = 0; row < rows; ++row)
         for (int d = 0; d < shape.key_width; ++d)
@@ -347,7 +347,7 @@ struct Forward {
   }
 
   static void attend(const Shape& shape, int rows, const void* packed, const Keys& keys, void* memory, void* scratch) {
-    if (few<T>(rows))
+    if (few<T>(shape, rows))
       return attend_few(shape, rows, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
                         Scratch(shape, scratch));
     with_block<T>(rows, [&](auto block) {
@@ -358,16 +358,15 @@ struct Forward {
 
   static void attend_few(const Shape& shape, int rows, const T* queries, const Keys& keys, State<T> state,
                          const Scratch& scratch) {
-    const int value_rows = round_up(shape.value_width, 4);
+    const int depth = shape.key_width, width = shape.value_width;
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
       const Present present = present_keys(keys, first);
       if (present.count == 0) continue;
-      const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, scratch.key);
-      const auto value =
-          load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, scratch.value);
+      const auto key = load_tile(shape.dtype, keys.key, first, present, depth, depth, scratch.key);
+      const auto value = load_tile(shape.dtype, keys.value, first, present, width, width, scratch.value);
       for (int row = 0; row < rows; ++row)
-        attend_one(queries + row * shape.key_width, shape.key_width, key, value, present.count,
-                   {state.reference + row, state.sum + row, state.acc + row * value_rows}, value_rows, scratch.weights);
+        attend_one(queries + row * depth, depth, key, value, present.count,
+                   {state.reference + row, state.sum + row, state.acc + row * width}, width, scratch.weights);
     }
   }
 
@@ -391,8 +390,8 @@ struct Forward {
 
   static void read(const Shape& shape, int rows, const void* memory, double* reference, double* sum, double* acc) {
     const State<T> state = state_of<T>(rows, memory);
-    const int value_rows = round_up(shape.value_width, 4);
-    const int of_row = few<T>(rows) ? value_rows : 1, of_column = few<T>(rows) ? 1 : padded_rows<T>(rows);
+    const bool rows_apart = few<T>(shape, rows);
+    const int of_row = rows_apart ? shape.value_width : 1, of_column = rows_apart ? 1 : padded_rows<T>(rows);
     for (int row = 0; row < rows; ++row) {
       reference[row] = state.reference[row];
       sum[row] = state.sum[row];
