@@ -100,6 +100,17 @@ def test_numbers_of_latents(isa: str, latents: int, dtype: torch.dtype) -> None:
     _check(*_case(1, 2, latents, 70, 16, 8, dtype))
 
 
+@pytest.mark.parametrize("latents", [1, 2, 3])
+@pytest.mark.parametrize("width, value_width", [(16, 32), (64, 16), (17, 16), (16, 8)])
+def test_few_queries_of_logits_that_rise(isa: str, latents: int, width: int, value_width: int) -> None:
+    """Few queries are taken one by one where widths fill vectors; what was summed is scaled down in each of four tiles."""
+    query, key, value = _case(2, 3, latents, 235, width, value_width, torch.float64)
+    key[..., 0] = torch.arange(235) * 0.1
+    query[..., 0] = width**0.5
+    _check(query, key, value, torch.rand(2, 235) < 0.2)
+    _check(query, key, value)
+
+
 @pytest.mark.parametrize("latents, keys", [(300, 300), (1100, 1100), (3000, 100)])
 def test_many_queries(latents: int, keys: int) -> None:
     _check(*_case(1, 1, latents, keys, 16, 16, torch.float64))
