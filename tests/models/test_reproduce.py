@@ -41,7 +41,7 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
 def record(run: Run, scores: dict[str, float]) -> None:
     """Write the record of a run that is finished with these scores."""
     run.folder.mkdir(parents=True)
-    line = json.dumps({**run.described(), "scores": scores, "cpu_seconds": 3.0, "wall_seconds": 4.0})
+    line = json.dumps({**run.described(), "scores": scores, "cpu_seconds": 3.0, "wall_seconds": 4.0, "commit": f"{run.seed}23456789"})
     (run.folder / "results.jsonl").write_text(line + "\n")
 
 
@@ -106,6 +106,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| cmanp | 1.100 ± 0.141 | 2 | 12,000 | 3 | 4 |" in text
     (known,) = (line for line in text.splitlines() if line.startswith("Without a model: "))
     assert re.fullmatch(r"Without a model: exact [\d.]+, exact joint [\d.]+, prior -?[\d.]+\.", known)
+    assert "4 runs took 0 minutes of CPU time, 0 on the clock if one after the other; their commits: `0234567`, `1234567`." in text
     assert "**one**\n\n![one](pictures/one.png)" in text
     assert "cnp on gp-rbf, seed 0" in text
     assert "Only 1% of all steps" in text

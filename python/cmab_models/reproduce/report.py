@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..tasks import Task
 from ..training import Run, provenance
@@ -17,11 +18,11 @@ WORDS = {True: "held", False: "did not hold", None: "not judged"}
 def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float) -> None:
     """Write tables, verdicts and pictures as Markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [*_head(share), _claims(results), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
+    parts = [*_head(results, share), _claims(results), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
     path.write_text("\n\n".join(parts) + "\n")
 
 
-def _head(share: float) -> list[str]:
+def _head(results: Results, share: float) -> list[str]:
     where = provenance()
     versions = ", ".join(f"{name} {where[name]}" for name in ("cmab_kernels", "torch", "python"))
     told = [
@@ -29,11 +30,18 @@ def _head(share: float) -> list[str]:
         "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
         "models and few steps, so that it takes an hour on two cores; the papers' sizes are the models' defaults. A score with ± is a "
         "mean over seeds and the standard deviation between them; seconds are those of one run.",
-        f"{versions}, {where['machine']}, commit `{where['commit']}`, {where['time']}.",
+        f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
     ]
     if share != 1.0:
         told.append(f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing else.**")
     return told
+
+
+def _spent(records: Sequence[Mapping[str, Any]]) -> str:
+    """Say what all runs took, and of which commits they are: runs that were finished before are not run again."""
+    cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(str(record["commit"])[:7] for record in records))
+    return f"{len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other; their commits: {commits}."
 
 
 def _claims(results: Results) -> str:

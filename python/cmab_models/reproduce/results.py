@@ -38,6 +38,10 @@ class Results:
                     self.tasks.setdefault(name, run.task)
                     self.records.setdefault(name, {}).setdefault(run.system, []).append(record)
 
+    def every(self) -> list[dict[str, Any]]:
+        """Return all records."""
+        return [record for systems in self.records.values() for records in systems.values() for record in records]
+
     def scores(self, experiment: str, system: str, score: str) -> list[float]:
         """Return a score of each seed; `KeyError` says what was not run."""
         records = self.records.get(experiment, {}).get(system)
