@@ -182,7 +182,7 @@ def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, 
     if not isinstance(norm, tuple) or len(norm) != 3:
         raise TypeError(wrong(name, f"is a {type(norm).__name__}", "a tuple (weight, bias, eps), or None, is needed"))
     weight, bias, eps = norm
-    if not isinstance(eps, int | float) or not eps >= 0:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
         raise ValueError(wrong(f"{name}[2]", f"is {eps!r}", "eps, a number >= 0, is needed"))
     if weight is None:
         raise TypeError(wrong(f"{name}[0]", "is None", "a torch.Tensor is needed; without any norm pass None for all of it"))

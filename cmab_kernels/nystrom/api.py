@@ -208,7 +208,7 @@ def _attend(
 
 def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int, impl: str) -> Tensor:
     batch, heads, number, _ = averaged.shape
-    queries, keys, values = (t.reshape(batch * heads, number, t.shape[-1]) for t in (*landmarks[:2], averaged))
+    queries, keys, values = (t.reshape(batch * heads, number, t.shape[-1]) for t in (landmarks.queries, landmarks.keys, averaged))
     absent = landmarks.absent
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).reshape(-1, number)

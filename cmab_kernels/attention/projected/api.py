@@ -76,8 +76,8 @@ def projected_attention_state(
     True
     """
     given = {"query": query, "inputs": inputs, "key_weight": key_weight, "value_weight": value_weight}
-    given |= {name: bias for name, bias in (("key_bias", key_bias), ("value_bias", value_bias)) if bias is not None}
-    given |= {} if context_norm is None else _norm_tensors(context_norm)
+    given.update({name: bias for name, bias in (("key_bias", key_bias), ("value_bias", value_bias)) if bias is not None})
+    given.update({} if context_norm is None else _norm_tensors(context_norm))
     check_operands(**given)
     stacked = key_weight.dim() == 3
     shape = _check_shapes(given, stacked)
@@ -203,10 +203,10 @@ class _Shape(NamedTuple):
 
 def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
     """The tensors of the norm by the names that errors give them; raise unless it is (weight, bias, eps)."""
-    if not isinstance(context_norm, tuple | list) or len(context_norm) != 3:
+    if not isinstance(context_norm, (tuple, list)) or len(context_norm) != 3:
         raise TypeError(wrong("context_norm", f"is a {type(context_norm).__name__}", "(weight, bias, eps) is needed"))
     weight, bias, eps = context_norm
-    if not isinstance(eps, float | int) or not eps > 0:
+    if not isinstance(eps, (float, int)) or not eps > 0:
         raise ValueError(wrong("context_norm[2]", f"is {eps}", "eps, a number > 0, is needed"))
     return {"context_norm[0]": weight, "context_norm[1]": bias}
 

@@ -225,19 +225,26 @@ def _place(state: Any) -> tuple[Tensor | None, int]:
     return (state.position, state.window) if isinstance(state.position, Tensor) else (None, state.position)
 
 
+def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What every state keeps of its window, by name: the compiler of torch 2.6 knows no slice of a NamedTuple."""
+    return state.queries, state.keys, state.values, state.sums
+
+
 def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
     clock, position = _place(state)
+    rings, landmarks_before = _rings(state), (state.landmark_queries, state.landmark_keys, state.inverse)
     counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
-    fields = (*state[:4], *state[5:8], *counts, query, key, value, retroactive, impl)
+    fields = (*rings, *landmarks_before, *counts, query, key, value, retroactive, impl)
     out, queries, keys, values, sums, *landmarks, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
     place = position + query.shape[2] if clock is None else clock_after
     spare = torch.empty_like(sums)
-    return out, ContinualNystromState._make([queries, keys, values, sums, spare, *landmarks, state.scale, place, *state[10:]])
+    rest = (state.scale, place, state.window, state.pinv_iterations, state.fixed)
+    return out, ContinualNystromState(queries, keys, values, sums, spare, *landmarks, *rest)
 
 
 def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
     clock, position = _place(state)
-    fields = (*state[:4], state.scale, clock, position, state.window, query, key, value, retroactive, impl)
+    fields = (*_rings(state), state.scale, clock, position, state.window, query, key, value, retroactive, impl)
     out, queries, keys, values, sums, clock_after = torch.ops.cmab.continual_attention_step(*fields)
     place = position + query.shape[2] if clock is None else clock_after
     return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, place, state.window)
