@@ -41,7 +41,8 @@ def _spent(records: Sequence[Mapping[str, Any]]) -> str:
     """Say what all runs took, and of which commits they are: runs that were finished before are not run again."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(str(record["commit"])[:7] for record in records))
-    return f"{len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other; their commits: {commits}."
+    took = f"{len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other"
+    return f"{took}; their commits: {commits}."
 
 
 def _claims(results: Results) -> str:
