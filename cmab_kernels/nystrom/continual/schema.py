@@ -235,11 +235,11 @@ def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, r
     rings, landmarks_before = _rings(state), (state.landmark_queries, state.landmark_keys, state.inverse)
     counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
     fields = (*rings, *landmarks_before, *counts, query, key, value, retroactive, impl)
-    out, queries, keys, values, sums, *landmarks, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
+    out, queries, keys, values, sums, near, far, inverse, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
     place = position + query.shape[2] if clock is None else clock_after
     spare = torch.empty_like(sums)
     rest = (state.scale, place, state.window, state.pinv_iterations, state.fixed)
-    return out, ContinualNystromState(queries, keys, values, sums, spare, *landmarks, *rest)
+    return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, *rest)
 
 
 def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
