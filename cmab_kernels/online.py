@@ -128,7 +128,7 @@ class OnlineRidge:
         rows = _Rows(self, X, y, sample_weight, held)
         if held is None:
             if rows.weights is not None and not rows.weights.any():
-                raise ValueError(wrong("sample_weight", "is 0 for all examples", "the first examples need one that is not"))
+                raise ValueError(wrong("sample_weight", "is zero for all examples", "the first examples need one that is not"))
             held = _Sums.of_none(rows, X, self.fit_intercept)
         weights, state, number = rows.weights, held.state, len(rows.x)
         if self.forgetting != 1:
