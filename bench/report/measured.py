@@ -30,7 +30,9 @@ BEGIN, END = "<!-- headline table: begin -->", "<!-- headline table: end -->"
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
 """The text of the page: what stands before the first heading, and a table under each. The first is the headline of the README."""
 
-PLACE = re.compile(r"\{(.+)\}")
+PLACE = re.compile(r"\{([^}]+)\}")
+NARROW = RESULTS / "avx2.json"
+"""The quick run of which the headline shows ratios beside those of the newest full run: both sides held to AVX2."""
 
 
 def newest_run(results: Path = RESULTS) -> Run | None:
@@ -47,30 +49,36 @@ def runs_alone(results: Path = RESULTS) -> list[Run]:
     return [load(results / "alone" / f"{operator}.json") for operator in ALONE]
 
 
-def page(run: Run, alone: Sequence[Run]) -> str:
+def page(run: Run, alone: Sequence[Run], narrow: Run) -> str:
     """The text of docs/measured.md."""
-    found = (next(filter(None, (filled(table, of) for of in (run, *alone))), "") for table in TABLES)
+    found = (next(filter(None, (filled(table, of, narrow) for of in (run, *alone))), "") for table in TABLES)
     return INTRODUCTION + "\n".join(filter(None, found))
 
 
-def headline(run: Run) -> str:
+def headline(run: Run, narrow: Run) -> str:
     """The table of the README, without its heading."""
-    return filled(TABLES[0], run).partition("\n")[2].strip()
+    return filled(TABLES[0], run, narrow).partition("\n")[2].strip()
 
 
-def filled(table: str, run: Run) -> str:
-    """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty if it has none."""
+def filled(table: str, run: Run, narrow: Run | None = None) -> str:
+    """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty if it has none.
+
+    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was.
+    """
     lines, threads = [], set()
     for line in table.rstrip().split("\n"):
         place = PLACE.search(line)
-        if place and place[1] != "where":
+        if place and not place[1].startswith("where"):
             pair = _pair(run.groups.get(place[1], ()))
             if pair is None:
                 continue
             ours, theirs = pair
             threads.add(ours.threads)
             line = line.replace(place[0], f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}")
-        lines.append(line.replace("{where}", _where(run, sorted(threads))))
+            if narrow is not None:
+                line = line.replace("{narrow}", _narrow_ratio(narrow.groups.get(place[1], ())))
+        line = line.replace("{where}", _where(run, sorted(threads)))
+        lines.append(line if narrow is None else line.replace("{where narrow}", _where(narrow, sorted(threads))))
     return "\n".join(lines) + "\n" if threads else ""
 
 
@@ -79,6 +87,11 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
     ours = next((row for row in group if row.ours), None)
     theirs = next((row for row in group if ours and row.implementation == ours.baseline), None)
     return (ours, theirs) if ours and theirs else None
+
+
+def _narrow_ratio(group: Sequence[Row]) -> str:
+    pair = _pair(group)
+    return _ratio(pair[0].ratio.median) if pair and pair[0].ratio else ""
 
 
 def _figures(row: Row) -> str:
@@ -116,14 +129,14 @@ def main() -> None:
     run = load(Path(sys.argv[1])) if len(sys.argv) > 1 else newest_run()
     if run is None:
         raise SystemExit("there is no full run in bench/results: put the run.json of python -m cmab_kernels bench there")
-    alone = runs_alone()
-    README.write_text(insert(README.read_text(), headline(run)))
-    PAGE.write_text(page(run, alone))
+    alone, narrow = runs_alone(), load(NARROW)
+    README.write_text(insert(README.read_text(), headline(run, narrow)))
+    PAGE.write_text(page(run, alone, narrow))
     plots.picture(run, plots.FIRST, PLOT)
     for of, (operator, plot) in zip(alone, ALONE.items(), strict=True):
         plots.picture(of, operator, plot)
     written = (README, PAGE, PLOT, *ALONE.values())
-    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(of.path.name for of in (run, *alone))}")
+    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(of.path.name for of in (run, *alone, narrow))}")
 
 
 if __name__ == "__main__":

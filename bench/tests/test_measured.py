@@ -36,12 +36,12 @@ def newest() -> Run:
 
 
 def test_the_page_is_of_the_newest_committed_run(newest: Run):
-    assert measured.PAGE.read_text() == measured.page(newest, measured.runs_alone()), STALE
+    assert measured.PAGE.read_text() == measured.page(newest, measured.runs_alone(), measured.load(measured.NARROW)), STALE
 
 
 def test_the_readme_has_the_headline_of_the_newest_committed_run(newest: Run):
     text = measured.README.read_text()
-    assert measured.insert(text, measured.headline(newest)) == text, STALE
+    assert measured.insert(text, measured.headline(newest, measured.load(measured.NARROW))) == text, STALE
 
 
 def test_the_plot_is_of_the_newest_committed_run(newest: Run):
@@ -57,7 +57,8 @@ def test_the_plot_of_an_operator_is_of_its_own_run(operator: str, path: Path):
 
 
 def test_every_row_of_a_table_is_in_a_committed_run(newest: Run):
-    assert measured.page(newest, measured.runs_alone()).count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
+    text = measured.page(newest, measured.runs_alone(), measured.load(measured.NARROW))
+    assert text.count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
 
 
 def test_labels_say_how_many_operations_are_saved():
@@ -96,6 +97,17 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
     ]
     assert caption == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, `some.json`."
     assert measured.filled(TABLE.replace(GROUP, "absent"), run) == ""
+
+
+def test_a_column_of_another_run(tmp_path: Path):
+    """Its ratio stands beside that of the run that the table is of, and where it was measured."""
+    run, narrow = saved(tmp_path, "some"), saved(tmp_path, "narrow", quick=True)
+    (ours,) = (row for row in narrow.groups[GROUP] if row.ours)
+    assert ours.ratio
+    table = TABLE.replace(f"{{{GROUP}}} |", f"{{{GROUP}}} | {{narrow}} |").replace("{where}", "{where narrow}")
+    *_, row, _, caption = measured.filled(table, run, narrow).splitlines()
+    assert row.endswith(f" | {ours.ratio.median:.2f} |")
+    assert caption.endswith("`narrow.json`.")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_every_public_operator_is_scanned():
 def test_cases_have_names_of_their_own_and_tables_know_them():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) > 300
-    assert set(measured.PLACE.findall("".join(measured.TABLES))) <= {*names, "where"}
+    assert set(measured.PLACE.findall("".join(measured.TABLES))) <= {*names, "where", "narrow", "where narrow"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")
