@@ -30,7 +30,7 @@ def main() -> None:
     demo.add_argument("--landmarks", type=int, help="stream only: number of landmarks that represent them (default: 16)")
     bench = commands.add_parser("bench", help="measure the operators beside their peers: time, memory, error; writes a table and a page")
     bench.add_argument("scans", metavar="SCAN", nargs="*", help="operators or modules to measure (default: all)")
-    bench.add_argument("--quick", action="store_true", help="measure only the most important cases, in five minutes")
+    bench.add_argument("--quick", action="store_true", help="measure only the most important cases, in five to fifteen minutes")
     bench.add_argument("--compare", metavar="OLD.json", type=Path, help="list what differs from this saved run by more than the noise")
     bench.add_argument("--from", dest="saved", metavar="RUN.json", type=Path, help="measure nothing, show this saved run")
     bench.add_argument("--output", metavar="FOLDER", type=Path, default=Path("bench_report"), help="folder to write (default: %(default)s)")
