@@ -16,6 +16,7 @@ from cmab_kernels.measure import readable
 
 from ..runs import BadRun, Row, Run, Spread, beyond_results, load
 from . import plots
+from .marks import put
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -119,10 +120,7 @@ def _where(run: Run, threads: Sequence[int]) -> str:
 
 def insert(text: str, new: str) -> str:
     """`text` with what stands between the two marks replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise SystemExit(f"README.md must hold one {BEGIN} and one {END} after it")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+    return put(text, new, BEGIN, END, "README.md")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .marks import put
 from .measured import ROOT
 
 RESULTS = ROOT / "bench" / "results"
@@ -132,10 +133,7 @@ def _where(numbers: dict[str, Any]) -> str:
 
 def insert(page: str, new: str) -> str:
     """Return the page with what stands between the two marks replaced."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(END) < page.index(BEGIN):
-        raise SystemExit(f"{PAGE.name} must hold one {BEGIN} and one {END} after it")
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+    return put(page, new, BEGIN, END, PAGE.name)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from cmab_kernels.nn import (
 )
 
 peer = pytest.importorskip("continual", reason="the package continual-inference is not installed")
-from cmab_kernels.integrations import continual as integration  # noqa: E402
+from cmab_kernels.integrations import continual as integration  # noqa: E402 - the package that it adapts is asked for first
 
 N, C = 6, 8
 OPTIONS: dict[str, Any] = {"batch_first": True, "sequence_len": N}
