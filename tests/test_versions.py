@@ -49,7 +49,7 @@ def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
     triton = pytest.importorskip("triton")
     from cmab_kernels.triton_common import Kernel
 
-    def empty(tensor, number: int, WIDTH: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    def empty(tensor, number: int, WIDTH: triton.language.constexpr):
         pass
 
     asked: list[tuple[Any, ...]] = []
@@ -60,7 +60,7 @@ def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
         launcher.arg_annotations, launcher.kernel_signature = "kinds", "types"
     compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
     with mock.patch.object(triton, "compile", lambda *_, **__: compiled):
-        launch, before, after = Kernel(empty, ())._load(None, (torch.zeros(2), 3), {"WIDTH": 16})  # type: ignore[arg-type]
+        launch, before, after = Kernel(empty, ())._load(None, (torch.zeros(2), 3), {"WIDTH": 16})
     launch(5, 1, 1, "stream", *before, "address", 3, *after)
     start = (5, 1, 1, "stream", "function", "grid", "pdl")
     hooks, scratch, arguments = ("packed", None, None, None), (None, None), ("address", 3, 16)

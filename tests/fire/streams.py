@@ -195,7 +195,7 @@ def window_stream(start: Callable[..., Any], step: Callable[..., Any], steps: in
             right = torch.einsum("btn,bten->bte", weight, values[:, 0].unfold(1, WINDOW, 1)[:, 1:])
             errors.append((torch.cat(outs, 2)[:, 0] - right).abs().flatten(1).float())
             outs, parts = [], [(keys[:, :, 1 - WINDOW :].float(), values[:, :, 1 - WINDOW :].float())]
-            parts = [tuple(torch.cat([torch.zeros_like(t[:, :, :1]), t], 2) for t in parts[0])]  # type: ignore[list-item]
+            parts = [tuple(torch.cat([torch.zeros_like(t[:, :, :1]), t], 2) for t in parts[0])]
     return summary(torch.cat(errors, 1), steps=steps, outputs=sum(each.shape[1] for each in errors) // 2)
 
 

@@ -61,7 +61,7 @@ ATTENTION = Family(
         *rows.query.shape[:3], rows.value.shape[3], dtype=torch.promote_types(rows.query.dtype, torch.float32)
     ),
     merge=ck.merge_states,
-    remove=lambda state, rows, impl: tuple(ck.remove_from_state(state, *rows, impl=impl)),  # type: ignore[arg-type, return-value]
+    remove=lambda state, rows, impl: tuple(ck.remove_from_state(state, *rows, impl=impl)),
     right=lambda rows: oracles.attention(*(t.double() for t in rows)),
     allowed=_attention_allowed,
 )

@@ -85,7 +85,7 @@ def _stack(impl: str) -> Kind:
 
     def remove(state: Any, rows: Rows, _: str) -> tuple[Any, Tensor]:
         with ck.use_impl(impl):
-            return tuple(stacks[rows.key.dtype].unread(rows.key[:, 0], state))  # type: ignore[return-value]
+            return tuple(stacks[rows.key.dtype].unread(rows.key[:, 0], state))
 
     def points(number: int, size: float) -> Rows:
         inputs = torch.randn(BATCH, 1, number, HEADS * WIDTH)

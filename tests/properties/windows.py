@@ -62,7 +62,7 @@ class Stream:
         query = query if output == "retroactive" else query[:, :, -1:]
         if self.kind == "exact":
             return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
-        return oracles.nystrom_attention(query, key, value, self.landmarks(end))  # type: ignore[arg-type]
+        return oracles.nystrom_attention(query, key, value, self.landmarks(end))
 
     def outputs(self, before: int, output: str) -> Tensor:
         """Return what the step should that began after `before` tokens and took all later ones."""
