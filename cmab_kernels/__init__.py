@@ -1,5 +1,7 @@
 """Attention that never stores what it has read: fused kernels with a mergeable, streaming state."""
 
+import torch
+
 from .attention import (
     AttentionState,
     Removal,
@@ -46,6 +48,9 @@ from .nystrom import (
     state_to_tensors,
 )
 from .online import OnlineRidge
+
+# `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes nothing.
+torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])
 
 # The function `intention` hides the subpackage of the same name, so it carries the estimators: `cmab_kernels.intention.variants`.
 intention.variants = variants  # type: ignore[attr-defined]  # a function has no such attribute by itself
