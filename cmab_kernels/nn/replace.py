@@ -32,11 +32,13 @@ _HOOKS = (
 )
 
 
-def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None) -> Replacements:
+def replace_modules(
+    model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None, *, verbose: bool = True
+) -> Replacements:
     """Replace modules inside `model`, by type and in place, and return how many were replaced.
 
-    The result is an `int`. Printed, it is a table that says of each module what is fused, what is handed to torch, and why;
-    `cmab_kernels.explain(model, *inputs)` says it of a call.
+    Unless `verbose` is False it prints a table that says of each new module what is fused, what is handed to torch, and why; the result, an
+    `int`, has the table as its `str`, and `cmab_kernels.explain(model, *inputs)` says the same of a call.
 
     `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
     the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
@@ -63,14 +65,15 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
             have no dropout (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
-    >>> replaced = cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention})
-    >>> replaced == 2, replaced.modules[0]
-    (True, Replacement(module='self_attn', kind='MultiheadAttention', training='dropout is on', evaluation=None))
+    >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
+    >>> replaced = cmab_kernels.nn.replace_modules(model, ours, verbose=False)
+    >>> replaced, replaced.modules[0]
+    (2, Replacement(module='self_attn', kind='MultiheadAttention', training='dropout is on', evaluation=None))
     >>> from functools import partial
     >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, dropout=0.0), 3)
     >>> nystrom = partial(cmab_kernels.nn.NystromAttention, num_landmarks=8)
-    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom}) == 6
-    True
+    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom}, verbose=False)
+    6
     """
     if not isinstance(model, nn.Module):
         raise TypeError(wrong("model", f"is {model!r}", "a torch.nn.Module is needed"))
@@ -96,7 +99,10 @@ def replace_modules(model: nn.Module, mapping: Mapping[type[nn.Module], Callable
         setattr(parent, name, replacements[old_module])
     _have_them_called(model, set(replacements.values()))
     first_paths = {old: path for path, _, _, old in reversed(places)}
-    return Replacements(Replacement.of(first_paths[old], new) for old, new in replacements.items())
+    replaced = Replacements(Replacement.of(first_paths[old], new) for old, new in replacements.items())
+    if verbose:
+        print(replaced)
+    return replaced
 
 
 def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:

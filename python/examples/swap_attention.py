@@ -41,7 +41,7 @@ def main() -> None:
     model, points = Pooling(), torch.randn(2, 20_000, 64)
     before, time_before = model(points), milliseconds(model, points)
 
-    replaced = replace_modules(model, {nn.MultiheadAttention: MultiheadAttention})
+    replaced = replace_modules(model, {nn.MultiheadAttention: MultiheadAttention}, verbose=False)
 
     after, time_after = model(points), milliseconds(model, points)
     print(f"replaced {replaced:d} module; model.attention is now a {type(model.attention).__module__}.{type(model.attention).__name__}")

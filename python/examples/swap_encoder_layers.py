@@ -64,7 +64,7 @@ def main() -> None:
         logits = model(held_out[0])
     print(f"torch's layers: accuracy {accuracy(model, *held_out):.2f}, {before:.0f} ms a step")
 
-    replaced = replace_modules(model, {nn.TransformerEncoderLayer: TransformerEncoderLayer})
+    replaced = replace_modules(model, {nn.TransformerEncoderLayer: TransformerEncoderLayer}, verbose=False)
     with torch.no_grad():
         print(f"replaced {replaced:d} layers: logits differ by {(model(held_out[0]) - logits).abs().max():.0e}")
 
