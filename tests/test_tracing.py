@@ -118,6 +118,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
         lambda: modules.ContinualEncoder(modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=5), 2),
         1,
     ),
+    "RetroactiveEncoderLayer": (lambda: modules.RetroactiveEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9), 1),
     "CircularPositionalEncoding": (lambda: modules.CircularPositionalEncoding(16, 12, batch_first=True), 1),
 }
 """Maps the name of a module to (its constructor, its number of inputs of shape (B, N, 16))."""

@@ -28,8 +28,8 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        first: Any = getattr(module, "self_attn", module.layers[0].self_attn if isinstance(module, ContinualEncoder) else module)
-        if not first.batch_first or getattr(first, "output", "single") != "single":
+        last: Any = getattr(module, "self_attn", module.layers[-1].self_attn if isinstance(module, ContinualEncoder) else module)
+        if not last.batch_first or getattr(last, "output", "single") != "single":
             raise ValueError("a module for containers of continual-inference needs batch_first=True and output='single'")
         self.module = module
         if not isinstance(module, CircularPositionalEncoding):

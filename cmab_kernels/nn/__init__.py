@@ -3,8 +3,8 @@
 from .cmab import CMAB, CMABRemoval, CMABUpdate
 from .cmab_stack import CMABStack
 from .continual import ContinualAttention, ContinualNystromAttention
-from .continual_encoder import ContinualEncoder, ContinualEncoderLayer
-from .continual_stream import ContinualStream, FillingWindow
+from .continual_encoder import ContinualEncoder, ContinualEncoderLayer, RetroactiveEncoderLayer
+from .continual_stream import ContinualStream, FillingWindow, RecentStream, RecentTokens
 from .informer import InformerEncoderLayer
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 from .multihead_attention import Attended, MultiheadAttention
@@ -38,8 +38,11 @@ __all__ = [
     "MultiheadIntention",
     "MultiheadSigmaIntention",
     "NystromAttention",
+    "RecentStream",
+    "RecentTokens",
     "Replacement",
     "Replacements",
+    "RetroactiveEncoderLayer",
     "RidgeStream",
     "SelfAttention",
     "TransformerDecoderLayer",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import wrong
 from .continual import ContinualAttention, ContinualNystromAttention
-from .continual_stream import WindowState
+from .continual_stream import RecentStream, RecentTokens, WindowState
 from .projections import extending
+from .stream import extent, follow_weights
+
+LayerState = WindowState | tuple[RecentTokens, WindowState]
 
 
 class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -31,6 +34,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. There are no masks.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the single-output layer.
+    `RetroactiveEncoderLayer` is the other.
 
     >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4).eval()
     >>> tokens = torch.randn(1, 20, 16)
@@ -42,6 +46,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     """
 
     self_attn: ContinualAttention | ContinualNystromAttention
+    output: ClassVar[str] = "single"
 
     @extending(torch.nn.TransformerEncoderLayer)
     def __init__(
@@ -56,11 +61,12 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     ) -> None:
         super().__init__(*args, **kwargs)
         made: Any = self.self_attn
+        options: dict[str, Any] = {"sequence_len": sequence_len, "output": self.output}
         if num_landmarks is None:
-            self.self_attn = ContinualAttention.sharing(made, sequence_len=sequence_len)
+            self.self_attn = ContinualAttention.sharing(made, **options)
         else:
-            options = {"num_landmarks": num_landmarks, "landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
-            self.self_attn = ContinualNystromAttention.sharing(made, dropout=0.0, sequence_len=sequence_len, **options)
+            options |= {"num_landmarks": num_landmarks, "landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
+            self.self_attn = ContinualNystromAttention.sharing(made, dropout=0.0, **options)
 
     @property
     def sequence_len(self) -> int:
@@ -69,10 +75,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
         """Return the outputs (B, T - n + 1, C) of a stream (B, T, C), or (T - n + 1, B, C) of (T, B, C) as `batch_first` says."""
-        attended = self.self_attn.forward_stream(self._asking(src))
-        if attended is None:
-            raise ValueError(wrong("src", f"has shape {tuple(src.shape)}", f"at least {self.sequence_len} tokens, a window, are needed"))
-        return self._added(src, attended)
+        return self._added(src, self._attended(src))
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
@@ -90,13 +93,23 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         """Forget all tokens."""
         self.self_attn.clean_state()
 
-    def get_state(self) -> WindowState | None:
+    def get_state(self) -> LayerState | None:
         """Return the state of the attention's stream, or None before the first token."""
         return self.self_attn.get_state()
 
-    def set_state(self, state: WindowState | None) -> None:
+    def set_state(self, state: Any) -> None:
         """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
         self.self_attn.set_state(state)
+
+    def _read(self, window: Tensor) -> Tensor:
+        """Return what the layer makes of whole windows in torch's layout, for each query that the attention has outputs of."""
+        return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
+
+    def _attended(self, src: Tensor) -> Tensor:
+        attended = self.self_attn.forward_stream(self._asking(src))
+        if attended is None:
+            raise ValueError(wrong("src", f"has shape {tuple(src.shape)}", f"at least {self.sequence_len} tokens, a window, are needed"))
+        return attended
 
     def _asking(self, src: Tensor) -> Tensor:
         return self.norm1(src) if self.norm_first else src
@@ -119,19 +132,122 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
             raise RuntimeError(wrong("dropout", "is on and the module in training", "a stream has none; use eval() or dropout=0"))
 
 
+class RetroactiveEncoderLayer(ContinualEncoderLayer):
+    """The same where each step returns the outputs of all n tokens of the window, as torch's layer has them: older ones see newer ones too.
+
+    It is the first layer of a `ContinualEncoder`. `forward` of (B, T, C) returns (B, T - n + 1, n, C), and of (T, B, C) it returns
+    (T - n + 1, n, B, C), as `forward_steps` of a new stream does; for T = n that is torch's layer. `forward_step` returns (B, n, C), or
+    (n, B, C). A state is the pair of the window's tokens, to which what is attended is added, and the state of the attention.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the retroactive layer.
+
+    >>> layer = cmab_kernels.nn.RetroactiveEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8).eval()
+    >>> theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    >>> layer.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(1, 20, 16)
+    >>> with torch.no_grad():
+    ...     steps = [layer.forward_step(token) for token in tokens.unbind(1)]
+    ...     torch.allclose(steps[-1], theirs(tokens[:, -8:]), atol=1e-5)
+    True
+    """
+
+    output = "retroactive"
+
+    @extending(ContinualEncoderLayer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        weight = self.linear1.weight
+        self.stream = RecentStream(self.sequence_len, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
+
+    def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
+        """Return the outputs (B, T - n + 1, n, C) of a stream (B, T, C), or (T - n + 1, n, B, C) of (T, B, C) as `batch_first` says."""
+        attended = self._attended(src)
+        return self._fed(self._windows(self.self_attn._batch_first(src), attended) + self.dropout1(attended))
+
+    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take one more token (B, C), and return the outputs of the window (B, n, C), (n, B, C) as `batch_first` says, or None."""
+        outs = self.forward_steps(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state)
+        return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
+
+    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take T tokens in the layout of `forward`, and return the outputs of the windows that end with them, or None."""
+        self._refuse_to_drop()
+        recent = self._recent(src)
+        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+        if update_state:
+            self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
+        return None if attended is None else self._fed(self._windows(recent, attended) + attended)
+
+    def clean_state(self) -> None:
+        super().clean_state()
+        self.stream.state = None
+
+    def get_state(self) -> tuple[RecentTokens, WindowState] | None:
+        """Return the tokens of the window and the state of the attention, or None before the first token."""
+        attention, recent = self.self_attn.get_state(), self.stream.state
+        return None if attention is None or recent is None else (recent, attention)
+
+    def set_state(self, state: tuple[RecentTokens, WindowState] | None) -> None:
+        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        recent, attention = state or (None, None)
+        before = self.stream.held
+        self.stream.state = recent
+        try:
+            self.self_attn.set_state(attention)
+        except Exception:
+            self.stream.hold(before)
+            raise
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse tokens of a window without the attention's state over them, and the other way round."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        name = f"{prefix}stream.tokens"
+        batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
+        if batch != attended:
+            args[-1].append(wrong(name, f"has batch {batch}", f"the stream of its attention has {attended}"))
+
+    def _recent(self, src: Tensor) -> Tensor:
+        """Return the tokens of the window (B, n, C), zeros before the first, followed by those of `src`."""
+        self.self_attn._check(None, src=src)
+        tokens = self.self_attn._batch_first(src).to(self.stream.weight_like.dtype)
+        batch = tokens.shape[0]
+        if self.self_attn.stream.held is None:
+            return torch.cat([tokens.new_zeros(batch, *self.stream.shape), tokens], 1)
+        held = self.stream.held
+        if held is None or held.tokens.shape[0] != batch:
+            given = "none" if held is None else f"batch {held.tokens.shape[0]}"
+            raise ValueError(wrong("src", f"has batch {batch}", f"the stream's window of tokens has {given}; clean_state() ends it"))
+        return torch.cat([held.tokens, tokens], 1)
+
+    def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """Return the windows of tokens (B, T, C) that belong to attended ones, the newest, in the layout of these."""
+        batched, batch_first = attended.dim() == 4, self.self_attn.batch_first
+        windows = tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :]
+        if not batched:
+            return windows.squeeze(0)
+        return windows if batch_first else windows.movedim(0, -2)
+
+
 class ContinualEncoder(nn.Module):
     """A stack of layers over a stream, each of which takes the outputs of the one before as its tokens.
 
     Args:
-        layer: a `ContinualEncoderLayer`, of which all layers are copies, as in `torch.nn.TransformerEncoder`.
-        num_layers: how many, L >= 1.
+        layer: a `ContinualEncoderLayer` or `RetroactiveEncoderLayer`, of which all layers are copies, as in `torch.nn.TransformerEncoder`.
+        num_layers: how many, L >= 1; of retroactive ones at least 2.
         norm: a module for the outputs of the last layer, or None.
 
-    `forward` takes a stream of at least L (n - 1) + 1 tokens at once, with gradients, and returns what steps return: the outputs of all
-    tokens from that one on. The methods are those of the layer; a state is a tuple of the states of the layers. Each layer reads n tokens
-    of the one before, so that an output has seen L (n - 1) + 1 tokens.
+    `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
+    seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
+    With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
+    L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n
+    tokens, and is that of `torch.nn.TransformerEncoder` for this window at its last token: the first layer steps, and those after it read
+    the window anew, the last one for its newest token only. With continual landmarks the first layer has those of a stream, and the others
+    the means of segments of the window.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), which has the second kind.
 
     >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4)
     >>> encoder = cmab_kernels.nn.ContinualEncoder(layer, num_layers=2).eval()
@@ -147,38 +263,51 @@ class ContinualEncoder(nn.Module):
         super().__init__()
         if not isinstance(num_layers, int) or num_layers < 1:
             raise ValueError(wrong("num_layers", f"is {num_layers!r}", "an int >= 1 is needed"))
+        self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
+        if self.retroactive and num_layers < 2:
+            raise ValueError(
+                wrong("num_layers", "is 1", "at least 2 are needed: the first layer is retroactive, and the last reads what it gives")
+            )
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.norm = norm
+        if self.retroactive:
+            self._each()[-1].self_attn.output = "single"
 
     @property
     def sequence_len(self) -> int:
         """The number of tokens that an output has seen."""
-        return 1 + sum(layer.sequence_len - 1 for layer in self._each())
+        windows = [layer.sequence_len for layer in self._each()]
+        return windows[0] if self.retroactive else 1 + sum(n - 1 for n in windows)
 
     def forward(self, src: Tensor) -> Tensor:
         """Return the outputs of a stream, in the layout of the layers."""
+        if self.retroactive:
+            return self._normed(self._read(self.layers[0](src), batched=src.dim() == 3))
         for layer in self.layers:
             src = layer(src)
-        return src if self.norm is None else self.norm(src)
+        return self._normed(src)
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
-        return self._through("forward_step", src, update_state)
+        return self._through("forward_step", src, update_state, batched=src.dim() == 2)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take T tokens in the layout of `forward`, and return the outputs of those from which on all windows are full, or None."""
-        return self._through("forward_steps", src, update_state)
+        """Take T tokens in the layout of `forward`, and return the outputs of those from which on all windows are full, or None.
+
+        Retroactive layers hold T windows meanwhile.
+        """
+        return self._through("forward_steps", src, update_state, batched=src.dim() == 3)
 
     def clean_state(self) -> None:
         """Forget all tokens."""
         for layer in self._each():
             layer.clean_state()
 
-    def get_state(self) -> tuple[WindowState | None, ...]:
+    def get_state(self) -> tuple[LayerState | None, ...]:
         """Return the states of the layers, first to last."""
         return tuple(layer.get_state() for layer in self._each())
 
-    def set_state(self, state: Sequence[WindowState | None]) -> None:
+    def set_state(self, state: Sequence[LayerState | None]) -> None:
         """Go on from a state that `get_state` returned."""
         if len(state) != len(self.layers):
             raise ValueError(wrong("state", f"has {len(state)} parts", f"one for each of {len(self.layers)} layers is needed"))
@@ -188,10 +317,24 @@ class ContinualEncoder(nn.Module):
     def _each(self) -> list[Any]:
         return list(self.layers)
 
-    def _through(self, method: str, src: Tensor, update_state: bool) -> Tensor | None:
-        tokens: Tensor | None = src
-        for layer in self.layers:
+    def _through(self, method: str, src: Tensor, update_state: bool, batched: bool) -> Tensor | None:
+        tokens = src
+        for layer in self.layers[:1] if self.retroactive else self.layers:
             tokens = getattr(layer, method)(tokens, update_state=update_state)
             if tokens is None:
                 return None
+        return self._normed(self._read(tokens, batched) if self.retroactive else tokens)
+
+    def _read(self, windows: Tensor, batched: bool) -> Tensor:
+        """Return what the layers after the first make of its windows ([T',] n, [B,] C), or with a batch first (B, [T',] n, C)."""
+        batch_first = self._each()[0].self_attn.batch_first
+        windows = windows.movedim(-2, 0) if batched and not batch_first else windows
+        tokens = windows.reshape(-1, *windows.shape[-2:])
+        tokens = tokens if batch_first else tokens.transpose(0, 1)
+        for layer in self._each()[1:]:
+            tokens = layer._read(tokens)
+        newest = tokens.reshape(*windows.shape[:-2], -1)
+        return newest.movedim(0, -2) if batched and not batch_first else newest
+
+    def _normed(self, tokens: Tensor) -> Tensor:
         return tokens if self.norm is None else self.norm(tokens)

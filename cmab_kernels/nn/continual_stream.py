@@ -29,6 +29,13 @@ class FillingWindow(NamedTuple):
 WindowState = FillingWindow | ContinualNystromState | ContinualAttentionState
 
 
+class RecentTokens(NamedTuple):
+    """The newest tokens of a stream, as a layer was given them."""
+
+    tokens: Tensor
+    """(B, n, C), oldest first; rows before the first token are 0"""
+
+
 class ContinualStream(Stream[WindowState]):
     """A submodule that holds the window of a streaming module, or None.
 
@@ -144,3 +151,49 @@ class ContinualStream(Stream[WindowState]):
         if isinstance(value, FillingWindow):
             return {name: tensor.clone() for name, tensor in value._asdict().items()}
         return state_to_tensors(value)
+
+
+class RecentStream(Stream[RecentTokens]):
+    """A submodule that holds the n newest tokens of a stream, or None. `state_dict` holds them as `tokens` (B, n, C); see `Stream`.
+
+    They have the module's dtype, and a cast of the module casts them.
+
+    Args:
+        window, width: n and C.
+        device, dtype: of the module's weights.
+
+    >>> stream = cmab_kernels.nn.RecentStream(window=4, width=16)
+    >>> stream.state = cmab_kernels.nn.RecentTokens(torch.randn(1, 4, 16))
+    >>> list(stream.state_dict()), stream.half().state.tokens.dtype
+    (['tokens'], torch.float16)
+    """
+
+    fields = RecentTokens._fields
+
+    def __init__(self, window: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(device=device, dtype=dtype)
+        self.shape = (window, width)
+
+    def _check(self, state: RecentTokens) -> None:
+        if not isinstance(state, RecentTokens):
+            raise TypeError(wrong("state", f"is a {type(state).__name__}", "a RecentTokens is needed"))
+        problem = self._problem("state.", state._asdict())
+        if problem:
+            raise ValueError(problem)
+
+    def _taken(self, state: RecentTokens) -> RecentTokens:
+        return self._built(state._asdict(), self.weight_like.device)
+
+    def _entries(self, value: RecentTokens) -> dict[str, Tensor]:
+        return value._asdict()
+
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        return {"tokens": Part((extent(entries, "tokens", 0), *self.shape), self.weight_like.dtype)}
+
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        if entries["tokens"].isfinite().all():
+            return ""
+        return wrong(f"{prefix}tokens", "holds a NaN or an infinity", "every element must be finite")
+
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RecentTokens:
+        return RecentTokens(**copied(entries, device))

@@ -15,6 +15,7 @@ from cmab_kernels.nn import (
     ContinualEncoder,
     ContinualEncoderLayer,
     ContinualNystromAttention,
+    RetroactiveEncoderLayer,
 )
 
 peer = pytest.importorskip("continual", reason="the package continual-inference is not installed")
@@ -27,6 +28,7 @@ MODULES = {
     "landmarks": lambda: ContinualNystromAttention(C, 2, num_landmarks=3, **OPTIONS),
     "layer": lambda: ContinualEncoderLayer(C, 2, 16, 0.0, num_landmarks=3, **OPTIONS),
     "stack": lambda: ContinualEncoder(ContinualEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2, nn.LayerNorm(C)),
+    "retroactive stack": lambda: ContinualEncoder(RetroactiveEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2),
 }
 
 
@@ -67,9 +69,24 @@ def test_our_attention_in_a_residual_equals_theirs() -> None:
     torch.testing.assert_close(torch.stack(pair[0]), torch.stack(pair[1]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
+    """Theirs is right for n - 1 outputs: its ring of the n tokens that attention is added to turns at n - 1 places. It takes two layers."""
+    whole = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).eval()
+    theirs = peer.TransformerEncoder.build_from(whole, N).eval()
+    ours = ContinualEncoder(RetroactiveEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2).eval()
+    ours.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        steps = [(ours.forward_step(token), theirs.forward_step(token)) for token in torch.randn(2, C, 2 * N - 2).unbind(2)]
+    assert all(mine is None and not isinstance(other, torch.Tensor) for mine, other in steps[: N - 1])
+    for mine, other in steps[N - 1 :]:
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_first"):
         peer.Sequential(ContinualAttention(C, 2, sequence_len=N))
+    with pytest.raises(ValueError, match="output='single'"):
+        peer.Sequential(ContinualAttention(C, 2, output="retroactive", **OPTIONS))
     with pytest.raises(ValueError, match="a window of 6 is needed"):
         peer.Sequential(MODULES["exact"]())(torch.randn(1, C, N - 1))
 

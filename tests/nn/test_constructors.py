@@ -15,6 +15,7 @@ import cmab_kernels.nn as ours
 REQUIRED = inspect.Parameter.empty
 NYSTROM = {"num_landmarks": REQUIRED, "pinv": "iterative", "pinv_iterations": 6}
 STREAM = {"sequence_len": REQUIRED, "output": "single"}
+ENCODER = {**NYSTROM, "num_landmarks": None, "landmarks": "continual", "sequence_len": REQUIRED}
 RIDGE = {"alpha": None, "scale": 1.0}
 
 # class -> torch's class, and the keyword arguments of its own with their defaults
@@ -26,10 +27,8 @@ OWN: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
     ours.ContinualAttention: (nn.MultiheadAttention, STREAM),
     ours.ContinualNystromAttention: (nn.MultiheadAttention, {**NYSTROM, **STREAM, "landmarks": "continual"}),
     ours.InformerEncoderLayer: (nn.TransformerEncoderLayer, {**RIDGE, "kind": "intention"}),
-    ours.ContinualEncoderLayer: (
-        nn.TransformerEncoderLayer,
-        {**NYSTROM, "num_landmarks": None, "landmarks": "continual", "sequence_len": REQUIRED},
-    ),
+    ours.ContinualEncoderLayer: (nn.TransformerEncoderLayer, ENCODER),
+    ours.RetroactiveEncoderLayer: (nn.TransformerEncoderLayer, ENCODER),
 }
 EXAMPLE = {"num_landmarks": 4, "sequence_len": 8}
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import ContinualEncoder, ContinualEncoderLayer
+from cmab_kernels.nn import ContinualEncoder, ContinualEncoderLayer, RecentTokens, RetroactiveEncoderLayer
 
 N, C = 7, 8
 KINDS: dict[str, dict[str, Any]] = {"exact": {}, "landmarks": {"num_landmarks": 3}}
+LAYERS = {"single": ContinualEncoderLayer, "retroactive": RetroactiveEncoderLayer}
 
 
-def layer(kind: str = "exact", **options: Any) -> ContinualEncoderLayer:
+def layer(kind: str = "exact", output: str = "single", **options: Any) -> Any:
     options = {"batch_first": True, "dropout": 0.0, "dtype": torch.float64, **KINDS[kind], **options}
-    return ContinualEncoderLayer(C, 2, 16, sequence_len=N, **options)
+    return LAYERS[output](C, 2, 16, sequence_len=N, **options)
 
 
 def tokens(number: int = 25) -> Tensor:
@@ -34,16 +35,34 @@ def test_one_window_is_torchs_layer_at_its_last_token(norm_first: bool) -> None:
     ours.load_state_dict(theirs.state_dict())
     window = tokens(N)
     same(ours(window), theirs(window)[:, -1:])
+    retroactive = layer(output="retroactive", activation="gelu", layer_norm_eps=1e-3, norm_first=norm_first)
+    retroactive.load_state_dict(theirs.state_dict())
+    same(retroactive(window), theirs(window)[:, None])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_each_output_of_a_retroactive_stack_is_torchs_encoder_on_its_window(depth: int, batch_first: bool) -> None:
+    made = nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=batch_first, norm_first=True, dtype=torch.float64)
+    theirs = nn.TransformerEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64), enable_nested_tensor=False)
+    ours = ContinualEncoder(
+        layer(output="retroactive", batch_first=batch_first, norm_first=True), depth, nn.LayerNorm(C, dtype=torch.float64)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    stream, along = tokens(12) if batch_first else tokens(12).transpose(0, 1), int(batch_first)
+    windows = [theirs(stream.narrow(along, first, N)).select(along, -1) for first in range(12 - N + 1)]
+    same(ours(stream), torch.stack(windows, along))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("output", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_trained_is_what_is_streamed(kind: str, depth: int, batch_first: bool) -> None:
+def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int, batch_first: bool) -> None:
     """A layer by itself, which is depth 0, and a stack: all at once, in blocks of tokens, and token by token from a state that was kept."""
-    made = layer(kind, batch_first=batch_first)
+    made = layer(kind, output, batch_first=batch_first)
     module: Any = ContinualEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64)) if depth else made
-    assert module.sequence_len == max(depth, 1) * (N - 1) + 1
+    assert module.sequence_len == (N if output == "retroactive" else max(depth, 1) * (N - 1) + 1)
     stream, along = tokens() if batch_first else tokens().transpose(0, 1), int(batch_first)
     trained = module(stream)
     assert trained.shape[along] == 25 - module.sequence_len + 1
@@ -62,8 +81,67 @@ def test_what_is_trained_is_what_is_streamed(kind: str, depth: int, batch_first:
         same(torch.stack([module.forward_step(token) for token in nexts], along), trained.narrow(along, trained.shape[along] - 5, 5))
 
 
-def test_a_checkpoint_has_the_stream() -> None:
-    module, copied = (ContinualEncoder(layer("landmarks"), 2).eval() for _ in range(2))
+@pytest.mark.parametrize("output", LAYERS)
+def test_a_stream_without_a_batch(output: str) -> None:
+    for batch_first in (True, False):
+        module = ContinualEncoder(layer(output=output, batch_first=batch_first), 2).eval()
+        alone = tokens()[0]
+        batch = alone.unsqueeze(0 if batch_first else 1)
+        with torch.no_grad():
+            same(module(alone), module(batch).squeeze(0 if batch_first else 1))
+            steps = [module.forward_step(token) for token in alone]
+            same(torch.stack([step for step in steps if step is not None]), module(alone))
+            module.clean_state()
+            same(module.forward_steps(alone), module(alone))
+
+
+def test_a_retroactive_stream_starts_anew_where_its_attention_does() -> None:
+    """Tokens of before are not read, whatever their batch, if only the attention was told to forget, as `fit_landmarks` tells it."""
+    module = layer("landmarks", "retroactive", landmarks="fixed").eval()
+    module.self_attn.fit_landmarks(tokens()[0])
+    with torch.no_grad():
+        module.forward_steps(tokens())
+        module.self_attn.fit_landmarks(tokens()[0])
+        more = tokens(9)[:1]
+        same(module.forward_steps(more), module(more))
+
+
+def test_the_window_of_a_retroactive_layer_is_kept_with_its_attention() -> None:
+    module = layer(output="retroactive").eval()
+    with torch.no_grad():
+        module.forward_steps(tokens(9))
+        recent, attention = module.get_state()
+        expected = module.forward_step(tokens(1)[:, 0] * 0 + 1, update_state=False)
+        assert module.get_state()[0] is not None and torch.equal(module.get_state()[0].tokens, recent.tokens)
+        for wrong, error in (
+            (recent._replace(tokens=recent.tokens[:, 1:]), ValueError),
+            (recent._replace(tokens=recent.tokens.float()), ValueError),
+            (recent._replace(tokens=recent.tokens / 0), ValueError),
+            (recent.tokens, TypeError),
+        ):
+            with pytest.raises(error, match="state"):
+                module.set_state((wrong, attention))
+        with pytest.raises(ValueError, match="state"):
+            module.set_state((RecentTokens(recent.tokens[:1]), attention._replace(window=3)))
+        same(module.forward_step(tokens(1)[:, 0] * 0 + 1, update_state=False), expected)
+        module.set_state((RecentTokens(recent.tokens[:1]), attention))
+        with pytest.raises(ValueError, match="window of tokens has batch 1"):
+            module.forward_step(tokens(1)[:, 0])
+        module.stream.state = None
+        with pytest.raises(ValueError, match="window of tokens has none"):
+            module.forward_step(tokens(1)[:, 0])
+        module.set_state((recent, attention))
+        with torch.inference_mode():
+            module.forward_steps(tokens(2))
+        held = module.get_state()[0].tokens
+        module.float()
+        assert torch.equal(module.get_state()[0].tokens, held.float())
+        assert module.forward_step(tokens(1)[:, 0].float()).shape == (2, N, C)
+
+
+@pytest.mark.parametrize("output", LAYERS)
+def test_a_checkpoint_has_the_stream(output: str) -> None:
+    module, copied = (ContinualEncoder(layer("landmarks", output), 2).eval() for _ in range(2))
     with torch.no_grad():
         module.forward_steps(tokens())
         copied.load_state_dict(module.state_dict())
@@ -71,7 +149,29 @@ def test_a_checkpoint_has_the_stream() -> None:
         assert torch.equal(copied.forward_steps(more), module.forward_steps(more))
 
 
+def test_a_checkpoint_of_half_a_stream_is_refused() -> None:
+    module = layer(output="retroactive").eval()
+    with torch.no_grad():
+        module.forward_steps(tokens(9))
+        entries, expected = module.state_dict(), module.forward_step(tokens(1)[:, 0] * 0, update_state=False)
+        halves = (
+            {name: entry for name, entry in entries.items() if name != "stream.tokens"},
+            {name: entry for name, entry in entries.items() if "self_attn.stream" not in name},
+            {**entries, "stream.tokens": entries["stream.tokens"][:1]},
+        )
+        for half in halves:
+            with pytest.raises(RuntimeError, match=r"`stream.tokens` has batch"):
+                module.load_state_dict(half)
+            same(module.forward_step(tokens(1)[:, 0] * 0, update_state=False), expected)
+
+
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match="`num_layers` is 1"):
+        ContinualEncoder(layer(output="retroactive"), 1)
+    with pytest.raises(ValueError, match="`src` has shape"):
+        layer(output="retroactive")(tokens(N - 1))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="`dropout` is on"):
+        layer(output="retroactive", dropout=0.1).forward_step(tokens()[:, 0])
     with pytest.raises(ValueError, match="`src` has shape"):
         layer()(tokens(N - 1))
     with torch.no_grad(), pytest.raises(RuntimeError, match="`dropout` is on"):

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import CMAB, CircularPositionalEncoding, ContinualAttention, ContinualNystromAttention, MultiheadIntention
+from cmab_kernels.nn import (
+    CMAB,
+    CircularPositionalEncoding,
+    ContinualAttention,
+    ContinualNystromAttention,
+    MultiheadIntention,
+    RetroactiveEncoderLayer,
+)
 
 LENGTH = 6
 
@@ -27,6 +34,10 @@ STREAMING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a filling window": (lambda: ContinualAttention(12, 3, sequence_len=LENGTH), lambda m: m.forward_steps(tokens(2))),
     "ContinualNystromAttention": (
         lambda: ContinualNystromAttention(12, 3, sequence_len=LENGTH, num_landmarks=3),
+        lambda m: m.forward_steps(tokens(8)),
+    ),
+    "RetroactiveEncoderLayer": (
+        lambda: RetroactiveEncoderLayer(12, 3, 24, sequence_len=LENGTH),
         lambda m: m.forward_steps(tokens(8)),
     ),
     "CircularPositionalEncoding": (lambda: CircularPositionalEncoding(12, LENGTH), lambda m: m.forward_steps(tokens(3))),
