@@ -97,6 +97,13 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """Turn gradients off: a continual step that records them runs the definition."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """Seed torch, and fill uninitialised memory with NaN, so that an element that was never written is noticed."""

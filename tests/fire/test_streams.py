@@ -5,11 +5,10 @@ A million steps run nightly; bench/results/streams.json holds the figures of a w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import cmab_kernels as ck
 
@@ -21,13 +20,7 @@ BOUNDS = {"N(0, 1)": (2e-7, 3e-6), "N(0, 10²)": (5e-7, 3e-5), "spikes of 20": (
 """law -> the median and the largest error of a window that docs/numerics.md promises"""
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 def _check(operator: str, found: Figures) -> None:

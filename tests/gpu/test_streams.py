@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,14 +21,7 @@ from .test_launches import launches
 Tokens = tuple[Tensor, ...]
 CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("impl", impls("nystrom.continual"))]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    """Turn gradients off, since a step that records them runs the definition."""
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("impl", impls("nystrom.continual")), pytest.mark.usefixtures("no_gradients")]
 
 
 class Stream(NamedTuple):

@@ -6,7 +6,7 @@ of which two stacks (aggregation without subtraction, in float32) had the errors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -22,13 +22,7 @@ WINDOW, LANDMARKS, WIDTH = 256, 2, 2
 BLOCK = 2000
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 class Law(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,14 +27,7 @@ KINDS = ["continual", "fixed", "exact"]
 SIZES = [(8, 3, 5, 7), (64, 16, 64, 64), (7, 7, 3, 17), (33, 1, 65, 1), (1, 1, 1, 3), (40, 17, 16, 65), (100, 9, 8, 33)]
 
 
-pytestmark = pytest.mark.usefixtures("threads")
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    """Turn gradients off, since a step that records them runs the definition."""
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 Tokens = tuple[Tensor, Tensor, Tensor]

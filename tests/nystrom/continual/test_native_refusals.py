@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +17,7 @@ from cmab_kernels.nystrom.continual.reference import nystrom_step_reference
 
 from .test_native import Tokens, _some, _start, _step, _tokens, native
 
-pytestmark = pytest.mark.usefixtures("threads")
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    """Turn gradients off, since a step that records them runs the definition."""
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 def _bits(state: Any) -> list[bytes]:
