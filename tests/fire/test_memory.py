@@ -1,4 +1,4 @@
-"""Memory does not grow over thousands of calls of any operator, with and without a backward pass; 100,000 calls run nightly."""
+"""Memory does not grow over hundreds of calls of any operator, with and without a backward pass; nightly 100,000, and 10,000 with one."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def _suite(operator: str) -> tuple[OperatorSuite, str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("operator", SUITES)
-@pytest.mark.parametrize("calls", [600, pytest.param(100_000, marks=pytest.mark.nightly)])
-def test_calls_leave_nothing_behind(operator: str, calls: int) -> None:
+@pytest.mark.parametrize("calls, with_backward", [(600, 600), pytest.param(100_000, 10_000, marks=pytest.mark.nightly)])
+def test_calls_leave_nothing_behind(operator: str, calls: int, with_backward: int) -> None:
     suite, impl, inputs = _suite(operator)
     torch.use_deterministic_algorithms(False)
     with torch.no_grad():
         _assert_flat(lambda: suite.call(impl, **inputs), calls)
-    _assert_flat(lambda: suite.run(impl, inputs), calls)
+    _assert_flat(lambda: suite.run(impl, inputs), with_backward)
 
 
 KEPT: list[object] = []
