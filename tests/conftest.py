@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
+        if _traces_a_definition_of_any_shape(item):
+            item.add_marker("nightly")
+
+
+def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
+    """Return whether a test compiles a definition in plain torch for symbolic shapes, which takes four times what all others compile in."""
+    chosen = getattr(getattr(item, "callspec", None), "params", {})
+    return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

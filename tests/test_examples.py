@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def printed(name: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, ROOT / "python" / "examples" / f"{name}.py"]
     finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr

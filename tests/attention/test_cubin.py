@@ -125,7 +125,7 @@ def _shared_memory(name: str, width: int, capability: int, folder: Path) -> list
     return [f"{one}: {fault}" for one in figures for fault in faults(one, False) if "shared memory" in fault]
 
 
-@pytest.mark.parametrize("name, width", [("bf16", 128), ("fp64", 256)])
+@pytest.mark.parametrize("name, width", [("bf16", 128), pytest.param("fp64", 256, marks=pytest.mark.nightly)])
 def test_wide_heads_fit_in_little_shared_memory(name: str, width: int, tmp_path: Path) -> None:
     assert _shared_memory(name, width, 86, tmp_path) == []
     with mock.patch.object(launches, "_WITH_LITTLE_SHARED_MEMORY", {kernel: {} for kernel in launches._WITH_LITTLE_SHARED_MEMORY}):
