@@ -136,6 +136,16 @@ def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None
     prefix.prefix_backward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True, True, True, True))
 
 
+def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
+    B, H, N = (random.choice(SIZES[:most]) for most in (5, 5, len(SIZES)))
+    key, value = (_some(B, H, N, n) for n in (16, 8))
+    weights = _some(B, H, N) if given == "weights" else None
+    mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
+    chunk = min(random.randint(*every), N)
+    sums = intention.prefix_ridge(key, value, weights, mask, None, None, chunk)
+    intention.prefix_ridge_backward(*sums, key, value, weights, mask, chunk, (True, True, True, True))
+
+
 def _projected(dtype: torch.dtype, given: str = "") -> None:
     K, B, H, L, N = (random.choice(SIZES[:most]) for most in (3, 5, 3, 11, len(SIZES)))
     sums = torch.promote_types(dtype, torch.float32)
@@ -230,6 +240,8 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
             calls[f"prefixes {name} {given} {every}"] = 200, partial(_prefix, dtype, every, given)
     for given in ("", "weights", "mask"):
         calls[f"intention {given}"] = 500, partial(_intention, given)
+        for every in ((1, 15), (16, 10**6)):
+            calls[f"ridge prefixes {given} {every}"] = 200, partial(_ridge_prefixes, every, given)
     for dtype in (torch.float32, torch.float64):
         calls[f"solve {dtype}"] = 500, partial(_solve, dtype)
     for given in ("", "absent"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from ..checks import (
 )
 from ..tracing import is_direct
 from .dual import Dual
-from .schema import apply_rows_op, check_weights, gram_op, ridge_update_op
+from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
 from .solve.schema import FUSED, ridge_solve_op
-from .state import RidgeState, check_ridge, subtract_ridge
+from .state import RidgeState, check_ridge, in_chunks, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
 
@@ -179,8 +179,9 @@ def prefix_ridge_states(
 
     Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, with masked ones.
     Every result has an axis T = ceil(N / every): gram (B, H, T, D, D), moment (B, H, T, D, E), count (B, H, T), each on top of `state` if
-    one is given. Gradients flow as in `ridge_state`. The sums of each chunk are formed, then added up in float64, which takes the memory
-    of the results twice. With heads and prefixes in one axis, the states are what `solve_ridge` takes.
+    one is given. Gradients flow as in `ridge_state`. On a CPU the sums of each chunk are formed, then added up in float64, which takes the
+    memory of the results twice; on a GPU chunks of fewer than 16 keys are added up while they are formed. With heads and prefixes in one
+    axis, the states are what `solve_ridge` takes.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> states = cmab_kernels.prefix_ridge_states(key, value, every=300)
@@ -197,17 +198,12 @@ def prefix_ridge_states(
     if state is not None:
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-    check_weights(inputs.weights, inputs.key_padding_mask)
     every = min(every, max(length, 1))
-    prefixes = -(-length // every)
-    absent = None if inputs.key_padding_mask is None else _in_chunks(inputs.key_padding_mask[:, None, :, None], every)[:, 0, :, 0]
-    weighed = None if inputs.weights is None else _in_chunks(inputs.weights.unsqueeze(-1), every).squeeze(-1)
-    chunks = gram_op(_in_chunks(inputs.key, every), _in_chunks(inputs.value, every), weighed, absent, (True, True), True, chosen)
-    gram, moment = (sums.unflatten(0, (batch, prefixes)).transpose(1, 2).cumsum(2) for sums in chunks)
+    rows = (inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask)
+    before = (None, None) if state is None else (state.gram, state.moment)
+    gram, moment = prefix_ridge_op(*rows, *before, every, chosen) if chosen in SCANNED else _added_up(rows, before, every, chosen)
     count = _counts(inputs, every)
-    if state is None:
-        return RidgeState(gram, moment, count)
-    return RidgeState(*(before.unsqueeze(2) + part for before, part in zip(state, (gram, moment, count), strict=True)))
+    return RidgeState(gram, moment, count if state is None else state.count.unsqueeze(2) + count)
 
 
 def remove_ridge(
@@ -348,13 +344,14 @@ def solve_rows(
     return weight, gram, info
 
 
-def _in_chunks(rows: Tensor, every: int) -> Tensor:
-    """Rows (B, H, N, *) as a batch of chunks (B T, H, every, *); the last is filled up with zeros, which add nothing to a sum."""
-    length = rows.shape[2]
-    chunks = -(-length // every)
-    if length % every:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, chunks * every - length))
-    return rows.unflatten(2, (chunks, every)).transpose(1, 2).flatten(0, 1)
+def _added_up(rows: Any, before: Any, every: int, chosen: str) -> tuple[Tensor, ...]:
+    """The sums over all prefixes, from those of each chunk, on top of those `before` if they are not None."""
+    key, value, weights, mask = rows
+    check_weights(weights, mask)
+    sums = gram_op(*in_chunks(key, value, weights, mask, every), (True, True), True, chosen)
+    shape = (*key.shape[:2], -(-key.shape[2] // every))
+    added = (part.squeeze(1).unflatten(0, shape).cumsum(2) for part in sums)
+    return tuple(part if base is None else base.unsqueeze(2) + part for part, base in zip(added, before, strict=True))
 
 
 def _counts(inputs: _Inputs, every: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import state_dtype
+from .state import in_chunks
 
 
 def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -61,6 +62,29 @@ def gram_backward_reference(
     u, y = k @ slope + v @ dmoment.mT, k @ dmoment
     dweights = ((k * u).sum(-1) + (y * v).sum(-1)) / 2
     return (w * u).to(key.dtype), (w * y).to(value.dtype), dweights.to(state_dtype(key.dtype))
+
+
+def prefix_ridge_backward_reference(
+    dgram: Tensor,
+    dmoment: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    every: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the sums over all prefixes, (dkey, dvalue, dweights), and of the state that all of them are on top of.
+
+    The keys of a chunk are part of its prefix and of all later ones: the sum of what these are sent is what the chunk's own sums are sent.
+    """
+    (batch, heads, length, _), value_width = key.shape, value.shape[-1]
+    slope, dmoments = (part.flip(2).cumsum(2).flip(2).flatten(0, 2).unsqueeze(1) for part in (dgram, dmoment))
+    chunks = gram_backward_reference(slope, dmoments, *in_chunks(key, value, weights, key_padding_mask, every), exact=True)
+    dkey, dvalue, dweights = (
+        chunk.reshape(batch, heads, dgram.shape[2] * every, width)[:, :, :length]
+        for chunk, width in zip(chunks, (key.shape[-1], value_width, 1), strict=True)
+    )
+    return dkey, dvalue, dweights.squeeze(-1), dgram.sum(2), dmoment.sum(2)
 
 
 def apply_rows_reference(query: Tensor, weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..backends import choose
 from ..checks import refuse_negative
 from ..dtypes import state_dtype
 from ..flops import flop_formula
-from .reference import apply_rows_reference, gram_backward_reference, gram_reference
+from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
 from .state import count_keys
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -28,7 +28,19 @@ LIB.define(
     "gram_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[3] needs, "
     "bool exact, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights)"
 )
+LIB.define(
+    "prefix_ridge(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? gram, Tensor? moment, int every, str impl) "
+    "-> (Tensor gram, Tensor moment)"
+)
+LIB.define(
+    "prefix_ridge_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int every, "
+    "bool[4] needs, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights, Tensor dstate_gram, Tensor dstate_moment)"
+)
 LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
+
+
+SCANNED = ("cuda", "triton")
+"""The implementations with kernels for the sums over all prefixes."""
 
 
 # ---- definitions, and checks of values
@@ -85,12 +97,29 @@ def _(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, 
     return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in zip(shapes, needs, strict=True))
 
 
+@torch.library.register_fake("cmab::prefix_ridge", lib=LIB)
+def _(key: Tensor, value: Tensor, weights: Any, mask: Any, gram: Any, moment: Any, every: int, impl: str) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = key.shape
+    shape = (batch, heads, -(-length // every), width)
+    return key.new_empty(*shape, width, dtype=torch.float64), key.new_empty(*shape, value.shape[-1], dtype=torch.float64)
+
+
+@torch.library.register_fake("cmab::prefix_ridge_backward", lib=LIB)
+def _(
+    dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, mask: Any, every: int, needs: Any, impl: str
+) -> tuple[Tensor, ...]:
+    rows = ((key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype)))
+    states = ((part.shape[:2] + part.shape[3:], torch.float64) for part in (dgram, dmoment))
+    wanted = zip((*rows, *states), (*needs, needs[3]), strict=True)
+    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in wanted)
+
+
 @torch.library.register_fake("cmab::apply_rows", lib=LIB)
 def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
     return query.new_empty(*query.shape[:-1], weight.shape[-1])
 
 
-for _name, _tensors in {"gram": 4, "ridge_update": 7, "gram_backward": 6}.items():
+for _name, _tensors in {"gram": 4, "ridge_update": 7, "gram_backward": 6, "prefix_ridge": 6, "prefix_ridge_backward": 6}.items():
     torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
 
 
@@ -127,6 +156,19 @@ def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights
     needs_key, needs_value, needs_weights = needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
     return 2 * batch * heads * length * width * (to_key * (width + value[-1]) + to_value * value[-1])
+
+
+@flop_formula(torch.ops.cmab.prefix_ridge)
+def _prefix_ridge_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    """FLOPs of the sums: what is added up once for each prefix is not more."""
+    return gram_operations(key, value, (True, True))
+
+
+@flop_formula(torch.ops.cmab.prefix_ridge_backward)
+def _prefix_ridge_backward_flops(
+    dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, every: int, needs: Any, *rest: Any, **_: Any
+) -> int:
+    return _gram_backward_flops(dgram, dmoment, key, value, weights, mask, needs[:3])
 
 
 @flop_formula(torch.ops.cmab.apply_rows)
@@ -191,6 +233,37 @@ def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None,
     return *gradient_of_formula(formula, saved, needed), None, None, None, None
 
 
+def _save_prefixes(ctx: Any, inputs: Any, output: Any) -> None:
+    *rows, _, _, ctx.every, ctx.impl = inputs
+    ctx.save_for_backward(*rows)
+
+
+def _backward_of_prefixes(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor | None, ...]:
+    of_key, of_value, of_weights, _, *of_state = ctx.needs_input_grad[:6]
+    needs = (of_key, of_value, of_weights, any(of_state))
+    grads = _prefix_ridge_backward_op(dgram, dmoment, *ctx.saved_tensors, ctx.every, needs, ctx.impl)
+    dkey, dvalue, dweights, *dstate = (grad if need else None for grad, need in zip(grads, (*needs, needs[3]), strict=True))
+    return dkey, dvalue, dweights, None, *dstate, None, None
+
+
+def _save_prefix_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.every, ctx.needs, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_of_prefix_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second and higher derivatives by autograd through the reference formula, which takes temporaries of the size of all sums."""
+    *saved, mask = ctx.saved_tensors
+    wanted = (*ctx.needs, ctx.needs[3])
+    needed = [grad for grad, need in zip(grads, wanted, strict=True) if need]
+
+    def formula(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> list[Tensor]:
+        first = prefix_ridge_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.every)
+        return [grad for grad, need in zip(first, wanted, strict=True) if need]
+
+    return *gradient_of_formula(formula, saved, needed), None, None, None, None
+
+
 def _save_all(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.impl = inputs
     ctx.save_for_backward(*tensors)
@@ -211,6 +284,8 @@ ridge_update_op = Operator(
     LIB, "intention", "ridge_update", 7, _save_update, _backward_of_update, reference=_update_definition, check=_check_rows
 )
 _gram_backward_op = Operator(LIB, "intention", "gram_backward", 6, _save_gram_backward, _backward_of_gram_backward)
+prefix_ridge_op = Operator(LIB, "intention", "prefix_ridge", 6, _save_prefixes, _backward_of_prefixes, check=_check_rows)
+_prefix_ridge_backward_op = Operator(LIB, "intention", "prefix_ridge_backward", 6, _save_prefix_backward, _backward_of_prefix_backward)
 apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward_of_apply_rows, reference=apply_rows_reference)
 
 

@@ -78,6 +78,25 @@ def count_keys(key: Tensor, key_padding_mask: Tensor | None, before: Tensor | No
     return before + length
 
 
+def in_chunks(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, every: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys and what belongs to them as sets of `every` keys: (B H T, 1, every, *), and a mask (B H T, every).
+
+    The last chunk is filled up with zeros, which add nothing to a sum.
+    """
+    batch, heads, length, _ = key.shape
+    chunks = -(-length // every)
+
+    def cut(rows: Tensor) -> Tensor:
+        if length % every:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, chunks * every - length))
+        return rows.unflatten(2, (chunks, every)).flatten(0, 2).unsqueeze(1)
+
+    masks = None if key_padding_mask is None else cut(key_padding_mask[:, None, :, None].expand(batch, heads, length, 1))[:, 0, :, 0]
+    return cut(key), cut(value), None if weights is None else cut(weights.unsqueeze(-1)).squeeze(-1), masks
+
+
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):

@@ -42,6 +42,7 @@ FEED_FORWARD = {"_feed_forward", "_feed_forward_back", *MATRICES}
 ATTENTION_LAYER = {"_project", "_join", "_part", "_project_back", *MATRICES}
 IN_PARTS = {"_forward", "_row_terms", "_backward_in_parts"}
 INTENTION = {"_gram", "_gram_backward", "_apply"}
+RIDGE_PREFIXES = {"_prefix_sums", "_send_sums_back", "_add_planes"}
 PINV = {"_pinv", "_pinv_backward"}
 NYSTROM = {"_landmark_values", "_landmark_values_backward", "_forward"}
 EVERY = {
@@ -60,6 +61,8 @@ EVERY = {
     *ATTENTION_LAYER,
     *INTENTION,
     "_add_runs",
+    *RIDGE_PREFIXES,
+    "_scan_matrices",
     *PINV,
     *NYSTROM,
     "_multiply",
@@ -220,6 +223,16 @@ def test_ridge_state(name: str) -> None:
 
 def test_ridge_state_of_several_runs() -> None:
     assert accuracy(intention.TestRidgeState, "fp32", {**RUNS, "N": 2100}) >= {"_gram", "_add_runs"}
+
+
+@pytest.mark.parametrize("name", ["fp32", *SLOW])
+def test_ridge_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of three keys, in several runs; and long chunks, whose sums are added up."""
+    monkeypatch.setattr(importlib.import_module("cmab_kernels.intention.kernels.scan"), "GRAIN", 3)
+    extents = {"B": 1, "H": 2, "N": 31, "D": 5, "E": 3}
+    assert accuracy(intention.TestPrefixStates, name, extents) >= {*RIDGE_PREFIXES, "_scan_matrices"}
+    monkeypatch.setattr(intention.TestPrefixStates, "every", 16)
+    assert accuracy(intention.TestPrefixStates, name, {**extents, "N": 70}) >= {"_scan_matrices", "_gram", "_gram_backward"}
 
 
 @pytest.mark.parametrize("suite", [intention.TestWeightedDual, intention.TestSigma])

@@ -103,6 +103,39 @@ def test_compiled_uneven(name: str, width: int, value_width: int, tmp_path: Path
     assert _check(_launches(DTYPES[name], width, 90, value_width), 90, tmp_path) == []
 
 
+PREFIXES = {"_prefix_sums", "_send_sums_back", "_add_planes", "_scan_matrices"}
+
+
+def _prefixes(dtype: torch.dtype, width: int, capability: int, masked: bool) -> list[Launch]:
+    """Record the launches of the sums over all prefixes, on top of a state, and of their gradients, in several runs: each kernel once."""
+    key = torch.empty(2, 4, 3000, width, dtype=dtype, device="meta")
+    weights = torch.empty(2, 4, 3000, dtype=torch.promote_types(dtype, torch.float32), device="meta") if masked else None
+    mask = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if masked else None
+    state = torch.empty(2, 4, width, width, dtype=torch.float64, device="meta")
+
+    def call() -> None:
+        sums_ = kernels.prefix_ridge(key, key, weights, mask, state, state, 1)
+        kernels.prefix_ridge_backward(*sums_, key, key, weights, mask, 1, (True, True, True, True))
+
+    with as_if_on(capability):
+        found = record(call)
+    once = {str((one.kernel.__name__, [t is None for t in one.args], one.options.get("TOTAL"))): one for one in found}
+    return [one for one in once.values() if one.kernel.__name__ in PREFIXES]
+
+
+@pytest.mark.parametrize("name, width, capability, masked", [("fp32", 64, 90, True)])
+def test_compiled_prefixes(name: str, width: int, capability: int, masked: bool, tmp_path: Path) -> None:
+    found = _prefixes(DTYPES[name], width, capability, masked)
+    assert {one.kernel.__name__ for one in found} == PREFIXES
+    assert _check(found, capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, width, capability", list(itertools.product(("bf16", "fp32", "fp64"), (1, 16, 64, 256), (80, 90, 100, 120))))
+def test_compiled_prefixes_everywhere(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    assert _check(_prefixes(DTYPES[name], width, capability, width < 256), capability, tmp_path) == []
+
+
 def test_float64_behind_a_mask_compiles(tmp_path: Path) -> None:
     """Triton's own assertion fails on a float64 product of converted or masked operands: the kernel must keep these apart."""
     assert _check(_launches(torch.float32, 16, 90, masked=True, exact=True), 90, tmp_path) == []

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.intention import kernels
-from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.intention.kernels import launch, scan, sums
+from cmab_kernels.intention.reference import prefix_ridge_backward_reference
 from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
@@ -158,6 +159,81 @@ def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
     for new, part, before in zip(on_top, alone, (gram.mT, moment, count), strict=True):
         assert torch.equal(new, before + part) and new.is_contiguous()
     assert torch.equal(alone[2], case.kept.sum(-1))
+
+
+def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None = None, needs: tuple[bool, ...] = (True,) * 4) -> None:
+    """Check the sums over all prefixes, and their gradients, by the definition in float64."""
+    key, value, *rest = case.inputs
+    before = state or (None, None)
+    ours = kernels.prefix_ridge(*case.inputs, *before, every)
+    ends = torch.arange(every, key.shape[2] + every, every).clamp(max=key.shape[2])
+    for sums_, base, other in zip(ours, before, (case.k, case.v), strict=True):
+        terms = (case.w * case.k)[..., None] * other[..., None, :]
+        right, size = terms.cumsum(2)[:, :, ends - 1], terms.abs().cumsum(2)[:, :, ends - 1]
+        _close(sums_, right if base is None else base[:, :, None] + right, size if base is None else base[:, :, None].abs() + size, 1e-15)
+    assert torch.equal(ours[0], ours[0].mT) or state is not None, "exactly symmetric"
+    cotangents = tuple(torch.randn_like(part) for part in ours)
+    grads = kernels.prefix_ridge_backward(*cotangents, *case.inputs, every, needs)
+    weights, mask = rest
+    wide = None if weights is None else weights.double()
+    right = prefix_ridge_backward_reference(*cotangents, key.double(), value.double(), wide, mask, every)
+    kinds = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32), torch.float64, torch.float64
+    for grad, wanted, need, dtype in zip(grads, right, (*needs, needs[3]), kinds, strict=True):
+        assert grad.dtype == dtype and grad.is_contiguous()
+        if need:
+            assert grad.shape == wanted.shape
+            assert not grad.numel() or ((grad.double() - wanted).abs() <= 2 * max(torch.finfo(dtype).eps, 1e-14) * wanted.abs().max()).all()
+        else:
+            assert grad.shape == (0,)
+    assert all((grad[~case.kept] == 0).all() for grad, need in zip(grads[:3], needs, strict=False) if need), "masked keys get exact zeros"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("keys, width, value_width, every", [(21, 5, 3, 1), (23, 18, 33, 3), (40, 3, 17, 16), (1, 1, 1, 1)])
+def test_prefixes(keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
+    """A state after every key, every few and every many: the last chunk and tile are not full, and widths span several tiles."""
+    given = _inputs(1, 2, keys, width, value_width, dtype)
+    _check_prefixes(Case(*given, _weights(1, 2, keys, dtype), torch.rand(1, keys) < 0.3), every)
+    _check_prefixes(Case(*given), every)
+
+
+@pytest.mark.parametrize("every", [1, 5, 17])
+def test_prefixes_of_several_runs_on_top_of_a_state(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "GRAIN", 2)
+    state = (torch.randn(2, 1, 6, 6).double().mT, torch.randn(2, 1, 6, 3).double())
+    mask = torch.rand(2, 70) < 0.3
+    mask[0, :40] = True
+    _check_prefixes(Case(*_inputs(2, 1, 70, 6, 3, torch.float32), None, mask), every, state)
+
+
+@pytest.mark.parametrize("every", [2, 20])
+@pytest.mark.parametrize("needed", range(4))
+def test_only_the_gradients_of_prefixes_that_are_asked_for(needed: int, every: int) -> None:
+    case = Case(*_inputs(1, 1, 25, 4, 3, torch.float32), _weights(1, 1, 25, torch.float32))
+    _check_prefixes(case, every, needs=tuple(i == needed for i in range(4)))
+
+
+@pytest.mark.parametrize("every", [1, 16])
+@pytest.mark.parametrize("extents", [(0, 2, 3, 2), (2, 1, 0, 2), (2, 1, 20, 0)])
+def test_prefixes_of_nothing(extents: tuple[int, int, int, int], every: int) -> None:
+    """No set, no key, or no values; the state gets its gradient."""
+    batch, heads, keys, value_width = extents
+    state = torch.randn(batch, heads, 5, 5).double(), torch.randn(batch, heads, 5, value_width).double()
+    _check_prefixes(Case(*_inputs(batch, heads, keys, 5, value_width, torch.float32)), every, state)
+
+
+def test_a_nan_reaches_no_earlier_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one in what a prefix is sent reach a later key; in tiles, in runs, and before them."""
+    monkeypatch.setattr(scan, "GRAIN", 12)
+    key, value = _inputs(1, 1, 40, 3, 2, torch.float32)
+    key[0, 0, 20] = math.nan
+    gram, moment = kernels.prefix_ridge(key, value, None, None, None, None, 1)
+    assert all(part[:, :, :20].isfinite().all() and part[:, :, 20:].isnan().all() for part in (gram, moment))
+    key[0, 0, 20] = 0.0
+    dgram, dmoment = torch.ones_like(gram), torch.ones_like(moment)
+    dgram[0, 0, 20] = math.nan
+    for grad in kernels.prefix_ridge_backward(dgram, dmoment, key, value, None, None, 1, (True, False, True, False))[::2][:2]:
+        assert grad[:, :, 21:].isfinite().all() and grad[:, :, :21].isnan().all()
 
 
 @pytest.mark.parametrize("needs", [n for n in itertools.product((False, True), repeat=3) if n != EVERYTHING])

@@ -213,6 +213,30 @@ IN_TRITON = {
         "above, below = tl.maximum(line, column), tl.minimum(line, column)",
         f"{SOLVE_KERNELS}::test_only_the_lower_triangle_is_read_with_any_strides",
     ),
+    "a prefix that is written a key too late in Triton": Fault(
+        "cmab_kernels/intention/kernels/prefix.py",
+        "ends = ((at % every == every - 1)",
+        "ends = ((at % every == 0)",
+        f"{KERNELS}::test_prefixes",
+    ),
+    "runs of prefixes that start from nothing": Fault(
+        "cmab_kernels/intention/kernels/prefix.py",
+        "    if base is not None:",
+        "    if False:",
+        f"{KERNELS}::test_prefixes_of_several_runs_on_top_of_a_state",
+    ),
+    "a key that is not part of its own prefix backward": Fault(
+        "cmab_kernels/intention/kernels/prefix.py",
+        "slopes = total[None, :, :] + tl.cumsum(tile, 0)",
+        "slopes = total[None, :, :] + tl.cumsum(tile, 0) - tile",
+        f"{KERNELS}::test_prefixes",
+    ),
+    "a scan that adds a run's own total before it": Fault(
+        "cmab_kernels/intention/kernels/scan.py",
+        "taken = tl.where(order > 0, step - passed, step + passed)",
+        "taken = step",
+        f"{KERNELS}::test_prefixes_of_several_runs_on_top_of_a_state",
+    ),
 }
 
 FAULTS = {**IN_CPP, **IN_CUDA, **IN_PYTHON, **IN_TRITON}

@@ -2,11 +2,13 @@
 
 - `sums`   K'WK and K'WV, and those added to a state
 - `rows`   their gradients, and rows times a matrix
+- `prefix` the sums over all prefixes and their gradient; `scan` adds up matrices along time
 - `launch` precision of the matrix products, block sizes, runs of keys
 """
 
 from ...triton_common import unsupported
+from .prefix import prefix_ridge, prefix_ridge_backward
 from .rows import apply_rows, gram_backward
 from .sums import gram, ridge_update
 
-__all__ = ["apply_rows", "gram", "gram_backward", "ridge_update", "unsupported"]
+__all__ = ["apply_rows", "gram", "gram_backward", "prefix_ridge", "prefix_ridge_backward", "ridge_update", "unsupported"]

@@ -28,7 +28,7 @@ from ...triton_common import (
     triton_dtype,
 )
 from ..state import count_keys
-from .launch import GramTiles, cut_keys, gram_products, gram_tiles, row_strides
+from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
 """The keys that are summed in float32 before the sum is added to a float64 total: a million additions in float32 cost four digits."""
@@ -248,13 +248,9 @@ def _sums(
     count: Tensor | None,
 ) -> Sums:
     """The `parts` of the sums, added to those `before`, which are sums and a number of keys or None; `count` is filled with the latter."""
-    mask = mask_bytes(key_padding_mask)
-    shape = *key.shape, value.shape[-1]
-    *_, D, E = shape
-    launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
-    inputs = key, value, weights, mask
+    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, exact)
     with on_device(key):
-        if tiles.TILE_D >= D and tiles.TILE_E >= E:
+        if _both_at_once(tiles, shape):
             return _in_one_pass(launch, tiles, inputs, shape, parts, before, count)
         gram_before, moment_before, count_before = before
         gram = _in_one_pass(launch, tiles, inputs, shape, (True, False), (gram_before, None, count_before), count)[0] if parts[0] else None
@@ -262,38 +258,79 @@ def _sums(
     return gram, moment
 
 
+def sums_of_runs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, cut: Cut) -> tuple[Tensor, Tensor]:
+    """K'WK and K'WV of each run of keys, formed in float64: (B, H, runs, D, *)."""
+    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, True)
+    with on_device(key):
+        if _both_at_once(tiles, shape):
+            gram, moment = _of_runs(launch, tiles, inputs, shape, (True, True), cut, _NOTHING, None)
+        else:
+            gram, _ = _of_runs(launch, tiles, inputs, shape, (True, False), cut, _NOTHING, None)
+            _, moment = _of_runs(launch, tiles, inputs, shape, (False, True), cut, _NOTHING, None)
+    B, H, _, D, E = shape
+    return gram.view(B, H, cut.runs, D, D), moment.view(B, H, cut.runs, D, E)
+
+
+def _prepared(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool) -> tuple[Any, ...]:
+    """The kernel for these inputs, its tiles, the inputs as it takes them, and their extents B, H, N, D, E."""
+    *_, D = key.shape
+    E = value.shape[-1]
+    launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
+    return launch, tiles, (key, value, weights, mask_bytes(key_padding_mask)), (*key.shape, E)
+
+
+def _both_at_once(tiles: GramTiles, shape: Any) -> bool:
+    """Whether a tile holds all columns, so that one pass over the keys gives both sums."""
+    *_, D, E = shape
+    return tiles.TILE_D >= D and tiles.TILE_E >= E
+
+
 def _in_one_pass(
     launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None
 ) -> Sums:
     """As `_sums`, reading the keys once; `shape` is B, H, N, D, E. What was before is added by the same kernel if the keys are one run."""
+    *_, N, D, _ = shape
+    cut = cut_keys(N, D, _programs(tiles, shape, parts))
+    if cut.runs == 1:
+        return _of_runs(launch, tiles, inputs, shape, parts, cut, before, count)
+    gram, moment = _of_runs(launch, tiles, inputs, shape, parts, cut, _NOTHING, count)
+    if count is not None and before[2] is not None:
+        count += before[2]
+    return _over_runs(gram, before[0]), _over_runs(moment, before[1])
+
+
+def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
+    """The programs that a run of the keys takes."""
+    *_, D, E = shape
+    down = -(-D // tiles.TILE_D)
+    return down * (down if parts[0] else -(-E // tiles.TILE_E))
+
+
+def _of_runs(
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], cut: Cut, before: Any, count: Tensor | None
+) -> Sums:
+    """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) of a single one."""
     key, value, weights, mask = inputs
     B, H, N, D, E = shape
-    down, across = -(-D // tiles.TILE_D), -(-E // tiles.TILE_E)
-    programs = down * (down if parts[0] else across)
-    runs, length = cut_keys(N, D, programs)
-    over = (B, H) if runs == 1 else (B, H, runs)
+    over = (B, H) if cut.runs == 1 else (B, H, cut.runs)
     gram = key.new_empty(*over, D, D, dtype=torch.float64) if parts[0] else None
     moment = key.new_empty(*over, D, E, dtype=torch.float64) if parts[1] else None
     launch(
-        B * H * runs * programs,
+        B * H * cut.runs * _programs(tiles, shape, parts),
         key,
         value,
         weights,
         mask,
-        *(before if runs == 1 else _NOTHING),
+        *before,
         gram,
         moment if E else None,
         count,
         (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
         H,
         N,
-        (runs, length),
+        tuple(cut),
     )
-    if runs == 1:
-        return gram, moment
-    if count is not None and before[2] is not None:
-        count += before[2]
-    return _over_runs(gram, before[0]), _over_runs(moment, before[1])
+    return gram, moment
 
 
 def _over_runs(parts: Tensor | None, before: Tensor | None) -> Tensor | None:
