@@ -20,7 +20,7 @@ test: $(VENV)/.test
 nightly: $(VENV)/.test
 	$(PYTEST) -m "nightly or not nightly"
 
-# Plants faults one at a time, and prints which test caught each: make mutants > tests/mutations/CAUGHT.md
+# Plants the faults that tests/mutations/CAUGHT.md does not know or that have changed, one at a time, and writes there what caught each.
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutations
 

@@ -68,6 +68,14 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.fixture(params=_instruction_sets()[:-1])
+def narrow_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same for those that are not the best of this processor."""
+    monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
+    assert load().instruction_set() == request.param
+    return request.param
+
+
 def _operator_set(path: Path) -> str:
     """Return the operator set whose tests lie in this folder: nystrom.continual for tests/nystrom/continual."""
     name = ".".join(path.parent.relative_to(TESTS).parts)

@@ -18,6 +18,7 @@ from torch import Tensor
 from cmab_kernels.attention import kernels, schema
 from cmab_kernels.attention.kernels import runs
 from cmab_kernels.attention.kernels.launch import backward_keys_tiles
+from cmab_kernels.attention.kernels.rows import sum_runs
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 from cmab_kernels.testing.cubin import as_if_on
 from cmab_kernels.triton_common import Products
@@ -125,6 +126,14 @@ def test_several_runs(dtype: torch.dtype, keys: int) -> None:
     Case(*_inputs(1, 2, 5, keys, 16, 8, dtype)).check(TOLERANCE[dtype])
 
 
+def test_many_runs() -> None:
+    """The gradient of the queries is the sum of what all runs have of it, which are read in several chunks."""
+    cut = runs.cut_keys(1, 3, 70_000, False)
+    shares, dquery = torch.randn(cut.slots, 2, 3, 5, dtype=torch.float64), torch.empty(1, 2, 3, 5, dtype=torch.float64)
+    sum_runs(shares, None, dquery, (1, 2, 3, 70_000), (cut.runs, cut.most_runs), 0.5)
+    assert cut.slots > 64 and torch.allclose(dquery[0], 0.5 * shares.sum(0), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])
 def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
@@ -184,6 +193,16 @@ def test_masks_hide_nan(masked: slice) -> None:
     case.check(1e-12)
     for grad in case.grads[1:]:
         assert grad[1, :, masked].eq(0).all()
+
+
+def test_ignored_keys_have_no_gradient_of_a_bad_query() -> None:
+    """Even where the incoming gradient of a query is NaN, which reaches all other keys."""
+    q, k, v = _inputs(1, 1, 5, 70, 8, 4, torch.float64)
+    dout = torch.randn(1, 1, 5, 4).double()
+    dout[:, :, 2] = math.nan
+    mask = torch.arange(70)[None] % 3 == 0
+    for grad in Case(q, k, v, mask, cotangents=(dout, torch.zeros(1, 1, 5).double())).grads[1:]:
+        assert grad[:, :, mask[0]].eq(0).all() and grad[:, :, ~mask[0]].isnan().all()
 
 
 def test_a_mask_of_any_strides() -> None:

@@ -324,14 +324,17 @@ def test_more_than_65535_heads() -> None:
     assert torch.allclose(out.double(), right[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, right[1], rtol=1e-5, atol=1e-6)
 
 
-def test_offsets_beyond_32_bits() -> None:
-    """Two keys lie 2^31 elements apart: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
-    query = torch.randn(1, 1, 3, 2, dtype=torch.float32)
+@pytest.mark.parametrize("apart", [0, 1, 2])
+def test_offsets_beyond_32_bits(apart: int) -> None:
+    """Two batch elements, heads or keys lie 2^31 elements apart: an offset of 32 bits would wrap. Memory between them is never touched."""
+    shape, strides = [1, 1, 1, 2], [0, 0, 0, 1]
+    shape[apart], strides[apart] = 2, 2**31
+    query = torch.randn(*shape[:2], 3, 2)
     with tempfile.TemporaryFile() as sparse:
         sparse.truncate((2**31 + 2) * 4)
         memory = torch.frombuffer(mmap.mmap(sparse.fileno(), 0), dtype=torch.float32)
-        far = memory.as_strided((1, 1, 2, 2), (0, 0, 2**31, 1))
-        far.copy_(torch.randn(1, 1, 2, 2))
+        far = memory.as_strided(shape, strides)
+        far.copy_(torch.randn(shape))
         assert all(
             torch.equal(a, b) for a, b in zip(_everything(query, far, far), _everything(query, far.clone(), far.clone()), strict=True)
         )

@@ -92,6 +92,7 @@ def test_removal_flags_what_cancelled() -> None:
     assert not from_nothing.reliable.any() and from_nothing.state.lse.eq(-math.inf).all()
     nothing = ck.remove_from_state(state, q, k[:, :, :0], v[:, :, :0])
     assert nothing.reliable.all() and torch.equal(nothing.state.out, state.out) and torch.equal(nothing.state.lse, state.lse)
+    assert ck.remove_from_state(ck.empty_state(1, 1, 1, 3), q, k[:, :, :0], v[:, :, :0]).reliable.all()
 
 
 def test_removal_has_gradients() -> None:

@@ -37,6 +37,13 @@ def test_sums_are_float64_and_exact(impl: str, dtype: torch.dtype) -> None:
     assert torch.equal(state.gram, state.gram.mT)
 
 
+def test_ignored_keys_are_not_counted(impl: str) -> None:
+    ignored = torch.rand(2, 30) < 0.3
+    before = RidgeState(torch.eye(4).double().expand(2, 3, 4, 4), torch.zeros(2, 3, 4, 5).double(), torch.arange(6).view(2, 3))
+    state = ck.ridge_state(*_rows(30), state=before, key_padding_mask=ignored, impl=impl)
+    assert torch.equal(state.count, before.count + (~ignored).sum(1, keepdim=True))
+
+
 def test_every_split_gives_the_same_state(impl: str) -> None:
     k, v = _rows(11, torch.float32)
     whole = ck.ridge_state(k, v, impl=impl)

@@ -115,6 +115,14 @@ def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("bias", [math.inf, -math.inf])
+def test_an_infinite_feature_sends_back_a_number(bias: float) -> None:
+    dy, x, *parameters = feed_forward(activation="gelu")
+    parameters[3][7] = bias
+    grads = kernels.feed_forward_layer_backward(dy, x, *parameters, EPS, "gelu", (True,) * 7)
+    assert grads[0].isfinite().all() and grads[3].isfinite().all()
+
+
 # ---- attention
 
 

@@ -75,6 +75,15 @@ def test_points_in_pieces_masked_or_forgotten(kind: type[NeuralProcess]) -> None
         close(values(model.predict(left, target_x)), at_once)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not IncTNP])
+def test_one_of_two_equal_points_is_forgotten(kind: type[NeuralProcess]) -> None:
+    model, (x, y, target_x, _) = made(kind), batch()
+    with torch.no_grad():
+        twice = model.condition(torch.cat([x, x[:, :1]], 1), torch.cat([y, y[:, :1]], 1))
+        left = model.forget(twice, x[:, :1], y[:, :1])
+        close(values(model.predict(left, target_x)), values(model(x, y, target_x)))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_likelihood_of_blocks_is_a_chain_of_predictions(kind: type[NeuralProcess]) -> None:
     model, given = made(kind), batch()

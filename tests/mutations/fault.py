@@ -16,3 +16,5 @@ class Fault(NamedTuple):
     """What is planted in its place."""
     caught_by: str
     """The arguments of pytest for the tests that must catch it: few and quick ones."""
+    vectors: str = ""
+    """The instruction set whose kernels alone have the fault, for one in C++; "": the one in use."""

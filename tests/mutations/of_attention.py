@@ -13,6 +13,7 @@ PREFIX = "tests/attention/prefix/test_suite.py"
 PREFIX_KERNELS = "tests/attention/prefix/test_kernels.py"
 PROJECTED = "tests/attention/projected/test_suite.py"
 PROJECTED_KERNELS = "tests/attention/projected/test_kernels.py"
+NARROW = "tests/test_instruction_sets.py::test_accuracy"
 
 IN_CPP = {
     "a mask off by one": Fault(
@@ -46,7 +47,7 @@ IN_CPP = {
         "csrc/attention/forward_kernel.h",
         "store(state.sum + at, load<V>(state.sum + at) * factor);",
         "store(state.sum + at, load<V>(state.sum + at));",
-        "tests/attention/test_promises.py -k 'extreme_logits and native'",
+        f"{SUITE}::test_accuracy -k 'native and ten'",
     ),
     "a wrong stride": Fault(
         "csrc/attention/plan.h",
@@ -73,7 +74,7 @@ IN_CPP = {
         "csrc/attention/forward.cpp",
         "groups_[g + heads].first_row == group.first_row)",
         "groups_[g + heads].first_row >= 0)",
-        f"{NATIVE}::test_many_queries",
+        f"{NATIVE}::test_same_bits_for_any_threads_and_alone",
     ),
     "pieces of the keys that are not merged": Fault(
         "csrc/attention/merge.h",
@@ -113,7 +114,7 @@ IN_CPP = {
         "csrc/attention/backward.cpp", "* in_.keys + head.set.first + key;", "* in_.keys + key;", f"{NATIVE}::test_packed_sets"
     ),
     "a lost gradient through lse": Fault(
-        "csrc/attention/backward.cpp", "{-*dlse_.at<double>(head.b, head.h, first + row)};", "{};", f"{SUITE}::test_accuracy -k native"
+        "csrc/attention/backward.cpp", "{-*dlse_.at<double>(head.b, head.h, first + row)};", "{};", f"{NATIVE}::test_widths"
     ),
     "a gradient of an ignored key, in bfloat16": Fault(
         "csrc/attention/bf16_backward.h", "_mm512_maskz_loadu_ps(kept ? mask : 0, row + c)", "_mm512_maskz_loadu_ps(mask, row + c)", BF16
@@ -143,7 +144,7 @@ IN_CPP = {
         "csrc/prefix/forward_kernel.h",
         "state.sum[row] = T(__builtin_exp2(lse - double(state.reference[row])));",
         "state.sum[row] = 1;",
-        f"{PREFIX} -k 'native and IncomingState'",
+        f"{PREFIX}::test_a_state_that_nothing_is_added_to_stays",
     ),
     "a chunk that shares another's mask": Fault(
         "csrc/projected/projection.h",
@@ -159,6 +160,75 @@ IN_CPP = {
         "rows, to[0].weight[i]);",
         "rows, to[0].weight[0]);",
         f"{PROJECTED} -k 'native and accuracy'",
+    ),
+    "halves of a vector that change places, with AVX2": Fault(
+        "csrc/attention/forward_kernel.h",
+        "_mm256_set_m128(_mm256_cvtpd_ps(high * factor), _mm256_cvtpd_ps(low * factor))",
+        "_mm256_set_m128(_mm256_cvtpd_ps(low * factor), _mm256_cvtpd_ps(high * factor))",
+        f"{NARROW} -k 'avx2 and attention-TestAttentionState'",
+        "avx2",
+    ),
+    "a key too many, with AVX2": Fault(
+        "csrc/attention/forward_kernel.h",
+        "s[r][c] = k + r < count ? s[r][c]",
+        "s[r][c] = k + r <= count ? s[r][c]",
+        f"{NATIVE}::test_borders_of_tiles_and_pieces -k avx2",
+        "avx2",
+    ),
+    "a key too many, without AVX": Fault(
+        "csrc/attention/forward_kernel.h",
+        "s[r][c] = k + r < count ? s[r][c]",
+        "s[r][c] = k + r <= count ? s[r][c]",
+        f"{NATIVE}::test_borders_of_tiles_and_pieces -k portable",
+        "portable",
+    ),
+    "NaN that a maximum drops, with AVX2": Fault(
+        "csrc/common/simd.h",
+        "return _mm256_max_ps(a, b);",
+        "return _mm256_max_ps(b, a);",
+        f"{NATIVE}::test_a_bad_query_stays_in_its_row -k avx2",
+        "avx2",
+    ),
+    "any lane taken for all of them, with AVX2": Fault(
+        "csrc/common/simd.h",
+        "_mm256_movemask_epi8((__m256i)mask) != 0;",
+        "_mm256_movemask_epi8((__m256i)mask) == -1;",
+        f"{NATIVE}::test_a_key_of_another_size -k avx2",
+        "avx2",
+    ),
+    "a last lane that is not loaded, with AVX2": Fault(
+        "csrc/common/lanes.h",
+        "for (int64_t i = 0; i < count; ++i) x[i] = from[i];",
+        "for (int64_t i = 0; i + 1 < count; ++i) x[i] = from[i];",
+        f"{NARROW} -k 'avx2 and attention.prefix'",
+        "avx2",
+    ),
+    "sums of prefixes that are not rescaled, with AVX2": Fault(
+        "csrc/prefix/forward_kernel.h", "x *= stretch->factors[lane + r];", "(void)x;", f"{NARROW} -k 'avx2 and attention.prefix'", "avx2"
+    ),
+    "a logarithm of too few terms": Fault(
+        "csrc/prefix/rows.h", "for (int n = kSingle ? 9 : 21;", "for (int n = kSingle ? 3 : 7;", f"{PREFIX} -k 'native and accuracy'"
+    ),
+    "keys past whole steps that are not scored": Fault(
+        "csrc/prefix/rows.h",
+        "for (; k < last; ++k) function(std::integral_constant<int, 1>{}, k);",
+        "for (; k + 1 < last; ++k) function(std::integral_constant<int, 1>{}, k);",
+        f"{PREFIX} -k 'native and accuracy'",
+    ),
+    "lse of prefixes in another's rows": Fault(
+        "csrc/prefix/prefix.cpp", "lse + head * rows};", "lse};", f"{PREFIX} -k 'native and accuracy'"
+    ),
+    "= for += of an incoming state's gradient": Fault(
+        "csrc/prefix/backward_kernel.h",
+        "slope += double(a) * (apart",
+        "slope = double(a) * (apart",
+        f"{PREFIX} -k 'native and IncomingState'",
+    ),
+    "a slope of few keys from a vector of columns alone": Fault(
+        "csrc/prefix/backward_kernel.h",
+        "products[r] += load<V>(a + r * width + e) * load<V>(value.rows + k * value.stride + e);",
+        "products[r] = load<V>(a + r * width + e) * load<V>(value.rows + k * value.stride + e);",
+        f"{PREFIX} -k 'native and accuracy'",
     ),
 }
 
@@ -266,7 +336,7 @@ IN_TRITON = {
         "cmab_kernels/attention/kernels/backward.py",
         "tile = tl.where(keep[:, None], tile, 0.0)",
         "tile = tile + 0.0",
-        f"{KERNELS} -k 'mask'",
+        f"{KERNELS}::test_ignored_keys_have_no_gradient_of_a_bad_query",
     ),
     "a lost gradient through lse, in Triton": Fault(
         "cmab_kernels/attention/kernels/rows.py",
@@ -284,7 +354,7 @@ IN_TRITON = {
         "cmab_kernels/attention/kernels/rows.py",
         "total += tl.sum(tl.load(shares",
         "total = tl.sum(tl.load(shares",
-        f"{KERNELS}::test_several_runs",
+        f"{KERNELS}::test_many_runs",
     ),
     "a run that begins where the set does": Fault(
         "cmab_kernels/attention/kernels/runs.py",

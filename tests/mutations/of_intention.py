@@ -30,7 +30,10 @@ IN_CPP = {
         "csrc/gram/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", f"{NATIVE}::test_widths"
     ),
     "masked keys that are counted": Fault(
-        "csrc/gram/sums.cpp", "key * in.ignored_stride[1]] != 0;", "key * in.ignored_stride[1]] > 1;", f"{SUITE}::TestRidgeState {STATE}"
+        "csrc/gram/sums.cpp",
+        "key * in.ignored_stride[1]] != 0;",
+        "key * in.ignored_stride[1]] > 1;",
+        f"{STATE}::test_ignored_keys_are_not_counted",
     ),
     "an overflow that stays": Fault(
         "csrc/gram/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", f"{NATIVE}::test_sums_beyond_float32"
@@ -60,19 +63,26 @@ IN_CPP = {
         f"{SOLVE}::test_every_width",
     ),
     "a condition that is judged by half of its columns": Fault(
-        "csrc/solve/lanes.h", "sum[j] += size * unit;", "sum[j] += T(0) * size;", f"{SOLVE}::test_the_condition_is_judged"
+        "csrc/solve/lanes.h", "sum[j] += size * unit;", "sum[j] += T(0) * size;", f"{SOLVE}::test_the_norm_is_that_of_whole_columns"
     ),
     "NaNs past the end of a system": Fault(
         "csrc/solve/rows.h",
         "for (int64_t i = order_ * kWidth; i < columns_ * kWidth; ++i) strip_[i] = 0;",
         "",
-        f"{SOLVE} -k 'infinity_over_a_number or bad_right_hand_side'",
+        f"{SOLVE}::test_an_infinity_over_a_number",
     ),
     "a pivot that may be infinite": Fault(
         "csrc/solve/rows.h",
         "positive &= pivot > 0 && pivot < T(kInfinity);",
         "positive &= pivot > 0;",
         f"{SOLVE}::test_a_bad_matrix_leaves_its_neighbours_alone",
+    ),
+    "a square root of twelve bits, with AVX2": Fault(
+        "csrc/common/lanes.h",
+        "return _mm256_sqrt_ps((__m256)x);",
+        "return _mm256_rcp_ps(_mm256_rsqrt_ps((__m256)x));",
+        f"{SOLVE}::test_every_width -k avx2",
+        "avx2",
     ),
 }
 

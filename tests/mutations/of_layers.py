@@ -8,6 +8,7 @@ SUITE = "tests/layers/test_suite.py"
 BLOCK = "tests/layers/test_block.py"
 REFERENCE = "tests/layers/test_reference.py"
 KERNELS = "tests/layers/test_kernels.py"
+NARROW = "tests/test_instruction_sets.py::test_accuracy"
 
 IN_CPP = {
     "columns past the last in a norm": Fault(
@@ -70,6 +71,67 @@ IN_CPP = {
         "if (sets >= 0) return;\n#pragma omp barrier",
         f"{BLOCK}::test_strides_and_threads_change_no_bit",
     ),
+    "columns past the last in a norm, with AVX2": Fault(
+        "csrc/linear/norm.h",
+        "const V apart = within(width, d, Tiles<T>::load_at(rows, first + r, d) - mean[r]);",
+        "const V apart = Tiles<T>::load_at(rows, first + r, d) - mean[r];",
+        f"{NARROW} -k 'avx2 and layers'",
+        "avx2",
+    ),
+    "a norm's gradient of its weight without the deviation": Fault(
+        "csrc/linear/norm.h",
+        "of_weight += dy * within(width, d, (load<V>(row_of<T>(rows, row) + d) - found.mean) * found.scale);",
+        "of_weight += dy * within(width, d, load<V>(row_of<T>(rows, row) + d) - found.mean);",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a folded norm without its scale": Fault(
+        "csrc/linear/fold.h", "to[c] = each * by[c];", "to[c] = each;", f"{BLOCK}::test_one_call_is_its_operators"
+    ),
+    "= for += of a folded shift's gradient": Fault(
+        "csrc/linear/fold.h", "of_shift[c] += of_bias * each;", "of_shift[c] = of_bias * each;", f"{BLOCK}::test_one_call_is_its_operators"
+    ),
+    "gradients of the first piece of the rows alone": Fault(
+        "csrc/linear/tiles.h",
+        "for (int piece = 0; piece < pieces; ++piece)",
+        "for (int piece = 0; piece < (pieces > 0); ++piece)",
+        f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a bias of the first vector of columns for all": Fault(
+        "csrc/linear/products.h",
+        "load<V>(bias + c * kLanes) : V{};",
+        "load<V>(bias) : V{};",
+        f"{SUITE}::TestAttentionLayer::test_accuracy -k native",
+    ),
+    "queries of the first set alone": Fault(
+        "csrc/layers/block_stack.cpp",
+        "for (int64_t b = 1; b < n.copies(); ++b) std::memcpy(",
+        "for (int64_t b = n.copies(); b < n.copies(); ++b) std::memcpy(",
+        f"{BLOCK}::test_one_call_is_its_operators",
+    ),
+    "= for += over the batch": Fault(
+        "csrc/layers/block_stack.cpp",
+        "if (i) kernel.add_tile(tiles.part, count, width, tiles.sum);",
+        "if (i) kernel.load(n.dtype, from, count, width, nullptr, 0, tiles.sum);",
+        f"{BLOCK}::test_one_call_is_its_operators",
+    ),
+    "latents between blocks that send nothing back": Fault(
+        "csrc/layers/block_stack.cpp",
+        "if (dbetween && k < n_.depth - 1)",
+        "if (dbetween && k >= n_.depth)",
+        f"{BLOCK}::test_the_latents_after_every_block",
+    ),
+    "rows of a second set taken for the first one's": Fault(
+        "csrc/layers/projection.h",
+        "(batch * heads * rows + at) * width, sums)",
+        "(batch * rows + at) * width, sums)",
+        f"{SUITE}::TestAttentionLayer::test_accuracy -k native",
+    ),
+    "a branch whose gradient replaces the others'": Fault(
+        "csrc/layers/projection.h",
+        "source_.width, nullptr, i > 0, tiles.dnormed);",
+        "source_.width, nullptr, false, tiles.dnormed);",
+        f"{SUITE}::TestSelfAttentionLayer::test_accuracy -k native",
+    ),
 }
 
 IN_PYTHON = {
@@ -131,7 +193,7 @@ IN_TRITON = {
         "cmab_kernels/layers/kernels/activation.py",
         "tl.where(density == 0, 0.0, gates * density)",
         "gates * density",
-        f"{KERNELS}",
+        f"{KERNELS}::test_an_infinite_feature_sends_back_a_number",
     ),
     "an output projection without its bias": Fault(
         "cmab_kernels/layers/kernels/projections.py",

@@ -1,7 +1,7 @@
 """A process that has imported torch and pytest once, and runs tests in forks of itself: to start anew takes longer than most tests do.
 
-It reads a request a line, as JSON: `folder`, the tree whose tests run, `arguments` of pytest, `environment` to be set, `log`, the file for
-what is printed, and `limit` in seconds. It answers each with a line: the exit code, or a signal's number, negative.
+It reads a request a line, as JSON: `folder`, the tree whose tests run, `arguments` of pytest, `log`, the file for what is printed, and
+`limit` in seconds. It answers each with a line: the exit code, or a signal's number, negative.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 import pytest
-import torch  # the slowest import of all
+import torch
+import torch._dynamo  # what the tests use of it, and what takes longest to import
 
 
 def answer(request: dict[str, Any]) -> int:
@@ -23,11 +24,10 @@ def answer(request: dict[str, Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run(folder: str, arguments: list[str], environment: dict[str, str], log: str, limit: int) -> None:
+def run(folder: str, arguments: list[str], log: str, limit: int) -> None:
     """Run the tests in this process, and end it."""
     signal.alarm(limit)  # the default action of its signal ends the process
     os.chdir(folder)
-    os.environ.update(environment)
     sys.path[:0] = [folder, os.path.join(folder, "python")]
     with open(log, "w") as file:
         for stream in (1, 2):

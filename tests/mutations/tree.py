@@ -43,11 +43,12 @@ class Outcome(NamedTuple):
 
 
 class Tree:
-    """A copy of the tree in `folder`, which is made anew."""
+    """A copy of the tree in `folder`, which is made anew; `flags` are added to those of the compiler."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._server: subprocess.Popen[str] | None = None
+    def __init__(self, folder: Path, flags: str = QUICKLY) -> None:
+        self.folder, self.flags = folder, flags
+        self._servers: dict[bool, subprocess.Popen[str]] = {}
+        self._staying: dict[str, str] = {}
         shutil.rmtree(folder, ignore_errors=True)
         for name in COPIED:
             source, to = ROOT / name, folder / name
@@ -73,26 +74,30 @@ class Tree:
         source.write_text(right.replace(fault.right, fault.wrong))
         try:
             if fault.path.startswith("csrc") and source.suffix in (".h", ".cpp"):
-                self._link(_steps_of(fault.path))
+                self.link(steps_of(fault.path, fault.vectors))
             yield
         finally:
             source.write_text(right)
             if fault.path.startswith("csrc"):
                 shutil.copy(_extension(), self.folder / "cmab_kernels")
 
-    def _link(self, steps: list[dict[str, Any]]) -> None:
-        """Compile the objects of these steps anew, and link the extension with them and the others of the build."""
+    def link(self, steps: list[dict[str, Any]], *, stay: bool = False) -> None:
+        """Compile the objects of these steps anew, and link the extension with them; if they `stay`, every later one as well."""
+        folder = self.folder / ("objects" if stay else "planted")
+        folder.mkdir(exist_ok=True)
         made = {}
         for step in steps:
             name = Path(step["output"]).relative_to(_objects()).as_posix().replace("/", "-")
-            made[step["output"]] = str(self.folder / name)
+            made[step["output"]] = str(folder / name)
             command = step["command"].replace(f"{ROOT}/csrc", f"{self.folder}/csrc").replace(step["output"], made[step["output"]])
-            _run(f"{command} {QUICKLY}")
+            _run(f"{command} {self.flags}")
+        if stay:
+            self._staying = made
         (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
         extension = self.folder / "cmab_kernels" / _extension().name
         extension.unlink()  # a process that still reads it goes on
-        made[linking["output"]] = str(extension)
-        _run(" ".join(made.get(word, word) for word in linking["command"].split()))
+        renamed = {**self._staying, **made, linking["output"]: str(extension)}
+        _run(" ".join([renamed.get(word, word) for word in linking["command"].split()] + [self.flags]))
 
     def _tested(self, tests: str) -> tuple[str, str]:
         """What caught the fault, or "", and what the tests printed."""
@@ -100,33 +105,34 @@ class Tree:
         request = {
             "folder": str(self.folder),
             "arguments": ["-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *shlex.split(tests)],
-            "environment": {"TRITON_INTERPRET": "1"} if "test_kernels" in tests else {},
             "log": str(log),
             "limit": LIMIT,
         }
-        code = self._answer(request)
+        code = self._answer(request, "test_kernels" in tests)
         output = log.read_text(errors="replace")
         if code < 0:
             return f"no end after {LIMIT} s" if code == -signal.SIGALRM else f"ended by signal {-code}", output
-        failed = re.findall(r"^FAILED (\S+)", output, re.M)
+        failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", output, re.M)
         return failed[0] if code == 1 and failed else "", output
 
-    def _answer(self, request: dict[str, Any]) -> int:
-        """The exit code of tests that run in a fork of the server."""
-        if self._server is None:
+    def _answer(self, request: dict[str, Any], interpret: bool) -> int:
+        """The exit code of tests that run in a fork of a server: one is for Triton's interpreter, one for all else."""
+        if interpret not in self._servers:
             kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
             kept |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+            kept |= {"CMAB_EMULATED_FLAGS": QUICKLY} | ({"TRITON_INTERPRET": "1"} if interpret else {})
             command = [sys.executable, str(Path(__file__).parent / "server.py")]
-            self._server = subprocess.Popen(command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        return int(self._server.stdout.readline())
+            self._servers[interpret] = subprocess.Popen(command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        server = self._servers[interpret]
+        assert server.stdin is not None and server.stdout is not None
+        print(json.dumps(request), file=server.stdin, flush=True)
+        return int(server.stdout.readline())
 
     def close(self) -> None:
-        """End the server."""
-        if self._server is not None:
-            self._server.communicate()
-            self._server = None
+        """End the servers."""
+        for server in self._servers.values():
+            server.communicate()
+        self._servers.clear()
 
 
 def _extension() -> Path:
@@ -156,18 +162,20 @@ def _steps() -> list[dict[str, Any]]:
     return steps
 
 
-def _steps_of(path: str) -> list[dict[str, Any]]:
-    """The steps that compile an object which reads the file `path`.
+def steps_of(path: str = "", vectors: str = "") -> list[dict[str, Any]]:
+    """The steps that compile an object which reads the file `path`, by default all.
 
-    Objects of kernels are those for the instruction set in use alone, and of kernels for bfloat16, whose engines are chosen among, all.
+    Objects of kernels are those for the instruction set `vectors` alone, by default the one in use, and of kernels for bfloat16, whose
+    engines are chosen among, all.
     """
-    vectors, engines = ("portable", "avx2", "avx512"), ("avx512bf16", "amx", "amx_emulated")
-    used = max((name for name in load().instruction_sets() if name in vectors), key=vectors.index)
-    others, reads = {*vectors, *(() if "bf16" in path else engines)} - {used}, _reads()
+    sets, engines = ("portable", "avx2", "avx512"), ("avx512bf16", "amx", "amx_emulated")
+    used = vectors or max((name for name in load().instruction_sets() if name in sets), key=sets.index)
+    others, reads = {*sets, *(() if "bf16" in path else engines)} - {used}, _reads()
     found = []
     for step in _steps():
         name = Path(step["output"]).name.removesuffix(".cpp.o")
-        if ROOT / path in reads.get(step["output"], ()) and name.partition("kernels_")[2] not in others:
+        reads_it = ROOT / path in reads.get(step["output"], ()) if path else step["output"] in reads
+        if reads_it and name.partition("kernels_")[2] not in others:
             found.append(step)
     return found
 

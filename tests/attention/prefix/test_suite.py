@@ -173,6 +173,15 @@ class TestIncomingState(Variant):
 # ---- what is the operator's own
 
 
+def test_a_state_that_nothing_is_added_to_stays(impl: str) -> None:
+    """Keys of no weight beside it leave an incoming state its lse to a rounding of 1 in float32, not to one of lse."""
+    query, rows = torch.zeros(1, 2, 20, 4), torch.randn(1, 2, 9, 4)
+    state = ck.AttentionState(torch.randn(1, 2, 20, 4), 1000 + torch.rand(1, 2, 20, dtype=torch.float64))
+    found = ck.prefix_attention_states(query, rows, rows, every=4, state=state, impl=impl)
+    assert (found.lse - state.lse.unsqueeze(2)).abs().max() < 1e-6
+    assert (found.out - state.out.unsqueeze(2)).abs().max() < 1e-6
+
+
 def test_flops() -> None:
     q, k, v = (torch.randn(2, 2, n, d, requires_grad=True) for n, d in ((3, 4), (5, 4), (5, 3)))
     with FlopCounterMode(display=False) as forward:

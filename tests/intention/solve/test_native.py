@@ -5,6 +5,7 @@ Both of its paths are tested: one matrix at a time, and a matrix to each vector 
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import tempfile
@@ -166,6 +167,19 @@ def test_the_condition_is_judged(isa: str, dtype: torch.dtype, width: int, scale
     assert {0, 2} <= seen or width == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 64, 80])
+def test_the_norm_is_that_of_whole_columns(isa: str, dtype: torch.dtype, width: int) -> None:
+    """The norm of an arrow is that of its first column, almost all of which lies below the diagonal."""
+    arrow = torch.eye(width, dtype=torch.float64)
+    arrow[0, 1:] = arrow[1:, 0] = (1 - (1 + width**0.5) ** 2 / 6e-2 * torch.finfo(dtype).eps) / (width - 1) ** 0.5
+    gram = arrow.to(dtype)
+    assert 2.5e-2 < torch.linalg.cond(gram.double(), p=1) * torch.finfo(dtype).eps < 3.5e-2
+    for count in (1, 16):
+        many = gram.expand(count, -1, -1)
+        assert native.regularised_solve(many, many, gram.new_zeros(count))[1].eq(2).all()
+
+
 @pytest.mark.parametrize("width", [3, 16, 40, 64, 80])
 def test_condition_1e8_in_float32_has_no_digit(isa: str, width: int) -> None:
     q = _orthogonal(width)
@@ -247,10 +261,14 @@ def test_a_bad_right_hand_side_stays_in_its_column(isa: str, bad: float, width: 
     assert torch.equal(weight, right[0])
 
 
-def test_an_infinity_over_a_number(isa: str) -> None:
-    for count in (1, 16):
-        weight, _ = native.regularised_solve(torch.full((count, 1, 1), 4.0), torch.full((count, 1, 1), math.inf), torch.zeros(count))
-        assert (weight == math.inf).all()
+@pytest.mark.parametrize("width", [1, 17, 65])
+def test_an_infinity_over_a_number(isa: str, width: int) -> None:
+    """It stays one in the last row, where systems are padded."""
+    for count, columns in itertools.product((1, 16), (1, 2)):
+        rhs = torch.zeros(count, width, columns)
+        rhs[:, -1] = math.inf
+        weight, _ = native.regularised_solve((4 * torch.eye(width)).expand(count, -1, -1), rhs, torch.zeros(count))
+        assert (weight[:, -1] == math.inf).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -356,6 +356,15 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
         assert at < spike + window or (error < 1e-4).all(), (at, float(error.max()))
 
 
+@pytest.mark.parametrize("landmarks", [3, None])
+def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
+    """When a token of weight exp(20) leaves, whose value is 0, the row sum has lost its digits, and only the guard on it can see that."""
+    window, spike = 6, 9
+    _, key, value = _tokens(1, 1, 20, 1, 5)
+    key[:, :, spike], value[:, :, spike] = 20.0, 0.0
+    _compare((torch.ones(1, 1, 20, 1), key, value), window, landmarks, [1] * 14, True, fixed=True)
+
+
 @pytest.mark.parametrize("size", [1e4, 1e18, 1e38])
 def test_logits_of_any_size(size: float) -> None:
     """Logits are plus or minus `size`, so that one key has all weight or equal keys share it.

@@ -1,0 +1,62 @@
+"""The table of what caught the planted faults, in CAUGHT.md, which is also what is known of them: a row stays until its fault changes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from .fault import Fault
+from .tree import ROOT
+
+FILE = Path(__file__).with_name("CAUGHT.md")
+HEAD = """# What caught the planted faults
+
+`make mutants` writes this table: {caught} of {number} faults were planted, one at a time, and caught. The last column is a sum of the
+fault, of the file it is planted in and of its tests: while it stays the same, the fault is not planted again. Seconds are those of a busy
+machine.
+
+| fault | file | caught by | seconds | sum |
+|---|---|---|---|---|
+"""
+
+
+class Row(NamedTuple):
+    """What came of a fault."""
+
+    caught_by: str
+    """The first test that failed; "" if none did."""
+    seconds: int
+    sum: str
+
+
+def sum_of(fault: Fault) -> str:
+    """A sum of the fault, the file that it is planted in, and the files of its tests."""
+    found = hashlib.sha256(repr(tuple(fault)).encode() + (ROOT / fault.path).read_bytes())
+    for test in sorted({word.partition("::")[0] for word in shlex.split(fault.caught_by) if word.startswith("tests/")}):
+        files = [ROOT / test] if test.endswith(".py") else sorted((ROOT / test).rglob("*.py"))
+        for file in files:
+            found.update(file.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def read() -> dict[str, Row]:
+    """The rows of the table, by fault."""
+    text = FILE.read_text() if FILE.exists() else ""
+    rows = re.findall(r"^\| (.+?) \| \S+ \| (?:`(.+?)`|nothing) \| (\d+) \| (\w+) \|$", text, re.M)
+    return {name: Row(caught_by, int(seconds), found) for name, caught_by, seconds, found in rows}
+
+
+def write(rows: Mapping[str, Row], faults: Mapping[str, Fault]) -> None:
+    """Write the table of those faults that have a row, in their order, and the names of those that have none."""
+    caught = sum(bool(rows[name].caught_by) for name in faults if name in rows)
+    text = HEAD.format(caught=caught, number=len(faults))
+    for name, fault in faults.items():
+        if name in rows:
+            row = rows[name]
+            text += f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | {row.sum} |\n"
+    left = [name for name in faults if name not in rows]
+    FILE.write_text(text + (f"\nNot planted yet: {', '.join(left)}.\n" if left else ""))
