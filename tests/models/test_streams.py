@@ -66,12 +66,14 @@ def test_between_segments_the_landmarks_are_those_of_the_stream() -> None:
         state = model.get_state()
         assert state is not None
         places = (torch.arange(seen - N, seen)) % (2 * N - 1)
-        window = layer.norm(model.embedding(tokens[:, seen - N : seen]) + model.positions.encodings[places])
-        heads = [part.unflatten(-1, (3, 4)).transpose(1, 2) for part in _projected(layer.attention, window)]
+        window = layer.norm1(model.embedding(tokens[:, seen - N : seen]) + model.positions.encodings[places])
+        heads = [part.unflatten(-1, (3, 4)).transpose(1, 2) for part in _projected(layer.self_attn, window)]
         attended = nystrom_attention(*heads, landmarks=(state.last.landmark_queries, state.last.landmark_keys))[:, :, -1:]
-        features = layer.attention.out_proj(attended.transpose(1, 2).flatten(2))
+        features = layer.self_attn.out_proj(attended.transpose(1, 2).flatten(2))
         newest = model.embedding(tokens[:, seen - 1 : seen]) + model.positions.encodings[places[-1:]]
-        expected = model.head(model.norm(layer.feed_forward(newest + features)))[:, 0]
+        added = newest + features
+        hidden = layer.linear1(layer.norm2(added)).relu()
+        expected = model.head(model.norm(added + layer.linear2(hidden)))[:, 0]
         torch.testing.assert_close(streamed, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -137,17 +139,17 @@ def test_what_is_saved_comes_back_without_the_stream(kind: str, tmp_path: Path) 
 def test_landmarks_are_fitted_layer_by_layer() -> None:
     model, windows = made("fixed", depth=2), stream(N)
     parameters = dict(model.named_parameters())
-    first, second = (layer.attention for layer in model.layers)
+    first, second = (layer.self_attn for layer in model.layers)
     assert isinstance(model, ContinualNystromformer)
     before = first.landmark_keys.clone(), second.landmark_keys.clone()
     model.fit_landmarks(windows, layer=1)
     assert torch.equal(first.landmark_keys, before[0])
     assert not torch.equal(second.landmark_keys, before[1])
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
-    expected = ContinualNystromformer(C, 5, N, dim=12, num_heads=3, landmarks="fixed").double().layers[0].attention
+    expected = ContinualNystromformer(C, 5, N, dim=12, num_heads=3, landmarks="fixed").double().layers[0].self_attn
     expected.load_state_dict({**second.state_dict()})
     features = model.layers[0](model.positions(model.embedding(windows)))
-    expected.fit_landmarks(model.layers[1].norm(features))
+    expected.fit_landmarks(model.layers[1].norm1(features))
     torch.testing.assert_close(second.landmark_keys, expected.landmark_keys)
     model(windows).sum().backward()
     assert first.landmark_queries.grad is not None

@@ -19,6 +19,7 @@ from cmab_models.tasks.series import Series
 from cmab_models.tasks.sets import LeastSquares
 from cmab_models.tasks.streaming import EVERY
 from cmab_models.training.loop import Run, train
+from torch.nn.functional import cross_entropy
 
 
 def test_bands_are_read_row_by_row_and_share_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +45,9 @@ def test_photographs_do_not_tell_by_brightness() -> None:
 
 def test_patches_are_streamed_and_scored() -> None:
     task = Patches(dim=8, batch_size=16)
-    windows, labels = task.batch(seeded(0))
-    assert windows.shape == (16, 64, 16)
-    assert all(torch.equal(*pair) for pair in zip((windows, labels), task.batch(seeded(0)), strict=True))
+    pieces, labels = task.batch(seeded(0))
+    assert pieces.shape == (16, 64 + 16 - 1, 16)
+    assert all(torch.equal(*pair) for pair in zip((pieces, labels), task.batch(seeded(0)), strict=True))
     references = task.references()
     assert references["most frequent"] < 0.1 < references["discriminant"] < 0.5
     data = task.data()
@@ -60,6 +61,23 @@ def test_patches_are_streamed_and_scored() -> None:
     steps = list(task.stream(model))
     assert [step["token"] for step in steps] == list(range(64, 129))
     assert all(0 < step["probability"] < 1 and step["milliseconds"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("system", Patches.systems)
+def test_the_loss_is_that_of_the_steps(system: str) -> None:
+    """Landmarks lag behind the windows of a piece by 0 to 15 tokens: `forward` of the same windows has another loss."""
+    task = Patches(dim=8, batch_size=8)
+    torch.manual_seed(0)
+    model = task.model(system).eval()
+    pieces, labels = task.batch(seeded(0))
+    with torch.no_grad():
+        steps = [scores for token in pieces.unbind(1) if (scores := model.forward_step(token)) is not None]
+        model.clean_state()
+        seen = steps[-1:] if system == "nystromformer" else steps
+        model.positions.set_state(15 if system == "nystromformer" else 0)
+        loss = task.loss(model, (pieces, labels))
+    assert len(steps) == 16
+    torch.testing.assert_close(loss, torch.stack([cross_entropy(scores, labels) for scores in seen]).mean())
 
 
 def test_fixed_landmarks_are_fitted_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +98,7 @@ def test_the_loop_fits_landmarks(tmp_path: Path) -> None:
     before = run.model().state_dict()
     after = train(run)[0].state_dict()
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert changed == {"layers.0.attention.landmark_queries", "layers.0.attention.landmark_keys"}
+    assert changed == {"layers.0.self_attn.landmark_queries", "layers.0.self_attn.landmark_keys"}
 
 
 SHAPES = {
@@ -102,7 +120,7 @@ def test_series_come_with_sktime(name: str) -> None:
     data = task.data()
     assert data.held_out.shape == (len(test), *tokens)
     torch.testing.assert_close(data.held_out.flatten(1), test[:, : tokens[0] * tokens[1] // test.shape[2]].flatten(1))
-    assert task.batch(seeded(0))[0].shape[1:] == (task.sequence_len, tokens[1])
+    assert task.windows(seeded(0))[0].shape[1:] == (task.sequence_len, tokens[1])
 
 
 def test_an_unknown_series_is_named() -> None:

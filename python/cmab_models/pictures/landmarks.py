@@ -39,4 +39,4 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 def _landmarks(model: Any, sequence_len: int) -> int:
     """Return the number of landmarks of the last layer."""
-    return getattr(model.layers[-1].attention, "num_landmarks", sequence_len)
+    return getattr(model.layers[-1].self_attn, "num_landmarks", sequence_len)

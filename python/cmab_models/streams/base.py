@@ -9,39 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import CircularPositionalEncoding, ContinualAttention, ContinualNystromAttention, FeedForward
+from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer
 
 from ..pretrained import Pretrained
-
-
-class Layer(nn.Module):
-    """Attention with the constructor of `torch.nn.MultiheadAttention`, then a perceptron on each token; each after a norm, and added."""
-
-    def __init__(self, attention: nn.Module, dim: int, ff_dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.attention = attention
-        self.feed_forward = FeedForward(dim, ff_dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the features of all tokens (B, N, dim), or (B, 1, dim) of the newest if the attention has a single output."""
-        normed = self.norm(tokens)
-        return self._added(tokens, self.attention(normed, normed, normed, need_weights=False)[0])
-
-    def forward_steps(self, tokens: Tensor) -> Tensor | None:
-        """Take T tokens into the stream of the attention, and return the features of the newest, or None before its window is full."""
-        attention: Any = self.attention
-        attended = attention.forward_steps(self.norm(tokens))
-        return None if attended is None else self._added(tokens, attended[:, -1:])
-
-    def forward_stream(self, tokens: Tensor) -> Tensor:
-        """Return the features (B, T - n + 1, dim) that `forward_steps` of a new stream has for each of T tokens, with gradients."""
-        attention: Any = self.attention
-        return self._added(tokens, attention.forward_stream(self.norm(tokens)))
-
-    def _added(self, tokens: Tensor, attended: Tensor) -> Tensor:
-        result: Tensor = self.feed_forward(tokens[:, -attended.shape[1] :] + attended)
-        return result
 
 
 class StreamState(NamedTuple):
@@ -52,7 +22,7 @@ class StreamState(NamedTuple):
     window: Tensor | None
     """The newest tokens (B, at most n, dim), embedded, for layers that read the window anew; None where there is no such layer."""
     last: Any
-    """The state of the last layer's attention; see `cmab_kernels.nn.ContinualNystromAttention.get_state`."""
+    """The state of the last layer; see `cmab_kernels.nn.ContinualEncoderLayer.get_state`."""
     batch: int
     """B, the number of streams."""
 
@@ -62,34 +32,31 @@ class StreamClassifier(Pretrained):
 
     `forward` takes whole windows; `forward_step` takes the tokens of streams one by one, and `forward_stream` takes them all at once, with
     gradients, and returns the scores of the steps: what is streamed is best trained by it. Layers before the last
-    read the window anew at every step. The last is continual, if its attention is: the newest output of the layers before it is the next
-    token of its stream. With `depth` 1 a step is therefore `forward` of the window, as far as the attention's landmarks follow the window.
-    With more layers it is so for the first full window; later, the older tokens of the last layer are what they were when they were the
-    newest of their windows, where `forward` computes all of them from one window.
+    read the window anew at every step. The last is continual, if it is a `ContinualEncoderLayer`: the newest output of the layers before it
+    is the next token of its stream. With `depth` 1 a step is therefore `forward` of the window, as far as the attention's landmarks follow
+    the window. With more layers it is so for the first full window; later, the older tokens of the last layer are what they were when they
+    were the newest of their windows, where `forward` computes all of them from one window.
 
     Args:
-        attentions: for each layer a module with the arguments and results of `torch.nn.MultiheadAttention`, of width `dim`, batch first.
+        layers: of width `dim`, batch first, and without dropout: layers over a window (B, n, dim), and last one of these or a
+            `cmab_kernels.nn.ContinualEncoderLayer`.
         dim_in: C, columns of the tokens.
         num_classes: columns of the scores.
         sequence_len: n, tokens of the window.
         dim: width of all features.
-        ff_dim: hidden width of the perceptrons; None means 2 dim.
     """
 
-    def __init__(
-        self, attentions: Sequence[nn.Module], dim_in: int, num_classes: int, sequence_len: int, dim: int, ff_dim: int | None
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], dim_in: int, num_classes: int, sequence_len: int, dim: int) -> None:
         super().__init__()
-        if not attentions:
+        if not layers:
             raise ValueError("depth is 0; at least one layer is needed")
         self.dim_in, self.sequence_len = dim_in, sequence_len
         self.embedding = nn.Linear(dim_in, dim)
         self.positions = CircularPositionalEncoding(dim, sequence_len, batch_first=True)
-        self.layers = nn.ModuleList(Layer(attention, dim, 2 * dim if ff_dim is None else ff_dim) for attention in attentions)
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-        continual = isinstance(attentions[-1], ContinualAttention | ContinualNystromAttention)
-        self._over_window = len(attentions) - continual
+        self._over_window = len(layers) - isinstance(layers[-1], ContinualEncoderLayer)
         self._window: Tensor | None = None
         self._batch: int | None = None
 
@@ -99,10 +66,7 @@ class StreamClassifier(Pretrained):
         In training, windows begin at a random place of the positional encoding; in eval mode, at the stream's place.
         """
         self._check(tokens, (self.sequence_len, self.dim_in))
-        features = self.positions(self.embedding(tokens))
-        for layer in self.layers:
-            features = layer(features)
-        return self._scores(features)
+        return self.forward_stream(tokens)[:, 0]
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
         """Return the scores (B, T - n + 1, num_classes) that `forward_step` of new streams has for T >= n tokens (B, T, C), from the first
@@ -121,7 +85,7 @@ class StreamClassifier(Pretrained):
                 read = layer(read)
             windows = read.unflatten(0, windows.shape[:2])
             features = torch.cat([windows[:, 0], windows[:, 1:, -1]], 1)
-        newest = self._last.forward_stream(features) if self._over_window < len(self.layers) else features[:, self.sequence_len - 1 :]
+        newest = self._last(features) if self._is_continual else features[:, self.sequence_len - 1 :]
         scores: Tensor = self.head(self.norm(newest))
         return scores
 
@@ -139,7 +103,7 @@ class StreamClassifier(Pretrained):
         self._batch = token.shape[0]
         embedded = self.positions.forward_step(self.embedding(token)).unsqueeze(1)
         newest = self._read_window(embedded) if self._over_window else embedded
-        if newest is not None and self._over_window < len(self.layers):
+        if newest is not None and self._is_continual:
             newest = self._last.forward_steps(newest)
         return None if newest is None else self._scores(newest)
 
@@ -151,14 +115,14 @@ class StreamClassifier(Pretrained):
         """Return the state of the streams, which later steps do not change, or None before the first token."""
         if self._batch is None:
             return None
-        last = self._last.attention.get_state() if self._over_window < len(self.layers) else None
+        last = self._last.get_state() if self._is_continual else None
         return StreamState(self.positions.get_state(), self._window, last, self._batch)
 
     def set_state(self, state: StreamState | None) -> None:
         """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
         place, window, last, batch = (None,) * 4 if state is None else state
-        if self._over_window < len(self.layers):
-            self._last.attention.set_state(last)
+        if self._is_continual:
+            self._last.set_state(last)
         self.positions.set_state(place)
         self._window, self._batch = window, batch
 
@@ -174,6 +138,10 @@ class StreamClassifier(Pretrained):
     @property
     def _last(self) -> Any:
         return self.layers[-1]
+
+    @property
+    def _is_continual(self) -> bool:
+        return self._over_window < len(self.layers)
 
     def _read_window(self, newest: Tensor) -> Tensor | None:
         """Return what the layers over the window make of it: of all tokens (B, n, dim) when it is first full, of the newest later."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, MultiheadAttention, NystromAttention
+from cmab_kernels.nn import ContinualEncoderLayer, MultiheadAttention, NystromAttention, replace_modules
 
-from .base import Layer, StreamClassifier
+from .base import StreamClassifier
 
 
 class ContinualNystromformer(StreamClassifier):
@@ -57,16 +58,16 @@ class ContinualNystromformer(StreamClassifier):
         ff_dim: int | None = None,
     ) -> None:
         fixed = landmarks == "fixed"
-        options: dict[str, Any] = {"num_landmarks": num_landmarks, "batch_first": True}
-        attentions: list[NystromAttention] = [
-            NystromAttention(dim, num_heads, landmarks="fixed" if fixed else "segments", **options) for _ in range(depth - 1)
-        ]
+        sizes = dim, num_heads, 2 * dim if ff_dim is None else ff_dim
+        over_window = partial(NystromAttention, num_landmarks=num_landmarks, landmarks="fixed" if fixed else "segments")
+        layers = _layers(depth - 1, sizes, over_window)
         if depth:
-            attentions.append(ContinualNystromAttention(dim, num_heads, landmarks=landmarks, sequence_len=sequence_len, **options))
+            options: dict[str, Any] = {"sequence_len": sequence_len, "num_landmarks": num_landmarks, "landmarks": landmarks}
+            layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, **options))
         if fixed:
-            for attention in attentions:
-                attention.landmark_queries, attention.landmark_keys = _random_landmarks(attention)
-        super().__init__(attentions, dim_in, num_classes, sequence_len, dim, ff_dim)
+            for layer in layers:
+                layer.self_attn.landmark_queries, layer.self_attn.landmark_keys = _random_landmarks(layer.self_attn)
+        super().__init__(layers, dim_in, num_classes, sequence_len, dim)
         self.fixed = fixed
 
     @torch.no_grad()
@@ -83,7 +84,7 @@ class ContinualNystromformer(StreamClassifier):
             raise ValueError(f"layer is {layer}; the model has layers 0 to {len(self.layers) - 1}")
         self.clean_state()
         features = self.positions(self.embedding(tokens))
-        for index, each in enumerate(cast("list[Layer]", list(self.layers))):
+        for index, each in enumerate(self.layers):
             if layer in (None, index):
                 _fit(each, features, seed)
             features = each(features)
@@ -110,10 +111,11 @@ class ContinualTransformer(StreamClassifier):
         depth: int = 1,
         ff_dim: int | None = None,
     ) -> None:
-        attentions: list[nn.Module] = [MultiheadAttention(dim, num_heads, batch_first=True) for _ in range(depth - 1)]
+        sizes = dim, num_heads, 2 * dim if ff_dim is None else ff_dim
+        layers = _layers(depth - 1, sizes, MultiheadAttention)
         if depth:
-            attentions.append(ContinualAttention(dim, num_heads, batch_first=True, sequence_len=sequence_len))
-        super().__init__(attentions, dim_in, num_classes, sequence_len, dim, ff_dim)
+            layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, sequence_len=sequence_len))
+        super().__init__(layers, dim_in, num_classes, sequence_len, dim)
 
 
 class Nystromformer(StreamClassifier):
@@ -138,8 +140,20 @@ class Nystromformer(StreamClassifier):
         depth: int = 1,
         ff_dim: int | None = None,
     ) -> None:
-        attentions = [NystromAttention(dim, num_heads, num_landmarks=num_landmarks, batch_first=True) for _ in range(depth)]
-        super().__init__(attentions, dim_in, num_classes, sequence_len, dim, ff_dim)
+        sizes = dim, num_heads, 2 * dim if ff_dim is None else ff_dim
+        layers = _layers(depth, sizes, partial(NystromAttention, num_landmarks=num_landmarks))
+        super().__init__(layers, dim_in, num_classes, sequence_len, dim)
+
+
+_LIKE_ALL: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+"""What all layers have in common."""
+
+
+def _layers(number: int, sizes: tuple[int, int, int], attention: Any) -> list[Any]:
+    """Return torch's encoder layers of these sizes (dim, heads, hidden width) over a window, with another attention."""
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(*sizes, **_LIKE_ALL) for _ in range(number))
+    replace_modules(layers, {nn.MultiheadAttention: attention})
+    return list(layers)
 
 
 def _random_landmarks(attention: NystromAttention) -> tuple[nn.Parameter, nn.Parameter]:
@@ -148,11 +162,11 @@ def _random_landmarks(attention: NystromAttention) -> tuple[nn.Parameter, nn.Par
     return nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
 
 
-def _fit(layer: Layer, features: Tensor, seed: int) -> None:
+def _fit(layer: Any, features: Tensor, seed: int) -> None:
     """Set the landmarks of a layer by k-means on its inputs, and keep the parameters that hold them."""
-    attention: Any = layer.attention
+    attention = layer.self_attn
     held = attention.landmark_queries, attention.landmark_keys
-    attention.fit_landmarks(layer.norm(features), seed=seed)
+    attention.fit_landmarks(layer.norm1(features), seed=seed)
     for parameter, fitted in zip(held, (attention.landmark_queries, attention.landmark_keys), strict=True):
         parameter.copy_(fitted)
     attention.landmark_queries, attention.landmark_keys = held

@@ -1,7 +1,8 @@
-"""What tasks of streams of tokens have in common: windows to train on, and held-out streams that are scored at every step."""
+"""What tasks of streams of tokens have in common: pieces of streams to train on, and held-out streams that are scored at every step."""
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import lda
 
-from ..streams import ContinualNystromformer, StreamClassifier
+from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
 from .base import Task, seeded
 
 EVERY = 5
@@ -66,23 +67,37 @@ class StreamTask(Task):
         return sizes | ({"landmarks": self.landmarks} if system == "continual-nystromformer" else {})
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return windows (B, n, C) at random places of training streams, classes equally often, and their classes (B,)."""
+        """Return pieces (B, T, C) at random places of training streams, classes equally often, and their classes (B,).
+
+        A piece is a window and what a stream's landmarks can lag behind it, n / m - 1 tokens, if all training streams are as long.
+        """
 
         def below(bound: int) -> int:
             return int(torch.randint(bound, (), generator=generator))
 
-        data, windows = self.data(), []
+        data, pieces = self.data(), []
+        length = min(self.sequence_len + math.ceil(self.sequence_len / self.num_landmarks) - 1, *map(len, data.train))
         of_class = [(data.train_labels == label).nonzero().flatten().tolist() for label in data.train_labels.unique()]
         labels = torch.randint(len(of_class), (self.batch_size,), generator=generator)
         for label in labels.tolist():
             stream = data.train[of_class[label][below(len(of_class[label]))]]
-            first = below(len(stream) - self.sequence_len + 1)
-            windows.append(stream[first : first + self.sequence_len])
-        return torch.stack(windows), labels
+            first = below(len(stream) - length + 1)
+            pieces.append(stream[first : first + length])
+        return torch.stack(pieces), labels
+
+    def windows(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the newest windows (B, n, C) of the pieces of a batch, and their classes (B,)."""
+        pieces, labels = self.batch(generator)
+        return pieces[:, -self.sequence_len :], labels
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        windows, labels = batch
-        return F.cross_entropy(model(windows), labels)
+        """Return the loss of every step over the pieces; of the last alone for a model that would read all windows anew."""
+        assert isinstance(model, StreamClassifier)
+        pieces, labels = batch
+        if isinstance(model, Nystromformer):
+            return F.cross_entropy(model(pieces[:, -self.sequence_len :]), labels)
+        scores = model.forward_stream(pieces)
+        return F.cross_entropy(scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]))
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Fit fixed landmarks: of all layers at the start, then layer by layer, each followed by an equal part of the training."""
@@ -91,7 +106,7 @@ class StreamTask(Task):
         parts = len(model.layers) + 1
         begun = [self.steps * part // parts for part in range(parts)]
         if step in begun:
-            windows = torch.cat([self.batch(seeded(17, number))[0] for number in range(CLUSTERED)])
+            windows = torch.cat([self.windows(seeded(17, number))[0] for number in range(CLUSTERED)])
             model.fit_landmarks(windows.to(model.head.weight), begun.index(step) - 1 if step else None)
 
     @torch.no_grad()
@@ -115,7 +130,7 @@ class StreamTask(Task):
         held_out = data.held_out.unfold(1, n, EVERY).transpose(2, 3)
         labels = data.held_out_labels[:, None].expand(held_out.shape[:2])
         most = data.held_out_labels.bincount().max() / len(data.held_out_labels)
-        windows, classes = zip(*(self.batch(seeded(18, number)) for number in range(CLUSTERED)), strict=True)
+        windows, classes = zip(*(self.windows(seeded(18, number)) for number in range(CLUSTERED)), strict=True)
         train = _moments(torch.cat(windows))[None, None]
         classifier = lda(train, torch.cat(classes)[None], int(data.train_labels.max()) + 1, shrinkage=0.01)
         found = classifier.predict(_moments(held_out.flatten(0, 1))[None, None])[0, 0]
