@@ -86,7 +86,7 @@ def test_a_prediction_does_not_see_its_event(kind: type[PointProcess]) -> None:
     seen: list[Tensor] = []
 
     def keep(_module: Any, _inputs: Any, found: Any) -> None:
-        seen.append(torch.cat([found.time.cdf(torch.ones(3, 1)).unsqueeze(-1), found.mark.probs], -1))
+        seen.append(torch.cat([found.time.cdf(torch.ones(1)).unsqueeze(-1), found.mark.probs], -1).unflatten(0, times.shape))
 
     model.head.register_forward_hook(keep)
     later, other = times.clone(), marks.clone()

@@ -15,7 +15,10 @@ from cmab_models.reproduce.experiments import EXPERIMENTS
 from cmab_models.reproduce.jobs import Experiment
 from cmab_models.reproduce.results import Results, Spread
 from cmab_models.reproduce.runner import finished, run_all
+from cmab_models.tasks import TASKS
 from cmab_models.training import Run
+
+WEIGHTS = "model/model.safetensors"
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -123,3 +126,19 @@ def test_every_experiment_runs(each: Experiment, tmp_path: Path) -> None:
     for claim in CLAIMS:
         verdict = judging.judged(claim, results)
         assert verdict.held is not None or "was not run" in verdict.reason or "measured" in verdict.reason, verdict.reason
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("each", {each.task: each for each in EXPERIMENTS}.values(), ids=lambda each: each.task)
+def test_the_same_command_gives_the_same_numbers(each: Experiment, tmp_path: Path) -> None:
+    """In another process, to the last bit of every score and weight, for each system of each kind of task."""
+    small = {name: 2 for name in ("steps", "evaluation_batches") if hasattr(TASKS[each.task], name)}
+    short = replace(each, seeds=(0,), settings=each.settings | small, of_system={})
+    first, again = (list(short.runs(tmp_path / time)) for time in ("first", "again"))
+    assert run_all([*first, *again], 2, lambda run, code: None) == []
+    for run, other in zip(first, again, strict=True):
+        scores, others = finished(run), finished(other)
+        assert scores is not None
+        assert others is not None
+        assert scores["scores"] == others["scores"], run.system
+        assert (run.folder / WEIGHTS).read_bytes() == (other.folder / WEIGHTS).read_bytes(), run.system

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..pretrained import Pretrained
@@ -97,15 +98,20 @@ class PointProcess(Pretrained):
         gaps = _checked(times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
         self._check_marks(marks)
 
-        features = self._summaries(self.embedding(times, gaps, marks), there)
-        predicted = self.head(features[:, :-1])
-        time, mark = predicted.time.log_prob(gaps.to(features)), predicted.mark.log_prob(marks)
-        survival = time.new_zeros(batch)
+        features = self._summaries(self.embedding(times, gaps, marks), there).flatten(0, 1)  # the first of each sequence: of no events
+        before = F.pad(there, (0, 1)).flatten().nonzero().squeeze(1)  # heads on padding would only cost time
+        predicted, came = self.head(features.index_select(0, before)), marks[there]
+
+        def padded(values: Tensor) -> Tensor:
+            return values.new_zeros(there.shape).masked_scatter(there, values)
+
+        survival = features.new_zeros(batch)
         if end is not None:
             wait = _checked(end.double() - times.max(1).values)
-            survival = self.head(features[torch.arange(batch), lengths]).time.log_survival(wait.to(features))
-        correct = there & (predicted.mark.logits.argmax(-1) == marks)
-        return LogProb(time.where(there, 0.0), mark.where(there, 0.0), survival, correct)
+            last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
+            survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(features))
+        time, correct = predicted.time.log_prob(gaps[there].to(features)), predicted.mark.logits.argmax(-1) == came
+        return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
         """Return the intensity (M,) of any event at each of the times `at` (M,), given the events before it among times, marks (N,)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cmab_kernels import AttentionState
@@ -85,15 +86,23 @@ class CMHP(PointProcess):
 
     def _summary(self, state: CMHPState | None) -> Tensor:
         if state is None:
-            return self._retrieved(self.blocks.init_state(1), self.latents.new_zeros(1, self.latents.shape[1]))
+            return self._retrieved(*self._nothing())
         return self._retrieved(state.attention, state.newest)
 
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
-        states = prefix_states(self.blocks, embedded)
-        of_events = AttentionState(*(part[:, there.flatten()] for part in states))  # padding would only cost time
-        rows = self._retrieved(of_events, embedded[there])
-        after = rows.new_zeros(*there.shape, rows.shape[1]).index_put((there,), rows)
-        return torch.cat([self._summary(None).expand(len(after), 1, -1), after], 1)
+        rows = there.flatten().nonzero().squeeze(1)  # padding would only cost time
+        nothing, zero = self._nothing()
+        states = zip(nothing, prefix_states(self.blocks, embedded), strict=True)
+        attention = AttentionState(*(torch.cat([before, after.index_select(1, rows)], 1) for before, after in states))
+        summaries = self._retrieved(attention, torch.cat([zero, embedded.flatten(0, 1).index_select(0, rows)]))
+        place = F.pad(
+            torch.zeros_like(there, dtype=torch.int64).masked_scatter(there, torch.arange(1, len(summaries), device=there.device)), (1, 0)
+        )
+        return summaries.index_select(0, place.flatten()).unflatten(0, place.shape)
+
+    def _nothing(self) -> tuple[AttentionState, Tensor]:
+        """Return the state of no events, and zeros (1, dim) in place of the newest."""
+        return self.blocks.init_state(1), self.latents.new_zeros(1, self.latents.shape[1])
 
     def _retrieved(self, attention: AttentionState, newest: Tensor) -> Tensor:
         return self.blocks.retrieve(self.latents + newest.unsqueeze(1), attention).flatten(1)
