@@ -95,9 +95,7 @@ class CMHP(PointProcess):
         states = zip(nothing, prefix_states(self.blocks, embedded), strict=True)
         attention = AttentionState(*(torch.cat([before, after.index_select(1, rows)], 1) for before, after in states))
         summaries = self._retrieved(attention, torch.cat([zero, embedded.flatten(0, 1).index_select(0, rows)]))
-        place = F.pad(
-            torch.zeros_like(there, dtype=torch.int64).masked_scatter(there, torch.arange(1, len(summaries), device=there.device)), (1, 0)
-        )
+        place = F.pad(there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0))  # among the summaries, of which 0 is of no events
         return summaries.index_select(0, place.flatten()).unflatten(0, place.shape)
 
     def _nothing(self) -> tuple[AttentionState, Tensor]:
