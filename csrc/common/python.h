@@ -78,6 +78,24 @@ class Unlocked {
   PyThreadState* const thread_;
 };
 
+// Keeps other threads from a section of the same object until it is destroyed or the thread is detached. It is what the
+// interpreter's lock does where there is one; a free-threaded Python has none.
+class Section {
+ public:
+#ifdef Py_GIL_DISABLED
+  explicit Section(PyObject* object) { PyCriticalSection_Begin(&section_, object); }
+  ~Section() { PyCriticalSection_End(&section_); }
+
+ private:
+  PyCriticalSection section_;
+#else
+  explicit Section(PyObject*) {}
+#endif
+ public:
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+};
+
 // Returns work()'s result; a C++ exception becomes the current Python exception, and the result is null.
 template <class Work>
 PyObject* guarded(Work work) {
@@ -142,6 +160,9 @@ inline PyObject* make_module(const char* name, void (*fill)(PyObject* module)) {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return guarded([&] {
     Object module = Object::owned(PyModule_Create(&definition));
+#ifdef Py_GIL_DISABLED
+    PyUnstable_Module_SetGIL(module.get(), Py_MOD_GIL_NOT_USED);
+#endif
     fill(module.get());
     return module.release();
   });

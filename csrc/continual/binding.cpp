@@ -244,7 +244,11 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "(state, query, key, value, retroactive) is needed");
     return nullptr;
   }
-  return python::guarded([&] { return kStep(given); });
+  // Of two threads that step one state, the second must see which memory the first has taken.
+  return python::guarded([&] {
+    const python::Section alone(given[0]);
+    return kStep(given);
+  });
 }
 
 template <PyObject* (*kStep)(PyObject* const*)>
