@@ -66,13 +66,15 @@ inline int64_t to_integer(PyObject* object) {
   return number;
 }
 
-// Releases the interpreter's lock until it is destroyed.
+// Releases the interpreter's lock until it is destroyed, if `wanted`.
 class Unlocked {
  public:
-  Unlocked() : thread_(PyEval_SaveThread()) {}
+  explicit Unlocked(bool wanted = true) : thread_(wanted ? PyEval_SaveThread() : nullptr) {}
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() { PyEval_RestoreThread(thread_); }
+  ~Unlocked() {
+    if (thread_) PyEval_RestoreThread(thread_);
+  }
 
  private:
   PyThreadState* const thread_;
@@ -82,6 +84,8 @@ class Unlocked {
 // interpreter's lock does where there is one; a free-threaded Python has none.
 class Section {
  public:
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
 #ifdef Py_GIL_DISABLED
   explicit Section(PyObject* object) { PyCriticalSection_Begin(&section_, object); }
   ~Section() { PyCriticalSection_End(&section_); }
@@ -91,9 +95,6 @@ class Section {
 #else
   explicit Section(PyObject*) {}
 #endif
- public:
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
 };
 
 // Returns work()'s result; a C++ exception becomes the current Python exception, and the result is null.

@@ -1,7 +1,7 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
 // or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why.
 #include <algorithm>
-#include <optional>
+#include <array>
 
 #include "common/arguments.h"
 #include "common/bindings.h"
@@ -121,17 +121,19 @@ PyObject* step_result(python::Object out, python::Object state) {
 // so that a second step of the same state sees that it is not their sole owner.
 class Unlocked {
  public:
-  Unlocked(PyObject* state, const Fields& fields, bool wanted) {
-    if (!wanted) return;
-    const int written[] = {fields.queries, fields.keys, fields.values, fields.sums, fields.spare};
-    for (int i = 0; i < kWritten; ++i) held_[i] = python::Object::borrowed(PyTuple_GET_ITEM(state, written[i]));
-    release_.emplace();
-  }
+  Unlocked(PyObject* state, const Fields& fields, bool wanted)
+      : held_(wanted ? written(state, fields) : Held()), release_(wanted) {}
 
  private:
-  static constexpr int kWritten = 5;
-  python::Object held_[kWritten];
-  std::optional<python::Unlocked> release_;
+  using Held = std::array<python::Object, 5>;
+
+  static Held written(PyObject* state, const Fields& fields) {
+    const auto field = [state](int index) { return python::Object::borrowed(PyTuple_GET_ITEM(state, index)); };
+    return {field(fields.queries), field(fields.keys), field(fields.values), field(fields.sums), field(fields.spare)};
+  }
+
+  const Held held_;
+  const python::Unlocked release_;  // after the references, which need the lock
 };
 
 // One step: chooses its memory, runs it, makes its result.
