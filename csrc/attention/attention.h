@@ -25,6 +25,13 @@ struct Shape {
   double scale;     // logits are scale * q k'
 };
 
+// A block of query rows, packed, and its partial state.
+struct QueryBlock {
+  int rows;
+  const void* packed;
+  void* state;
+};
+
 // The forward kernel. A partial state holds, for each row of a block and the keys seen so far: a reference logit in
 // base 2 (any bound of the row's logits that keeps exp2 in range; -inf before the first key), the sum of exp2(logit -
 // reference), and the same sum weighted with the values.
@@ -35,7 +42,8 @@ struct ForwardKernel {
   size_t (*scratch_bytes)(const Shape&);  // per thread, contents not kept between calls
   void (*pack)(const Shape&, int rows, const Matrix& query, void* packed);
   void (*clear)(const Shape&, int rows, void* state);  // to the state of no keys
-  void (*attend)(const Shape&, int rows, const void* packed, const Keys&, void* state, void* scratch);
+  // Adds one range of keys to the states of all `count` blocks.
+  void (*attend)(const Shape&, const QueryBlock* blocks, int count, const Keys&, void* scratch);
   // Reads out the state by row: reference[rows], sum[rows], acc[rows][E]. A row without a key gives -inf, 0, zeros.
   void (*read)(const Shape&, int rows, const void* state, double* reference, double* sum, double* acc);
 };
@@ -57,13 +65,6 @@ struct Needs {
   bool query, key, value;
 };
 
-// A block of rows, as BackwardKernel::attend takes it.
-struct BackwardBlock {
-  int rows;
-  const void* packed;
-  void* state;
-};
-
 // Outputs for a range of keys: contiguous (count, D) and (count, E); null: not needed. Every row is written, those of
 // ignored keys with zeros. `type` is Shape::dtype (round to nearest even), or the type of sums (float32, or float64 for
 // float64) where the driver adds the parts of several groups of queries.
@@ -83,7 +84,7 @@ struct BackwardKernel {
   void (*clear)(const Shape&, int rows, void* state);
   // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), writes dkey and
   // dvalue.
-  void (*attend)(const Shape&, const Needs&, const BackwardBlock* blocks, int count, const Keys&, const KeyGradient&,
+  void (*attend)(const Shape&, const Needs&, const QueryBlock* blocks, int count, const Keys&, const KeyGradient&,
                  void* scratch);
   void (*read)(const Shape&, int rows, const void* state, double* dquery);  // [rows][D]
 };

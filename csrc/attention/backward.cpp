@@ -65,7 +65,7 @@ class Backward {
     packed_bytes_ = align(kernel_.packed_bytes(in.shape, rows));
     state_bytes_ = needs_.query ? align(kernel_.state_bytes(in.shape, rows)) : 0;
     scratch_bytes_ = align(std::max(kernel_.scratch_bytes(in.shape), Sum::bytes(in.shape, kernel_.block)));
-    scratch_bytes_ += align(blocks_ * sizeof(BackwardBlock));
+    scratch_bytes_ += align(blocks_ * sizeof(QueryBlock));
   }
 
   void run() {
@@ -204,7 +204,7 @@ class Backward {
     const int64_t end = piece_start(first.set.count, first.key_pieces, task.key_piece + 1, kKeyTile);
     const int64_t first_block = piece_start(blocks_, first.query_pieces, task.query_piece, 1);
     const int64_t last_block = piece_start(blocks_, first.query_pieces, task.query_piece + 1, 1);
-    auto* blocks = reinterpret_cast<BackwardBlock*>(scratch + scratch_bytes_ - align(blocks_ * sizeof(BackwardBlock)));
+    auto* blocks = reinterpret_cast<QueryBlock*>(scratch + scratch_bytes_ - align(blocks_ * sizeof(QueryBlock)));
     const int64_t chunk = task.heads == 1 ? end - begin : chunk_keys(in_, task.heads);
     for (int64_t key = begin; key < end; key += chunk)
       for (size_t i = task.head; i < task.head + task.heads; ++i) {

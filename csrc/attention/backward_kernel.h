@@ -210,20 +210,21 @@ struct Backward {
 
   static void clear(const Shape& shape, int rows, void* state) { __builtin_memset(state, 0, state_bytes(shape, rows)); }
 
-  static void attend(const Shape& shape, const Needs& needs, const BackwardBlock* blocks, int count, const Keys& keys,
+  static void attend(const Shape& shape, const Needs& needs, const QueryBlock* blocks, int count, const Keys& keys,
                      const KeyGradient& gradient, void* memory) {
     const Scratch scratch(shape, memory);
     const int dkey_width = padded_width<T>(shape.key_width), dvalue_width = padded_width<T>(shape.value_width);
+    const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
       const Present present = present_keys(keys, first);
-      const auto key =
-          load_tile(shape.dtype, keys.key, first, present, shape.key_width, round_up(shape.key_width, 4), scratch.key);
+      const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, round_up(shape.key_width, 4),
+                                 apart, scratch.key);
       const auto value = load_tile(shape.dtype, keys.value, first, present, shape.value_width,
-                                   round_up(shape.value_width, 4), scratch.value);
+                                   round_up(shape.value_width, 4), apart, scratch.value);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * dkey_width);
       __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * dvalue_width);
       if (present.count > 0)
-        for (const BackwardBlock* block = blocks; block < blocks + count; ++block)
+        for (const QueryBlock* block = blocks; block < blocks + count; ++block)
           with_block<T>(block->rows, [&](auto kind) {
             attend_block<decltype(kind)>(shape, needs, *block, key, value, present.count, scratch);
           });
@@ -235,7 +236,7 @@ struct Backward {
   }
 
   template <class B>
-  static void attend_block(const Shape& shape, const Needs& needs, const BackwardBlock& block, Tile<T> key,
+  static void attend_block(const Shape& shape, const Needs& needs, const QueryBlock& block, Tile<T> key,
                            Tile<T> value, int count, const Scratch& scratch) {
     const PackedRows<T> packed(shape, block.rows, block.packed);
     const int keys = round_up(count, kKeyStep);

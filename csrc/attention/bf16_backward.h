@@ -128,7 +128,7 @@ class Bf16Backward {
     for (int64_t i = 0; i < key_rows(shape) * lanes_of(rows); ++i) dquery[i] = 0.0f;
   }
 
-  static void attend(const Shape& shape, const Needs& needs, const BackwardBlock* blocks, int count, const Keys& keys,
+  static void attend(const Shape& shape, const Needs& needs, const QueryBlock* blocks, int count, const Keys& keys,
                      const KeyGradient& gradient, void* scratch_workspace) {
     const typename Engine::Session session;
     const Scratch scratch(shape, scratch_workspace);

@@ -89,28 +89,35 @@ class Bf16Forward {
     for (int64_t i = 0; i < value_rows(shape) * lanes; ++i) state.acc[i] = 0.0f;
   }
 
-  static void attend(const Shape& shape, int rows, const void* packed, const Keys& keys, void* state_workspace,
+  static void attend(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys,
                      void* scratch_workspace) {
     const typename Engine::Session session;
-    const State state(shape, rows, state_workspace);
     const Scratch scratch(shape, scratch_workspace);
-    const Pair* query = static_cast<const Pair*>(packed);
-    const int64_t lanes = lanes_of(rows), pairs = key_pairs(shape);
     for (int64_t first = 0; first < keys.count; first += kTileKeys) {
       const uint64_t present = present_keys(keys, first);
       if (present == 0) continue;
       const int64_t tile = round_up(smaller(keys.count - first, kTileKeys), kKeyStep);
       load_tile(shape, keys, first, present, scratch);
-      for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-        const int64_t vectors = smaller(lanes - lane, kLanes) / 16;
-        Engine::template multiply<false>(scratch.scores, kLanes, scratch.key, pairs, query + lane, lanes, tile, pairs,
-                                         vectors);
-        for (int64_t v = 0; v < vectors; ++v) {
-          weigh(shape, scratch, 16 * v, tile, present, state, lane + 16 * v, lanes);
-        }
-        Engine::template multiply<true>(state.acc + lane, lanes, scratch.value_transposed, kTileKeys / 2,
-                                        scratch.weights, kLanes, value_rows(shape), tile / 2, vectors);
+      for (const QueryBlock* block = blocks; block < blocks + count; ++block)
+        attend_tile(shape, *block, tile, present, scratch);
+    }
+  }
+
+  // One block of queries against the tile of keys in `scratch`.
+  static void attend_tile(const Shape& shape, const QueryBlock& block, int64_t tile, uint64_t present,
+                          const Scratch& scratch) {
+    const State state(shape, block.rows, block.state);
+    const Pair* query = static_cast<const Pair*>(block.packed);
+    const int64_t lanes = lanes_of(block.rows), pairs = key_pairs(shape);
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+      const int64_t vectors = smaller(lanes - lane, kLanes) / 16;
+      Engine::template multiply<false>(scratch.scores, kLanes, scratch.key, pairs, query + lane, lanes, tile, pairs,
+                                       vectors);
+      for (int64_t v = 0; v < vectors; ++v) {
+        weigh(shape, scratch, 16 * v, tile, present, state, lane + 16 * v, lanes);
       }
+      Engine::template multiply<true>(state.acc + lane, lanes, scratch.value_transposed, kTileKeys / 2, scratch.weights,
+                                      kLanes, value_rows(shape), tile / 2, vectors);
     }
   }
 

@@ -152,16 +152,17 @@ class Forward {
     const Group& first = groups_[task.group];
     const int64_t begin = piece_start(first.set.count, first.pieces, task.piece, kKeyTile);
     const int64_t end = piece_start(first.set.count, first.pieces, task.piece + 1, kKeyTile);
-    const int64_t chunk = chunk_keys(in_, task.heads);
+    const int64_t chunk = task.heads == 1 ? end - begin : chunk_keys(in_, task.heads);
+    std::vector<QueryBlock> blocks(task.blocks);
     for (int64_t key = begin; key < end; key += chunk)
       for (size_t g = task.group; g < task.group + task.heads; ++g) {
-        const Keys keys = keys_of(in_, first.set, groups_[g].h, key, std::min(chunk, end - key));
-        for (int64_t block = task.first_block; block < task.first_block + task.blocks; ++block) {
-          const int rows = rows_of_block(first, block);
-          char* at = state(groups_[g], task.piece, block);
-          if (key == begin) kernel_.clear(in_.shape, rows, at);
-          kernel_.attend(in_.shape, rows, packed(groups_[g], block), keys, at, scratch);
+        for (int64_t i = 0; i < task.blocks; ++i) {
+          const int64_t block = task.first_block + i;
+          blocks[i] = {rows_of_block(first, block), packed(groups_[g], block), state(groups_[g], task.piece, block)};
+          if (key == begin) kernel_.clear(in_.shape, blocks[i].rows, blocks[i].state);
         }
+        kernel_.attend(in_.shape, blocks.data(), int(task.blocks),
+                       keys_of(in_, first.set, groups_[g].h, key, std::min(chunk, end - key)), scratch);
       }
   }
 

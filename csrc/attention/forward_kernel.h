@@ -305,6 +305,14 @@ __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> key
   add_values(weights, values, count, value_width, state.acc);
 }
 
+// How many elements apart keys may be to be read in place. Further apart they compete for a few sets of the caches: they
+// are copied, unless they are read only once or twice.
+template <class T>
+inline int64_t in_place(const Shape& shape, const QueryBlock* blocks, int count) {
+  const int width = shape.key_width < shape.value_width ? shape.key_width : shape.value_width;
+  return count == 1 && blocks->rows <= 2 * kVectorLanes<T> ? INT64_MAX : 2 * width;
+}
+
 template <class T>
 struct Forward {
   static size_t packed_bytes(const Shape& shape, int rows) {
@@ -346,45 +354,44 @@ struct Forward {
     for (int i = 0; i < stride * (1 + round_up(shape.value_width, 4)); ++i) state.sum[i] = 0;
   }
 
-  static void attend(const Shape& shape, int rows, const void* packed, const Keys& keys, void* memory, void* scratch) {
-    if (few<T>(shape, rows))
-      return attend_few(shape, rows, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
-                        Scratch(shape, scratch));
-    with_block<T>(rows, [&](auto block) {
-      attend_block<decltype(block)>(shape, static_cast<const T*>(packed), keys, state_of<T>(rows, memory),
-                                    Scratch(shape, scratch));
-    });
-  }
-
-  static void attend_few(const Shape& shape, int rows, const T* queries, const Keys& keys, State<T> state,
-                         const Scratch& scratch) {
-    const int depth = shape.key_width, width = shape.value_width;
+  static void attend(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys, void* memory) {
+    const Scratch scratch(shape, memory);
+    const int value_rows = round_up(shape.value_width, 4);
+    const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
       const Present present = present_keys(keys, first);
       if (present.count == 0) continue;
-      const auto key = load_tile(shape.dtype, keys.key, first, present, depth, depth, scratch.key);
-      const auto value = load_tile(shape.dtype, keys.value, first, present, width, width, scratch.value);
-      for (int row = 0; row < rows; ++row)
-        attend_one(queries + row * depth, depth, key, value, present.count,
-                   {state.reference + row, state.sum + row, state.acc + row * width}, width, scratch.weights);
+      const auto key =
+          load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, apart, scratch.key);
+      const auto value =
+          load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, apart, scratch.value);
+      for (const QueryBlock* block = blocks; block < blocks + count; ++block)
+        attend_tile(shape, *block, key, value, present.count, scratch.weights);
     }
   }
 
+  static void attend_tile(const Shape& shape, const QueryBlock& block, Tile<T> key, Tile<T> value, int count,
+                          T* weights) {
+    const T* queries = static_cast<const T*>(block.packed);
+    const State<T> state = state_of<T>(block.rows, block.state);
+    if (!few<T>(shape, block.rows))
+      return with_block<T>(block.rows, [&](auto kind) {
+        attend_block<decltype(kind)>(shape, queries, key, value, count, state, weights);
+      });
+    const int depth = shape.key_width, width = shape.value_width;
+    for (int row = 0; row < block.rows; ++row)
+      attend_one(queries + row * depth, depth, key, value, count,
+                 {state.reference + row, state.sum + row, state.acc + row * width}, width, weights);
+  }
+
   template <class B>
-  static void attend_block(const Shape& shape, const T* queries, const Keys& keys, State<T> state,
-                           const Scratch& scratch) {
+  static void attend_block(const Shape& shape, const T* queries, Tile<T> key, Tile<T> value, int count, State<T> state,
+                           T* weights) {
     const int value_rows = round_up(shape.value_width, 4);
-    for (int64_t first = 0; first < keys.count; first += kKeyTile) {
-      const Present present = present_keys(keys, first);
-      if (present.count == 0) continue;
-      const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, scratch.key);
-      const auto value =
-          load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, scratch.value);
-      for (int c = 0; c < B::kRows / kVectorLanes<T>; c += B::kColumns) {
-        const int at = c * kVectorLanes<T>;
-        weigh_keys<B>(queries, shape.key_width, key, present.count, state, c, value_rows, scratch.weights);
-        accumulate_rows<B>(state.acc + at, value_rows, value, scratch.weights + at, present.count);
-      }
+    for (int c = 0; c < B::kRows / kVectorLanes<T>; c += B::kColumns) {
+      const int at = c * kVectorLanes<T>;
+      weigh_keys<B>(queries, shape.key_width, key, count, state, c, value_rows, weights);
+      accumulate_rows<B>(state.acc + at, value_rows, value, weights + at, count);
     }
   }
 

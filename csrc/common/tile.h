@@ -64,15 +64,49 @@ CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded,
   for (int d = width; d < padded; ++d) to[d] = 0;
 }
 
-// The present rows of `matrix` from row `first` on. `copy` has room for kKeyTile rows of `padded` elements.
+// Copies `count` rows of `from`, those of these indices, in parts of `kPart` bytes. Rows of interleaved heads are further
+// apart than the processor foresees: those to come are fetched meanwhile.
+template <size_t kPart, class Index>
+CMAB_INLINE void copy_parts(const char* from, ptrdiff_t stride, const Index* row, int count, size_t bytes, char* to) {
+  constexpr int kAhead = 16, kLine = 64;
+  for (int k = 0; k < count; ++k, to += bytes) {
+    const char* at = from + row[k] * stride;
+    for (size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(at + kAhead * stride + i);
+    for (size_t i = 0; i < bytes; i += kPart) __builtin_memcpy(to + i, at + i, kPart);
+  }
+}
+
+// The same for rows of any width, as parts of a cache line if they are whole lines.
+template <class T, class Index>
+inline void copy_rows(const T* from, int64_t stride, const Index* row, int count, int width, T* to) {
+  const size_t bytes = width * sizeof(T);
+  const auto copy = [&](auto part) {
+    copy_parts<part>(reinterpret_cast<const char*>(from), stride * ptrdiff_t(sizeof(T)), row, count, bytes,
+                     reinterpret_cast<char*>(to));
+  };
+  if (bytes % 64 == 0)
+    copy(std::integral_constant<size_t, 64>());
+  else if (bytes % 16 == 0)
+    copy(std::integral_constant<size_t, 16>());
+  else
+    copy(std::integral_constant<size_t, sizeof(T)>());
+}
+
+// The present rows of `matrix` from row `first` on, in place if they are whole and at most `apart` elements apart. `copy`
+// has room for kKeyTile rows of `padded` elements.
 template <class T>
 inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
-                         int padded, T* copy) {
+                         int padded, int64_t apart, T* copy) {
   return with_elements<T>(dtype, matrix, [&](const auto* data) -> Tile<T> {
     const auto* from = data + first * matrix.row_stride;
     if constexpr (std::is_same_v<decltype(from), const T*>)
-      if (present.all && matrix.col_stride == 1 && width == padded) return {from, matrix.row_stride};
-    for (int k = 0; k < present.count; ++k)
+      if (present.all && matrix.col_stride == 1 && width == padded && matrix.row_stride <= apart)
+        return {from, matrix.row_stride};
+    bool copied = false;
+    if constexpr (std::is_same_v<decltype(from), const T*>)
+      if (matrix.col_stride == 1 && width == padded)
+        copied = true, copy_rows(from, matrix.row_stride, present.row, present.count, width, copy);
+    for (int k = 0; k < present.count && !copied; ++k)
       copy_row(from + present.row[k] * matrix.row_stride, matrix.col_stride, width, padded, copy + k * padded);
     for (int i = present.count * padded; i < round_up(present.count, kKeyStep) * padded; ++i) copy[i] = 0;
     return {copy, padded};

@@ -88,21 +88,6 @@ inline bool aligned(const T* rows, int64_t stride, int width) {
          (reinterpret_cast<uintptr_t>(rows) | size_t(stride) * sizeof(T)) % bytes == 0;
 }
 
-// Copies present rows of whole vectors, aligned or not. Rows of interleaved heads are further apart than the processor
-// foresees: those to come are fetched meanwhile.
-template <class T>
-inline void copy_rows(const T* from, int64_t stride, const PresentRows& present, int width, T* to) {
-  constexpr int kAhead = 16, kLine = 64 / sizeof(T);
-  with_vector<T>(width, [&](auto vector) {
-    constexpr int kLanes = lanes<decltype(vector)>();
-    for (int k = 0; k < present.count; ++k, to += width) {
-      const T* row = from + present.row[k] * stride;
-      for (int d = 0; d < width; d += kLine) __builtin_prefetch(row + kAhead * stride + d);
-      for (int d = 0; d < width; d += kLanes) __builtin_memcpy(to + d, row + d, kLanes * sizeof(T));
-    }
-  });
-}
-
 // The present rows: in place if aligned vectors can read them and they are at most `apart` elements apart, else in
 // `copy`, zero-padded to padded_width.
 template <class T>
@@ -116,7 +101,7 @@ inline Tile<T> load_rows(DType dtype, const Matrix& matrix, const PresentRows& p
         return {from, matrix.row_stride};
     if constexpr (std::is_same_v<decltype(from), const T*>)
       if (matrix.col_stride == 1 && width == padded) {
-        copy_rows(from, matrix.row_stride, present, width, copy);
+        copy_rows(from, matrix.row_stride, present.row, present.count, width, copy);
         return {copy, padded};
       }
     for (int k = 0; k < present.count; ++k)

@@ -161,7 +161,7 @@ struct PrefixForwardKernel {
     for (int64_t start = 0; start < in.keys.count; start += kKeyTile) {
       const Present present = present_keys(in.keys, start);
       const auto key =
-          load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, scratch.key);
+          load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, INT64_MAX, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       score_keys<B>(scratch.queries, shape.key_width, key, present.count, state.weights);
       const int count = cut_tile(in.keys, present, start, in.every, runs);

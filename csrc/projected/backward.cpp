@@ -89,7 +89,7 @@ class Backward {
     slopes_bytes_ = bytes_of<Slopes>(linear_, in);
     attention_bytes_ =
         align(std::max(kernel_.scratch_bytes(shape_), 2 * sizeof(double) * kernel_.block * shape_.key_width));
-    blocks_bytes_ = align(ceil_div(in.attention.queries, kernel_.block) * sizeof(BackwardBlock));
+    blocks_bytes_ = align(ceil_div(in.attention.queries, kernel_.block) * sizeof(QueryBlock));
     sums_bytes_ = bytes_of<Sums>(linear_, in);
   }
 
@@ -175,7 +175,7 @@ class Backward {
   // The gradient of the attention of head h of block k: adds to the states of its queries, and writes dK and dV.
   void attend(const Wave& wave, const Task& task, int64_t k, int64_t h, const Keys& keys, const Slopes& slopes,
               char* scratch) const {
-    auto* blocks = reinterpret_cast<BackwardBlock*>(scratch + attention_bytes_);
+    auto* blocks = reinterpret_cast<QueryBlock*>(scratch + attention_bytes_);
     for (int64_t block = 0; block < wave.blocks(); ++block) {
       const Unit unit{task.set, k, h, block};
       blocks[block] = {wave.rows_of_block(block), workspace_.at(wave.packed(unit)),

@@ -61,6 +61,7 @@ class Forward {
   void attend(const Wave& wave, const Task& task, char* scratch) const {
     const Chunk chunk = placed<Chunk>(scratch, projection_.kernel(), in_);
     const KeySet& set = wave.sets[task.set].keys;
+    std::vector<QueryBlock> blocks(wave.blocks());
     wave.for_each_chunk(task, [&](int64_t first, int count) {
       projection_.load(chunk, set, first, count);
       for (int64_t k = 0; k < in_.blocks; ++k) {
@@ -69,9 +70,10 @@ class Forward {
           const Keys keys = projection_.keys(chunk, set, h, first, count);
           for (int64_t block = 0; block < wave.blocks(); ++block) {
             const Unit unit{task.set, k, h, block};
-            kernel_.attend(shape_, wave.rows_of_block(block), workspace_.at(wave.packed(unit)), keys,
-                           workspace_.at(wave.state(unit, task.piece)), scratch + chunk_bytes_);
+            blocks[block] = {wave.rows_of_block(block), workspace_.at(wave.packed(unit)),
+                             workspace_.at(wave.state(unit, task.piece))};
           }
+          kernel_.attend(shape_, blocks.data(), int(wave.blocks()), keys, scratch + chunk_bytes_);
         }
       }
     });
