@@ -236,8 +236,8 @@ struct Backward {
   }
 
   template <class B>
-  static void attend_block(const Shape& shape, const Needs& needs, const QueryBlock& block, Tile<T> key,
-                           Tile<T> value, int count, const Scratch& scratch) {
+  static void attend_block(const Shape& shape, const Needs& needs, const QueryBlock& block, Tile<T> key, Tile<T> value,
+                           int count, const Scratch& scratch) {
     const PackedRows<T> packed(shape, block.rows, block.packed);
     const int keys = round_up(count, kKeyStep);
     constexpr int kVectors = B::kRows / kVectorLanes<T>;

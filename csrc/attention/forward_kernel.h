@@ -305,8 +305,8 @@ __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> key
   add_values(weights, values, count, value_width, state.acc);
 }
 
-// How many elements apart keys may be to be read in place. Further apart they compete for a few sets of the caches: they
-// are copied, unless they are read only once or twice.
+// How many elements apart keys may be to be read in place. Further apart they compete for a few sets of the caches:
+// they are copied, unless they are read only once or twice.
 template <class T>
 inline int64_t in_place(const Shape& shape, const QueryBlock* blocks, int count) {
   const int width = shape.key_width < shape.value_width ? shape.key_width : shape.value_width;

@@ -51,8 +51,8 @@ inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, in.heads);
 }
 
-// The number of keys of a chunk, a multiple of kKeyTile: with their values they stay in the L2 cache while they are
-// reused.
+// The number of keys of a chunk, a multiple of kKeyTile, where heads take turns: with their values they stay in the L2
+// cache meanwhile.
 inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t row = heads * (in.shape.key_width + in.shape.value_width) * element_bytes(in.shape.dtype);

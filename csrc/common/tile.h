@@ -64,8 +64,8 @@ CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded,
   for (int d = width; d < padded; ++d) to[d] = 0;
 }
 
-// Copies `count` rows of `from`, those of these indices, in parts of `kPart` bytes. Rows of interleaved heads are further
-// apart than the processor foresees: those to come are fetched meanwhile.
+// Copies `count` rows of `from`, those of these indices, in parts of `kPart` bytes. Rows of interleaved heads are
+// further apart than the processor foresees: those to come are fetched meanwhile.
 template <size_t kPart, class Index>
 CMAB_INLINE void copy_parts(const char* from, ptrdiff_t stride, const Index* row, int count, size_t bytes, char* to) {
   constexpr int kAhead = 16, kLine = 64;
@@ -92,8 +92,8 @@ inline void copy_rows(const T* from, int64_t stride, const Index* row, int count
     copy(std::integral_constant<size_t, sizeof(T)>());
 }
 
-// The present rows of `matrix` from row `first` on, in place if they are whole and at most `apart` elements apart. `copy`
-// has room for kKeyTile rows of `padded` elements.
+// The present rows of `matrix` from row `first` on, in place if they are whole and at most `apart` elements apart.
+// `copy` has room for kKeyTile rows of `padded` elements.
 template <class T>
 inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
                          int padded, int64_t apart, T* copy) {

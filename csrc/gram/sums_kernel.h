@@ -16,41 +16,42 @@ struct Run {
   int count;
 };
 
-// Prefetches the next run: each pass over the keys fetches one cache line of every row. Without it the first pass over
-// a run waits for memory (10 % at D = E = 64).
-class Ahead {
+// Rows to come, fetched a share at a time; rows that follow each other without a gap as one sequence of cache lines.
+// Addresses are integers: they may be past the end of the tensor, which a prefetch ignores.
+class Upcoming {
  public:
-  struct Line {
-    uintptr_t at;
-    ptrdiff_t stride;
-  };
+  Upcoming(DType dtype, const Matrix& matrix, int64_t count, int width, int64_t shares)
+      : stride_(matrix.row_stride * element_bytes(dtype)),
+        bytes_(width * element_bytes(dtype)),
+        at_(reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride_ * count)),
+        left_(width ? count : 0) {
+    if (stride_ == bytes_) left_ = (left_ * bytes_ + kLine - 1) / kLine, stride_ = bytes_ = kLine;
+    share_ = (left_ + shares - 1) / shares;
+  }
 
-  Ahead(DType dtype, const GramKeys& keys, int key_width, int value_width)
-      : key_(after(dtype, keys.key, keys.count)),
-        value_(after(dtype, keys.value, keys.count)),
-        key_lines_(lines(dtype, key_width)),
-        all_lines_(key_lines_ + lines(dtype, value_width)) {}
-
-  Line next() {
-    const int line = taken_++;
-    if (line < key_lines_) return {key_.at + line * kLine, key_.stride};
-    if (line < all_lines_) return {value_.at + (line - key_lines_) * kLine, value_.stride};
-    return {key_.at, 0};
+  void fetch() {
+    int64_t rows = left_ < share_ ? left_ : share_;
+    for (left_ -= rows; rows > 0; --rows, at_ += stride_)
+      for (int64_t i = 0; i < bytes_; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(at_ + i), 0, 2);
   }
 
  private:
-  static constexpr int kLine = 64;
+  static constexpr int64_t kLine = 64;
+  int64_t stride_, bytes_;
+  uintptr_t at_;
+  int64_t left_, share_;
+};
 
-  static int lines(DType dtype, int width) { return (width * element_bytes(dtype) + kLine - 1) / kLine; }
-  // The address after the run, as an integer: it may be past the end of the tensor, which a prefetch ignores.
-  static Line after(DType dtype, const Matrix& matrix, int64_t count) {
-    const ptrdiff_t stride = matrix.row_stride * element_bytes(dtype);
-    return {reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride * count), stride};
+// The next run. All passes over this one fetch a share of it every kFetchKeys keys: in one pass alone, or in few
+// bursts, its lines would be asked for faster than memory gives them.
+constexpr int kFetchKeys = 32;
+struct Ahead {
+  Upcoming key, value;
+
+  void fetch() {
+    key.fetch();
+    value.fetch();
   }
-
-  Line key_, value_;
-  int key_lines_, all_lines_;
-  int taken_ = 0;
 };
 
 // One of the two sums, left' right, a (rows, width) matrix.
@@ -65,14 +66,19 @@ struct Target {
 // Adds a tile of sums to the target; columns past the last are left out.
 template <class S, int R, int kColumns, class T>
 inline void add_sums(const S (&sums)[R][kColumns], const Target<T>& target, int row, int column) {
-  const int columns = target.width - column < kColumns ? target.width - column : kColumns;
-  for (int r = 0; r < R; ++r) {
-    double* to = target.to + ptrdiff_t(row + r) * target.width + column;
-    if (target.first)
-      for (int c = 0; c < columns; ++c) to[c] = sums[r][c];
-    else
-      for (int c = 0; c < columns; ++c) to[c] += sums[r][c];
-  }
+  const auto add = [&](auto columns) {  // mostly a constant number
+    for (int r = 0; r < R; ++r) {
+      double* to = target.to + ptrdiff_t(row + r) * target.width + column;
+      if (target.first)
+        for (int c = 0; c < columns; ++c) to[c] = sums[r][c];
+      else
+        for (int c = 0; c < columns; ++c) to[c] += sums[r][c];
+    }
+  };
+  if (target.width - column < kColumns)
+    add(target.width - column);
+  else
+    add(Constant<kColumns>());
 }
 
 inline bool all_finite(const float* sums, int count) {
@@ -104,11 +110,12 @@ __attribute__((noinline)) void add_in_double(const Run<float>& run, const Target
 // addend in registers and spill.
 template <class V, int R, int C, class T>
 __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
-                                            ptrdiff_t right_stride, int keys, Ahead::Line ahead, T* sums) {
+                                            ptrdiff_t right_stride, int keys, Ahead& ahead, T* sums) {
   V acc[R][C] = {};
-  for (int i = 0; i < keys; ++i) {
-    __builtin_prefetch(reinterpret_cast<const void*>(ahead.at + i * ahead.stride), 0, 2);
-    multiply_add<V, R, C>(acc, left + i * left_stride, 1, 0, right + i * right_stride, 0, 1);
+  for (int i = 0; i < keys; i += kFetchKeys) {
+    ahead.fetch();
+    multiply_add<V, R, C>(acc, left + i * left_stride, 1, left_stride, right + i * right_stride, right_stride,
+                          keys - i < kFetchKeys ? keys - i : kFetchKeys);
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c, sums += lanes<V>()) store<V>(sums, load<V>(sums) + acc[r][c]);
@@ -119,7 +126,7 @@ __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride
 constexpr int kStepKeys = 128;
 
 template <class V, int R, int C, class T>
-inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int column, Ahead::Line ahead) {
+inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int column, Ahead& ahead) {
   constexpr int kColumns = C * lanes<V>();
   const T* left = run.left.rows + row;
   const T* right = target.right.rows + column;
@@ -127,7 +134,7 @@ inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int co
   for (int first = 0; first < run.count; first += kStepKeys) {
     const int keys = run.count - first < kStepKeys ? run.count - first : kStepKeys;
     add_products<V, R, C>(left + first * run.left.stride, run.left.stride, right + first * target.right.stride,
-                          target.right.stride, keys, {ahead.at + first * ahead.stride, ahead.stride}, sums[0]);
+                          target.right.stride, keys, ahead, sums[0]);
   }
   if constexpr (sizeof(T) == 4)
     if (!all_finite(sums[0], R * kColumns)) return add_in_double<R, kColumns>(run, target, row, column);
@@ -136,9 +143,8 @@ inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int co
 
 template <class V, int C, class T>
 inline void add_rows(const Run<T>& run, const Target<T>& target, int first, int end, int column, Ahead& ahead) {
-  for_each_tile<tile_rows(C)>(first, end, [&](int row, auto rows) {
-    add_tile<V, decltype(rows)::value, C>(run, target, row, column, ahead.next());
-  });
+  for_each_tile<tile_rows(C)>(
+      first, end, [&](int row, auto rows) { add_tile<V, decltype(rows)::value, C>(run, target, row, column, ahead); });
 }
 
 template <class V, class T>
@@ -189,6 +195,11 @@ struct GramSums {
   };
   static size_t scratch_bytes(const GramShape& shape, int keys) { return Scratch(shape, keys, nullptr).bytes; }
 
+  // About how many register tiles both sums have, each of which makes one pass over the run.
+  static int64_t passes(int width, int value_width) {
+    return 1 + int64_t(width) * (value_width + width / 2) / (6 * kMaxColumns * kVectorLanes<T>);
+  }
+
   static Tile<T> weigh(const Run<T>& run, int width, T* to) {
     const int padded = padded_width<T>(width);
     for (int k = 0; k < run.count; ++k)
@@ -207,7 +218,9 @@ struct GramSums {
     run.key = run.left = load_rows(shape.dtype, keys.key, present, width, in_place<T>(width), scratch.key);
     run.weight = load_weights(shape.dtype, keys, present, scratch.weight);
     if (run.weight) run.left = weigh(run, width, scratch.left);
-    Ahead ahead(shape.dtype, keys, width, value_width);
+    const int64_t steps = passes(width, value_width) * ((keys.count + kFetchKeys - 1) / kFetchKeys);
+    Ahead ahead{Upcoming(shape.dtype, keys.key, keys.count, width, steps),
+                Upcoming(shape.dtype, keys.value, keys.count, value_width, steps)};
     if (value_width > 0) {
       run.value = load_rows(shape.dtype, keys.value, present, value_width, in_place<T>(value_width), scratch.value);
       const Target<T> target{run.value, value_width, moment, first};
