@@ -32,11 +32,19 @@ struct GramKeys {
 // The most keys of a run. Sums are accumulated in the compute type within a run, in float64 from run to run.
 constexpr int kMaxRunKeys = 512;
 
+// A run, one of a sequence that is summed in ascending order with the same scratch.
+struct GramRun {
+  GramKeys keys;
+  const GramKeys* next;  // the run after it, which is fetched meanwhile; null: none
+  int64_t index;         // in the sequence
+  int most;              // keys of a run of the sequence, at most
+};
+
 struct GramKernel {
-  size_t (*scratch_bytes)(const GramShape&, int keys);  // per thread, contents not kept between calls
+  size_t (*scratch_bytes)(const GramShape&, int most);  // per thread, contents kept between the runs of a sequence
   // Sums one run: gram (D, D) += K'WK and moment (D, E) += K'WV, or = if `first`; null: not wanted. Entries of gram
   // below the diagonal are undefined.
-  void (*add_run)(const GramShape&, const GramKeys&, bool first, double* gram, double* moment, void* scratch);
+  void (*add_run)(const GramShape&, const GramRun&, bool first, double* gram, double* moment, void* scratch);
 };
 
 // A matrix of float64 in the caller's memory; strides in elements.

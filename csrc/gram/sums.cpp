@@ -37,10 +37,11 @@ class Gram {
         moment_size_(moment ? int64_t(in.shape.key_width) * in.shape.value_width : 0),
         run_(run_keys(in.shape, in_double_)),
         pieces_(key_pieces(in.keys, sum_size() * int64_t(sizeof(double)))),
+        most_(int(std::min(run_, in.keys))),
         threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads, kLittleGram)),
         together_(heads_together()),
         groups_(in.batch * ceil_div(in.heads, together_)) {
-    scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, int(std::min(run_, in.keys))));
+    scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, most_));
   }
 
   void run() {
@@ -68,7 +69,7 @@ class Gram {
   int64_t heads_together() const {
     const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
     if (!interleaved(in_.key) && !interleaved(in_.value)) return 1;
-    constexpr int64_t kRowBytes = 512;
+    constexpr int64_t kRowBytes = 4096;
     const int64_t width = std::max(in_.shape.key_width, in_.shape.value_width) * element_bytes(in_.shape.dtype);
     const int64_t spare = in_.batch * in_.heads * pieces_ / (4 * threads_);
     return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, std::max<int64_t>(in_.heads, 1));
@@ -92,9 +93,13 @@ class Gram {
     char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
     const int64_t begin = piece_start(in_.keys, pieces_, piece, run_);
     const int64_t end = piece_start(in_.keys, pieces_, piece + 1, run_);
-    int64_t key = begin;
+    const auto run = [&](int64_t i, int64_t key) {
+      return keys_of(in_, heads.b, heads.h + i, key, std::min(run_, end - key));
+    };
+    int64_t key = begin, index = 0;
+    GramKeys keys = run(0, key);
     do {
-      for (int64_t i = 0; i < heads.heads; ++i) {
+      for (int64_t i = 0; i < heads.heads; ++i, ++index) {
         const int64_t head = heads.b * in_.heads + heads.h + i;
         double* gram = gram_of(head);
         double* moment = moment_of(head);
@@ -103,8 +108,10 @@ class Gram {
           gram = gram_ ? sums : nullptr;
           moment = moment_ ? sums + gram_size_ : nullptr;
         }
-        const GramKeys keys = keys_of(in_, heads.b, heads.h + i, key, std::min(run_, end - key));
-        kernel_.add_run(in_.shape, keys, key == begin, gram, moment, scratch);
+        const bool last_head = i + 1 == heads.heads, more = !last_head || key + run_ < end;
+        const GramKeys next = more ? run(last_head ? 0 : i + 1, last_head ? key + run_ : key) : keys;
+        kernel_.add_run(in_.shape, {keys, more ? &next : nullptr, index, most_}, key == begin, gram, moment, scratch);
+        keys = next;
         if (pieces_ == 1 && key + run_ >= end) mirror(gram);
       }
       key += run_;
@@ -148,6 +155,7 @@ class Gram {
   double *const gram_, *const moment_;
   const int64_t gram_size_, moment_size_;
   const int64_t run_, pieces_;
+  const int most_;  // keys of a run
   const int threads_;
   const int64_t together_, groups_;
   size_t scratch_bytes_, partial_;

@@ -16,41 +16,81 @@ struct Run {
   int count;
 };
 
-// Rows to come, fetched a share at a time; rows that follow each other without a gap as one sequence of cache lines.
-// Addresses are integers: they may be past the end of the tensor, which a prefetch ignores.
+// How many elements apart rows may be to be read in place. Further apart they compete for a few sets of the caches and
+// are copied, unless a row is one cache line: it is read twice or so, and a copy would be as much.
+template <class T>
+constexpr int64_t in_place(int width) {
+  return size_t(width) * sizeof(T) <= 64 ? INT64_MAX : 2 * width;
+}
+
+// Whether rows that lie apart can be copied as they are while the run before them is summed.
+template <class T>
+inline bool copied_ahead(DType dtype, const Matrix& matrix, const uint8_t* ignored, int width) {
+  return dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) && !ignored && matrix.col_stride == 1 &&
+         matrix.row_stride > in_place<T>(width) && width == padded_width<T>(width);
+}
+
+// Rows of the next run: fetched, and those that lie apart copied, a share at a time.
+template <class T>
 class Upcoming {
  public:
-  Upcoming(DType dtype, const Matrix& matrix, int64_t count, int width, int64_t shares)
-      : stride_(matrix.row_stride * element_bytes(dtype)),
+  Upcoming() = default;
+  Upcoming(DType dtype, const Matrix& matrix, const uint8_t* ignored, int64_t count, int width, int64_t shares, T* copy)
+      : at_(reinterpret_cast<uintptr_t>(matrix.data)),
+        stride_(matrix.row_stride * element_bytes(dtype)),
         bytes_(width * element_bytes(dtype)),
-        at_(reinterpret_cast<uintptr_t>(matrix.data) + uintptr_t(stride_ * count)),
-        left_(width ? count : 0) {
+        left_(width ? count : 0),
+        copy_(copied_ahead<T>(dtype, matrix, ignored, width) ? reinterpret_cast<char*>(copy) : nullptr) {
     if (stride_ == bytes_) left_ = (left_ * bytes_ + kLine - 1) / kLine, stride_ = bytes_ = kLine;
-    share_ = (left_ + shares - 1) / shares;
+    share_ = left_ / shares, rest_ = left_ % shares, shares_ = shares;
   }
 
   void fetch() {
-    int64_t rows = left_ < share_ ? left_ : share_;
-    for (left_ -= rows; rows > 0; --rows, at_ += stride_)
-      for (int64_t i = 0; i < bytes_; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(at_ + i), 0, 2);
+    int64_t rows = share_;
+    if ((due_ += rest_) >= shares_) due_ -= shares_, ++rows;
+    take(rows < left_ ? rows : left_);
+  }
+  void finish() {
+    if (copy_) take(left_);
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-  int64_t stride_, bytes_;
-  uintptr_t at_;
-  int64_t left_, share_;
+  static constexpr int64_t kLine = 64, kAhead = 32;  // rows from fetch to copy
+
+  void take(int64_t rows) {
+    left_ -= rows;
+    for (; rows > 0; --rows, at_ += stride_) {
+      const uintptr_t to_come = at_ + (copy_ ? kAhead * stride_ : 0);  // may be past the end: a prefetch ignores that
+      for (int64_t i = 0; i < bytes_; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(to_come + i), 0, 2);
+      if (copy_) copy_ = copy_row(copy_);
+    }
+  }
+
+  char* copy_row(char* to) const {
+    constexpr int64_t kPart = sizeof(NarrowVector<T>);
+    for (int64_t i = 0; i < bytes_; i += kPart) __builtin_memcpy(to + i, reinterpret_cast<const char*>(at_) + i, kPart);
+    return to + bytes_;
+  }
+
+  uintptr_t at_ = 0;
+  int64_t stride_ = 0, bytes_ = 0, left_ = 0, shares_ = 1, share_ = 0, rest_ = 0, due_ = 0;
+  char* copy_ = nullptr;
 };
 
-// The next run. All passes over this one fetch a share of it every kFetchKeys keys: in one pass alone, or in few
-// bursts, its lines would be asked for faster than memory gives them.
+// The next run. All passes over this one take a share of it every kFetchKeys keys: in one pass alone, or in few bursts,
+// its lines would be asked for faster than memory gives them.
 constexpr int kFetchKeys = 32;
+template <class T>
 struct Ahead {
-  Upcoming key, value;
+  Upcoming<T> key, value;
 
   void fetch() {
     key.fetch();
     value.fetch();
+  }
+  void finish() {
+    key.finish();
+    value.finish();
   }
 };
 
@@ -110,7 +150,7 @@ __attribute__((noinline)) void add_in_double(const Run<float>& run, const Target
 // addend in registers and spill.
 template <class V, int R, int C, class T>
 __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
-                                            ptrdiff_t right_stride, int keys, Ahead& ahead, T* sums) {
+                                            ptrdiff_t right_stride, int keys, Ahead<T>& ahead, T* sums) {
   V acc[R][C] = {};
   for (int i = 0; i < keys; i += kFetchKeys) {
     ahead.fetch();
@@ -126,7 +166,7 @@ __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride
 constexpr int kStepKeys = 128;
 
 template <class V, int R, int C, class T>
-inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int column, Ahead& ahead) {
+inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int column, Ahead<T>& ahead) {
   constexpr int kColumns = C * lanes<V>();
   const T* left = run.left.rows + row;
   const T* right = target.right.rows + column;
@@ -142,13 +182,13 @@ inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int co
 }
 
 template <class V, int C, class T>
-inline void add_rows(const Run<T>& run, const Target<T>& target, int first, int end, int column, Ahead& ahead) {
+inline void add_rows(const Run<T>& run, const Target<T>& target, int first, int end, int column, Ahead<T>& ahead) {
   for_each_tile<tile_rows(C)>(
       first, end, [&](int row, auto rows) { add_tile<V, decltype(rows)::value, C>(run, target, row, column, ahead); });
 }
 
 template <class V, class T>
-inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ahead& ahead) {
+inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ahead<T>& ahead) {
   for_each_panel(padded_width<T>(moment.width) / lanes<V>(), [&](int first, auto columns) {
     add_rows<V, decltype(columns)::value>(run, moment, 0, width, first * lanes<V>(), ahead);
   });
@@ -157,7 +197,7 @@ inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ah
 // Adds K'WK on and above the diagonal, in steps of kNarrow rows. Where kNarrow is half a vector, every second diagonal
 // block uses narrow vectors, so that less is computed twice.
 template <class V, class T>
-inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead& ahead) {
+inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead<T>& ahead) {
   for (int row = 0; row < gram.width; row += kNarrow) {
     const int end = gram.width - row < kNarrow ? gram.width : row + kNarrow;
     int column = row;
@@ -171,23 +211,17 @@ inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead& ahead) {
   }
 }
 
-// How many elements apart rows may be to be read in place. Further apart they compete for a few sets of the L1 cache
-// and are copied, unless a row is one cache line: it is read twice or so, and a copy would be as much.
-template <class T>
-constexpr int64_t in_place(int width) {
-  return size_t(width) * sizeof(T) <= 64 ? INT64_MAX : 2 * width;
-}
-
 template <class T>
 struct GramSums {
   struct Scratch {
-    T *key, *value, *left, *weight;
+    T *key[2], *value[2];  // of this run and the next
+    T *left, *weight;
     size_t bytes;
 
     Scratch(const GramShape& shape, int keys, void* memory) {
       Arena arena(memory);
-      key = arena.take<T>(size_t(keys) * padded_width<T>(shape.key_width));
-      value = arena.take<T>(size_t(keys) * padded_width<T>(shape.value_width));
+      for (T*& rows : key) rows = arena.take<T>(size_t(keys) * padded_width<T>(shape.key_width));
+      for (T*& rows : value) rows = arena.take<T>(size_t(keys) * padded_width<T>(shape.value_width));
       left = arena.take<T>(size_t(keys) * padded_width<T>(shape.key_width));
       weight = arena.take<T>(keys);
       bytes = arena.used();
@@ -208,21 +242,34 @@ struct GramSums {
     return {to, padded};
   }
 
-  static void add_run(const GramShape& shape, const GramKeys& keys, bool first, double* gram, double* moment,
+  static Tile<T> load(const GramShape& shape, const Matrix& matrix, const GramKeys& keys, const PresentRows& present,
+                      int width, bool copied, T* copy) {
+    if (copied && copied_ahead<T>(shape.dtype, matrix, keys.ignored, width)) return {copy, width};
+    return load_rows(shape.dtype, matrix, present, width, in_place<T>(width), copy);
+  }
+
+  static void add_run(const GramShape& shape, const GramRun& of, bool first, double* gram, double* moment,
                       void* memory) {
-    const int width = shape.key_width, value_width = moment ? shape.value_width : 0;
-    const Scratch scratch(shape, int(keys.count), memory);
+    const int width = shape.key_width, value_width = moment ? shape.value_width : 0, here = of.index % 2;
+    const bool copied = of.index > 0;
+    const GramKeys &keys = of.keys, *next = of.next;
+    const Scratch scratch(shape, of.most, memory);
     const PresentRows present(int(keys.count), keys.ignored, keys.ignored_stride);
     Run<T> run;
     run.count = present.count;
-    run.key = run.left = load_rows(shape.dtype, keys.key, present, width, in_place<T>(width), scratch.key);
+    run.key = run.left = load(shape, keys.key, keys, present, width, copied, scratch.key[here]);
     run.weight = load_weights(shape.dtype, keys, present, scratch.weight);
     if (run.weight) run.left = weigh(run, width, scratch.left);
-    const int64_t steps = passes(width, value_width) * ((keys.count + kFetchKeys - 1) / kFetchKeys);
-    Ahead ahead{Upcoming(shape.dtype, keys.key, keys.count, width, steps),
-                Upcoming(shape.dtype, keys.value, keys.count, value_width, steps)};
+    Ahead<T> ahead;
+    if (next) {
+      const int64_t shares = passes(width, value_width) * ((keys.count + kFetchKeys - 1) / kFetchKeys);
+      const auto upcoming = [&](const Matrix& rows, int columns, T* const(&copy)[2]) {
+        return Upcoming<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
+      };
+      ahead = {upcoming(next->key, width, scratch.key), upcoming(next->value, value_width, scratch.value)};
+    }
     if (value_width > 0) {
-      run.value = load_rows(shape.dtype, keys.value, present, value_width, in_place<T>(value_width), scratch.value);
+      run.value = load(shape, keys.value, keys, present, value_width, copied, scratch.value[here]);
       const Target<T> target{run.value, value_width, moment, first};
       with_vector<T>(value_width, [&](auto vector) { add_moment<decltype(vector)>(run, target, width, ahead); });
     }
@@ -230,6 +277,7 @@ struct GramSums {
       const Target<T> target{run.key, width, gram, first};
       with_vector<T>(width, [&](auto vector) { add_gram<decltype(vector)>(run, target, ahead); });
     }
+    ahead.finish();
   }
 
   static constexpr GramKernel kernel = {scratch_bytes, add_run};
