@@ -262,7 +262,7 @@ struct GramSums {
     if (run.weight) run.left = weigh(run, width, scratch.left);
     Ahead<T> ahead;
     if (next) {
-      const int64_t shares = passes(width, value_width) * ((keys.count + kFetchKeys - 1) / kFetchKeys);
+      const int64_t shares = passes(width, value_width) * (1 + keys.count / kFetchKeys);
       const auto upcoming = [&](const Matrix& rows, int columns, T* const(&copy)[2]) {
         return Upcoming<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
       };

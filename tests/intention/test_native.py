@@ -198,6 +198,16 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype, width:
         assert _same(_everything(bare, exact), _everything(moved_bare, exact))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("keys", [0, 1100])
+def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype) -> None:
+    """Heads take turns, and rows of the run to come are copied meanwhile."""
+    plain = _case(1, 8, keys, 64, 40, dtype)
+    moved = Case(*(LAYOUTS["heads inside"](rows) for rows in plain[:2]))
+    for parts in (BOTH, (True, False), (False, True)):
+        assert _same(list(native.gram(*plain, parts, False)), list(native.gram(*moved, parts, False)))
+
+
 def test_slopes_of_any_layout() -> None:
     case = _case(2, 3, 50, 9, 6, torch.float32, weighted=True)
     dgram, dmoment = torch.randn(2, 3, 9, 9, dtype=torch.float64), torch.randn(2, 3, 9, 6, dtype=torch.float64)
