@@ -79,7 +79,7 @@ class Upcoming {
 
 // The next run. All passes over this one take a share of it every kFetchKeys keys: in one pass alone, or in few bursts,
 // its lines would be asked for faster than memory gives them.
-constexpr int kFetchKeys = 32;
+constexpr int kFetchKeys = 64;
 template <class T>
 struct Ahead {
   Upcoming<T> key, value;
