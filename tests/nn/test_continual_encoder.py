@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import ContinualEncoder, ContinualEncoderLayer, RecentTokens, RetroactiveEncoderLayer
+from cmab_kernels.nn import ContinualEncoder, ContinualEncoderLayer, RecentStream, RecentTokens, RetroactiveEncoderLayer
 
 N, C = 7, 8
 KINDS: dict[str, dict[str, Any]] = {"exact": {}, "landmarks": {"num_landmarks": 3}}
@@ -147,6 +147,13 @@ def test_a_checkpoint_has_the_stream(output: str) -> None:
         copied.load_state_dict(module.state_dict())
         more = tokens(5)
         assert torch.equal(copied.forward_steps(more), module.forward_steps(more))
+
+
+def test_recent_tokens_are_copied() -> None:
+    stream, given = RecentStream(3, C), torch.randn(2, 3, C)
+    stream.state = RecentTokens(given)
+    given.zero_()
+    assert stream.state.tokens.abs().min() > 0 and list(stream.state_dict()) == ["tokens"]
 
 
 def test_a_checkpoint_of_half_a_stream_is_refused() -> None:

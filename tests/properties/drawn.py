@@ -22,7 +22,7 @@ EXACT = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.
 
 def with_examples(examples: int, steps: int = 50) -> settings:
     """Return the settings of a test: the same examples on every run in the ordinary tier, others every night."""
-    ordinary = examples < MANY
+    ordinary = examples <= FEW
     return settings(
         max_examples=examples,
         stateful_step_count=steps,

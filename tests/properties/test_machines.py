@@ -22,11 +22,11 @@ from cmab_kernels import nn
 from cmab_kernels.nn import ContinualStream
 from cmab_kernels.nystrom.continual.state import window_of
 
-from .drawn import IMPLS, MANY, WIDE, Rows, with_examples
+from .drawn import IMPLS, WIDE, Rows, with_examples
 from .families import ATTENTION, RIDGE, Family, far, part, together
 from .windows import OUTPUTS, Stream, some_tokens, step
 
-FEW = 6
+FEW, MANY = 6, 100
 BATCH, HEADS, QUERIES, WIDTH = 2, 2, 3, 4
 LAWS = {"normal": 1.0, "ten times": 10.0, "far": 40.0}
 which, sizes, laws = st.integers(0, 99), st.integers(0, 12), st.sampled_from(sorted(LAWS))
