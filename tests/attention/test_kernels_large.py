@@ -7,18 +7,16 @@ as a GPU's compiler fuses them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
+from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from cmab_kernels.attention import kernels
+from cmab_kernels.testing.fused import fused_products
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -28,34 +26,8 @@ EVERYTHING = (True, True, True)
 @pytest.fixture(params=[False, True], ids=["rounded", "fused"], autouse=True)
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether a product that is added or subtracted next is left unrounded."""
-    if not request.param:
-        yield False
-        return
-    plain = InterpreterBuilder.binary_op
-
-    def multiply(self: Any, a: TensorHandle, b: TensorHandle) -> TensorHandle:
-        result = plain(self, a, b, np.multiply)
-        if result.data.dtype in (np.float32, np.float64):
-            result.unrounded = np.multiply(a.data.astype(np.longdouble), b.data.astype(np.longdouble))
-        return result
-
-    def adding(operation: Callable[..., Any]) -> Callable[..., TensorHandle]:
-        def add(self: Any, a: TensorHandle, b: TensorHandle) -> TensorHandle:
-            first = getattr(a, "unrounded", None)
-            second = getattr(b, "unrounded", None) if first is None else None
-            if first is None and second is None:
-                return plain(self, a, b, operation)
-            exact = operation(a.data.astype(np.longdouble) if first is None else first, b.data if second is None else second)
-            return TensorHandle(exact.astype(a.data.dtype), a.dtype.scalar)
-
-        return add
-
-    with (
-        mock.patch.object(InterpreterBuilder, "create_fmul", multiply),
-        mock.patch.object(InterpreterBuilder, "create_fadd", adding(np.add)),
-        mock.patch.object(InterpreterBuilder, "create_fsub", adding(np.subtract)),
-    ):
-        yield True
+    with fused_products() if request.param else nullcontext():
+        yield request.param
 
 
 def _state(scores: Tensor, values: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
