@@ -36,6 +36,9 @@ class RecentTokens(NamedTuple):
     """(B, n, C), oldest first; rows before the first token are 0"""
 
 
+torch.serialization.add_safe_globals([FillingWindow, RecentTokens])  # as for the states in cmab_kernels
+
+
 class ContinualStream(Stream[WindowState]):
     """A submodule that holds the window of a streaming module, or None.
 
