@@ -1,7 +1,7 @@
 // The functions of OpenMP's run time that the extension calls, for the thread sanitizer, which knows nothing of how
-// libgomp synchronises. A loop's iterations go to the threads in turn, whatever its schedule: nothing is shared, so that
-// every thread has its part of even a small loop, and nothing but threads that begin and end and barriers is ordered. A
-// parallel region inside another has one thread.
+// libgomp synchronises. A loop's iterations go to the threads in turn, whatever its schedule: nothing is shared, so
+// that every thread has its part of even a small loop, and nothing but threads that begin and end and barriers is
+// ordered. A parallel region inside another has one thread.
 #include <pthread.h>
 #include <sched.h>
 
