@@ -96,8 +96,8 @@ IN_CPP = {
     ),
     "scores past the last key": Fault(
         "csrc/common/tile.h",
-        "if (present.all && matrix.col_stride == 1 && width == padded) return",
-        "if (present.row[present.count - 1] == present.count - 1 && matrix.col_stride == 1 && width == padded) return",
+        "if (present.all && matrix.col_stride == 1 && width == padded &&",
+        "if (present.row[present.count - 1] == present.count - 1 && matrix.col_stride == 1 && width == padded &&",
         "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
     ),
     "a removal of nothing that is not reliable": Fault(
