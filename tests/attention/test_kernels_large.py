@@ -76,7 +76,7 @@ def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
 def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: bool) -> None:
     """Results and gradients are those of the largest score; it stands in one tile, or in two, where it counts twice.
 
-    Float64 logits from 2^53 on have no gradient to speak of: lse does not tell neighbouring scores apart. It stays finite.
+    Float64 logits from 2^53 on have a gradient where the largest is alone: lse does not tell neighbouring scores apart.
     """
     for seed, (scale, largest) in enumerate([(1.0, 60), (0.7, 60), (3.0, 48)]):
         scores, values = _sequence(order, dtype, signs, largest, seed), torch.randn(200, dtype=dtype)
@@ -84,14 +84,14 @@ def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: 
         expected, logarithm = _oracle(scores, values, scale)
         allowed = (1e-14 if fused else 4 * torch.finfo(dtype).eps) * abs(logarithm.item()) + 1e-6
         assert abs(out.item() - expected.item()) <= 1e-6 and abs(lse.item() - logarithm.item()) <= allowed
-        _check_gradients(scores, values, scale, out, lse, allowed, finite_only=dtype == torch.float64 and largest > 50)
+        _check_gradients(scores, values, scale, out, lse, allowed)
         top = int(scores.argmax())
         twice = scores.clone()
         twice[(top + 100) % 200] = scores[top]
         assert abs(_state(twice, values, scale)[0].item() - _oracle(twice, values, scale)[0].item()) <= 1e-6
 
 
-def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, lse: Tensor, allowed: float, finite_only: bool) -> None:
+def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, lse: Tensor, allowed: float) -> None:
     """With dout = 1, dlse = 1: dV is the weights; dS is the weight where it is 0 or 1, and so is dK, times the scale.
 
     An error of lse, which may be `allowed`, is an error of the weights.
@@ -100,13 +100,25 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
     ones = torch.ones_like(out), torch.ones_like(lse)
     dquery, dkey, dvalue = kernels.attention_backward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING)
     assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
-    if finite_only:
-        return
     weights = torch.zeros_like(scores)
     weights[scores.argmax()] = 1.0
     torch.testing.assert_close(dvalue.flatten(), weights, rtol=1e-6 + allowed, atol=0)
     torch.testing.assert_close(dkey.flatten(), scale * weights, rtol=1e-5 + allowed, atol=0)
     torch.testing.assert_close(dquery.flatten(), scale * scores.max()[None], rtol=1e-5 + allowed, atol=0)
+
+
+def test_a_lone_largest_score_has_weight_one() -> None:
+    """In float64 too, where neighbours of its logarithm are e^4 to e^64 apart."""
+    generator = torch.Generator().manual_seed(0)
+    query = 2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator) * (1 + torch.rand(1, 64, 1, 1, generator=generator)).double()
+    key = 2.0 ** torch.arange(0, 39, 3, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(7)[:13]
+    value = torch.eye(13, dtype=torch.float64).expand(1, 64, 13, 13)
+    key = key.view(1, 1, 13, 1).expand(1, 64, 13, 1)
+    scale = 8**-0.5
+    out, lse = kernels.attention_forward(query, key, value, None, None, None, None, scale)
+    slopes = torch.ones_like(out), torch.zeros_like(lse)
+    _, _, dvalue = kernels.attention_backward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    assert torch.equal(dvalue[..., 0], torch.eye(13, dtype=torch.float64)[12].expand(1, 64, 13))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

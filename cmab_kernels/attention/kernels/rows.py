@@ -13,6 +13,9 @@ from .runs import count_runs, first_slot, set_bounds, unless_bad
 RESOLUTION = tl.constexpr(2.0**-52)
 """The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
 
+BEYOND = tl.constexpr(2.0**52)
+"""The size of a float64 logarithm from which its neighbours are 1 or more apart: it no longer tells what a score's weight is."""
+
 
 @triton.jit
 def base_two(logarithm, scale, reciprocal, DTYPE: tl.constexpr):
@@ -22,6 +25,11 @@ def base_two(logarithm, scale, reciprocal, DTYPE: tl.constexpr):
     score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
     rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
     rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
+    if DTYPE == tl.float64:  # noqa: SIM300  not a comparison
+        # The highest score has weight 1 if `score` is not above it, as weights are 1 at most; the logarithm was rounded up to three times.
+        far = (tl.abs(logarithm) >= BEYOND) & (tl.abs(logarithm) < float("inf"))
+        score = tl.where(far, score - 3 * tl.abs(score) * RESOLUTION, score)
+        rest = tl.where(far, 0.0, rest)
     return score, tl.where(empty, float("inf"), rest).to(DTYPE)
 
 
