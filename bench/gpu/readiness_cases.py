@@ -464,5 +464,7 @@ LEFT_OUT = (
     "_vet",
     *("_projected_forward", "_projected_backward", "_projected_backward_inputs"),
     *("_feed_forward", "_feed_forward_back", "_project", "_join", "_part", "_project_back", "_matrix_gradient"),
+    *("_prefix_sums", "_send_sums_back", "_scan_matrices", "_add_planes"),
 )
-"""Kernels without figures: the check of a packed set's offsets, and those whose main loop holds loops of several lengths side by side."""
+"""Kernels without figures: the check of a packed set's offsets, those whose main loop holds loops of several lengths side by side, and the
+scans of Intention's prefixes, whose registers and spills the tests of machine code have, but no model of their time yet."""

@@ -152,7 +152,7 @@ _LIKE_ALL: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": 
 def _layers(number: int, sizes: tuple[int, int, int], attention: Any) -> list[Any]:
     """Return torch's encoder layers of these sizes (dim, heads, hidden width) over a window, with another attention."""
     layers = nn.ModuleList(nn.TransformerEncoderLayer(*sizes, **_LIKE_ALL) for _ in range(number))
-    replace_modules(layers, {nn.MultiheadAttention: attention})
+    replace_modules(layers, {nn.MultiheadAttention: attention}, verbose=False)
     return list(layers)
 
 
