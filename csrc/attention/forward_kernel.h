@@ -136,6 +136,11 @@ inline State<T> state_of(int rows, const void* memory) {
 // A row's reference follows its largest logit only when exceeded by kSlack: exp2 stays in range, and rescaling is rare.
 constexpr int kSlack = 8;
 
+// A weight that counts as 0 beside the largest, which is 1: products with it would be subnormal, and take ten times as
+// long. What is dropped of 2^30 keys is below half a unit of the sum's last digit.
+template <class T>
+constexpr T kNegligible = sizeof(T) == 4 ? T(0x1p-80) : T(0x1p-300);
+
 // Raises the references of one vector of queries to `top` where it exceeds them by kSlack, and rescales what is
 // relative to them: the state's sum, the tile's sum so far (`tile_sum`), the accumulator and the tile's weights so far.
 // Nothing is added here and other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
@@ -147,7 +152,8 @@ __attribute__((noinline)) void raise_reference(State<T> state, int column, int v
   const V old = load<V>(state.reference + at), seen = load<V>(top);
   const auto moved = seen > old + T(kSlack);
   const V next = moved ? seen : old;
-  const V factor = moved ? exp2(old - next) : broadcast<V>(T(1));
+  const V fade = moved ? exp2(old - next) : broadcast<V>(T(1));
+  const V factor = fade < T(kNegligible<T>) ? V{} : fade;
   store(state.reference + at, next);
   store(state.sum + at, load<V>(state.sum + at) * factor);
   store(tile_sum, load<V>(tile_sum) * factor);
@@ -157,7 +163,8 @@ __attribute__((noinline)) void raise_reference(State<T> state, int column, int v
   }
   for (int k = 0; k < weight_rows; ++k) {
     T* weight = weights + k * B::kRows + at;
-    store(weight, load<V>(weight) * factor);
+    const V left = load<V>(weight) * factor;
+    store(weight, left < T(kNegligible<T>) ? V{} : left);
   }
 }
 
