@@ -122,8 +122,7 @@ CMAB_INLINE V exp2(V x) {
 }
 
 #if defined(__AVX512F__)
-// The same with AVX-512, which rounds and scales in one instruction each; both handle -inf. It is 0 below 2^-100.5, so
-// that products with it are not subnormal, which would take ten times as long.
+// The same with AVX-512, which rounds and scales in one instruction each; both handle -inf.
 CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
   const __m512 n = _mm512_maskz_roundscale_ps(0xffff, x, 8), f = x - n;
   __m512 p = f * 0.001327644937f + 0.009675564158f;
@@ -131,7 +130,7 @@ CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
   p = p * f + 0.240221193f;
   p = p * f + 0.6931469668f;
   p = p * f + 1.000000072f;
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ), p, n);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, n);
 }
 #endif
 
