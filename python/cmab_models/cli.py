@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    table = "\n".join(f"  {name:12} {', '.join(task for task in sorted(TASKS) if name in TASKS[task].systems)}" for name in SYSTEMS)
+    width = max(map(len, SYSTEMS))
+    table = "\n".join(f"  {name:{width}} {', '.join(task for task in sorted(TASKS) if name in TASKS[task].systems)}" for name in SYSTEMS)
     parser = argparse.ArgumentParser(
         prog="python -m cmab_models",
         description="Train the papers' systems and their baselines, evaluate them, stream data through them, and draw what they do.",
