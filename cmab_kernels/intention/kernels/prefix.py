@@ -242,13 +242,13 @@ def prefix_ridge(
     (B, H, N, D), E = key.shape, value.shape[-1]
     prefixes = -(-N // every)
     if not B * H * N:
-        return tuple(key.new_empty(B, H, prefixes, D, width, dtype=torch.float64) for width in (D, E))  # type: ignore[return-value]
+        return tuple(key.new_empty(B, H, prefixes, D, width, dtype=torch.float64) for width in (D, E))  # type: ignore[return-value]  # a pair
     states = [None if state is None else state.contiguous() for state in (gram, moment)]
     rows = key, value, weights, key_padding_mask
     with on_device(key):
         if every >= FEW:
             chunks = sums_of_runs(*rows, Cut(prefixes, every))
-            return tuple(add_up(part, state, False) for part, state in zip(chunks, states, strict=True))  # type: ignore[return-value]
+            return tuple(add_up(part, state, False) for part, state in zip(chunks, states, strict=True))  # type: ignore[return-value]  # a pair
         cut = _cut(prefixes, every, D, E)
         bases = states
         if cut.runs > 1:
@@ -296,7 +296,7 @@ def prefix_ridge_backward(
         dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32), torch.float64, torch.float64
         shapes = key.shape, value.shape, key.shape[:3], *(part.shape[:2] + part.shape[3:] for part in dsums)
         like = zip(shapes, dtypes, (*needs, needs[3]), strict=True)
-        return tuple(key.new_zeros(shape if need else (0,), dtype=dtype) for shape, dtype, need in like)  # type: ignore[return-value]
+        return tuple(key.new_zeros(shape if need else (0,), dtype=dtype) for shape, dtype, need in like)  # type: ignore[return-value]  # five
     back = _back_by_chunks if every >= FEW else _back_by_tiles
     with on_device(key):
         return back(dsums, key, value, weights, key_padding_mask, every, needs)
