@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...dtypes import state_dtype
 from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, rows_from, tile_at
 from ..state import in_chunks
 from . import scan
@@ -293,7 +294,7 @@ def prefix_ridge_backward(
     """Return (dkey, dvalue, dweights, dgram, dmoment), the last two of the incoming state; an empty tensor for what `needs` leaves out."""
     dsums = dgram.contiguous(), dmoment.contiguous()
     if not key.shape[0] * key.shape[1] * key.shape[2]:
-        dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32), torch.float64, torch.float64
+        dtypes = key.dtype, value.dtype, state_dtype(key.dtype), torch.float64, torch.float64
         shapes = key.shape, value.shape, key.shape[:3], *(part.shape[:2] + part.shape[3:] for part in dsums)
         like = zip(shapes, dtypes, (*needs, needs[3]), strict=True)
         return tuple(key.new_zeros(shape if need else (0,), dtype=dtype) for shape, dtype, need in like)  # type: ignore[return-value]  # five
@@ -373,7 +374,7 @@ def _added(
     """(The gradient of rows, that of their weights) by what all tiles have sent; an empty tensor for one that is not needed."""
     B, H, N, D = rows.shape
     drows = rows.new_empty(rows.shape if needs_rows else (0,))
-    dweights = rows.new_empty(rows.shape[:3] if needs_weights else (0,), dtype=torch.promote_types(rows.dtype, torch.float32))
+    dweights = rows.new_empty(rows.shape[:3] if needs_weights else (0,), dtype=state_dtype(rows.dtype))
     if planes is not None and planes.numel():
         _add_planes(
             B * H * triton.cdiv(N, ROWS),
