@@ -19,7 +19,7 @@ from cmab_kernels.measure import Task, interleave, peak_memory
 from .devices import device, threads
 from .floors import floor
 from .rates import rates_of
-from .runs import FAULTS, Row, Spread, fastest, is_ours
+from .runs import FAULTS, Row, Spread, fastest, of_this_package
 from .scans.case import COLD_BYTES, COMPILED, Case, Implementation, Results
 
 ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -45,7 +45,7 @@ class Group:
     problems: dict[str, str] = field(default_factory=dict)
 
     def at_fault(self, name: str) -> bool:
-        """True where a problem is no matter of the machine or of an installation."""
+        """True where a problem is no matter of the machine, of an installation or of a peer."""
         return self.problems[name].startswith(FAULTS)
 
 
@@ -89,10 +89,11 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
         results, flops = _counted(case, name, inputs)
     except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
         reason = str(error).strip().partition("\n")[0]
-        raise Problem(f"failed: {reason}" if is_ours(name) or name == "reference" else reason) from None
+        raise Problem(f"failed: {reason}" if of_this_package(name) else reason) from None
     error, allowed = relative_error(results, expected), TF32_BOUND if name.endswith("tf32") else ERROR_BOUND[case.dtype]
     if not error <= allowed:
-        raise Problem(f"wrong: relative RMS error {error:.1e}, allowed {allowed:.0e}")
+        found = f"relative RMS error {error:.1e}, allowed {allowed:.0e}"
+        raise Problem(f"wrong: {found}" if of_this_package(name) else f"its result is wrong here: {found}")
     steps, moved = case.steps.get(name, 1), sum(tensor.nbytes for tensor in (*inputs, *results))
     memory = {"extra_memory": peak.extra, "result_memory": peak.results}
     return memory | {"flops": flops // steps, "bytes": moved // steps, "error": error}

@@ -22,7 +22,7 @@ DEFINITION = "reference"
 """The implementation that ours are tested against: it is slow, and no peer."""
 
 FAULTS = ("wrong", "failed")
-"""First words of the reasons that are a fault of the code, and not of a machine or an installation."""
+"""First words of the reasons that are a fault of this package, and not of a machine, an installation or a peer."""
 
 Value = int | str
 
@@ -35,6 +35,11 @@ def is_ours(implementation: str) -> bool:
     """True for kernels and modules of this package; the definition is not among them."""
     name = implementation.split(",")[0]
     return any(name in names for names in KERNELS.values()) or implementation.startswith("cmab_kernels")
+
+
+def of_this_package(implementation: str) -> bool:
+    """True for all whose faults are ours: kernels, modules and the definition."""
+    return is_ours(implementation) or implementation == DEFINITION
 
 
 class Spread(NamedTuple):
@@ -154,7 +159,7 @@ class Run:
 
     @property
     def wrong(self) -> Mapping[str, str]:
-        """The entries of `not_measured` that are faults of the code."""
+        """The entries of `not_measured` that are faults of this package."""
         return {name: why for name, why in self.not_measured.items() if why.startswith(FAULTS)}
 
     @cached_property

@@ -114,7 +114,7 @@ def timed(case: Case, name: str, capture: bool = True) -> Row:
     if name in group.rows:
         return told(group.rows[name], whole=True)
     problem = {"group": case.name, "implementation": name, "problem": group.problems[name]}
-    return problem | ({"ok": False} if is_ours(name) and group.at_fault(name) else {})
+    return problem | ({"ok": False} if group.at_fault(name) else {})
 
 
 @lru_cache(maxsize=1)

@@ -111,18 +111,20 @@ def clock(no_memory: None, monkeypatch: pytest.MonkeyPatch):
     return take
 
 
-def with_naive(case: Case, naive) -> Case:
-    return replace(case, implementations={**case.implementations, NAIVE: lambda i: (naive(*i[:3]),)})
+def with_naive(case: Case, naive, name: str = NAIVE) -> Case:
+    return replace(case, implementations={**case.implementations, name: lambda i: (naive(*i[:3]),)})
 
 
+@pytest.mark.parametrize("name", [NAIVE, "native", "reference"])
 @pytest.mark.parametrize("fault", ["scaled", "nan", "shape"])
-def test_a_wrong_result_has_no_speed(fault: str, no_memory: None):
+def test_a_wrong_result_has_no_speed_and_is_a_fault_if_it_is_ours(fault: str, name: str, no_memory: None):
     def wrong(query, key, value):
         out = F.scaled_dot_product_attention(query, key, value)
         return {"scaled": out * 1.001, "nan": out.masked_fill(out == out.max(), math.nan), "shape": out[:, :1]}[fault]
 
-    group = harness.measure(with_naive(FORWARD, wrong), [SDPA, NAIVE], budget=0.01)
-    assert group.at_fault(NAIVE) and group.problems.keys() == {NAIVE} and group.problems[NAIVE].startswith("wrong")
+    group = harness.measure(with_naive(FORWARD, wrong, name), [SDPA, name], budget=0.01)
+    assert group.problems.keys() == {name} and group.at_fault(name) == (name != NAIVE)
+    assert group.problems[name].startswith("its result is wrong here: relative" if name == NAIVE else "wrong: relative")
     assert group.rows.keys() == group.samples.keys() == {SDPA} and group.rows[SDPA].ratio.median == 1.0
 
 
