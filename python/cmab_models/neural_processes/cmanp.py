@@ -91,10 +91,12 @@ class CMANP(NeuralProcess):
         Under `torch.no_grad()` points are embedded a chunk at a time, so that memory does not depend on their number.
         """
         self._check(x, y)
-        chunk = max(x.shape[1], 1) if torch.is_grad_enabled() else CHUNK
-        masks = [None] * -(-x.shape[1] // chunk) if mask is None else mask.split(chunk, 1)
-        for xs, ys, ignored in zip(x.split(chunk, 1), y.split(chunk, 1), masks or [None], strict=True):
-            state = self.blocks.read(self._embedded(xs, ys), state, key_padding_mask=ignored)
+        if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
+            return self.blocks.read(self._embedded(x, y), state, key_padding_mask=mask)
+        xs, ys = x.split(CHUNK, 1), y.split(CHUNK, 1)
+        masks = [None] * len(xs) if mask is None else mask.split(CHUNK, 1)
+        for some_x, some_y, ignored in zip(xs, ys, masks, strict=True):
+            state = self.blocks.read(self._embedded(some_x, some_y), state, key_padding_mask=ignored)
         assert state is not None  # a split has at least one chunk
         return state
 
