@@ -181,5 +181,24 @@ def test_letters_are_drawn_from_fonts() -> None:
     assert (nearest == drawn.labels).double().mean() > 0.9
     with pytest.raises(ImportError, match="apt-get install fonts-noto-core"):
         glyphs.letters("no such folder")
-    with pytest.raises(ValueError, match="digits or letters"):
+    with pytest.raises(ValueError, match="one of digits, letters, dejavu"):
         classes.FewShotTask(glyphs="runes").references()
+
+
+def test_every_image_is_turned_by_an_angle_of_its_own() -> None:
+    images = torch.zeros(200, 17, 17)
+    images[:, 8, 13] = 1.0  # five pixels right of the middle
+    found = glyphs.turned(images.flatten(1), 40.0, seeded(0)).view_as(images)
+    rows, columns = (found / found.sum((1, 2), keepdim=True)).sum(2), (found / found.sum((1, 2), keepdim=True)).sum(1)
+    down, right = (weights @ torch.arange(-8.0, 9.0) for weights in (rows, columns))
+    torch.testing.assert_close(torch.hypot(down, right), torch.full((200,), 5.0), rtol=0, atol=0.1)
+    angles = torch.atan2(down, right).rad2deg()
+    assert -41 < angles.min() < -36
+    assert 36 < angles.max() < 41
+    assert angles.mean().abs() < 5
+
+
+def test_turned_letters_are_hard_for_pixels() -> None:
+    straight, turned = (classes.FewShotTask(glyphs="dejavu", turn=turn) for turn in (0.0, 45.0))
+    assert turned.most_shots() == len(glyphs.DEJAVU) - 1
+    assert turned.references()["nearest mean"] < straight.references()["nearest mean"] - 0.1

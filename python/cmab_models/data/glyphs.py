@@ -1,7 +1,8 @@
 """Small images of digits and letters.
 
 - scikit-learn's digits (BSD): 1,797 written digits of 8 x 8 pixels, of the UCI repository (E. Alpaydin, C. Kaynak; CC BY 4.0).
-- Letters: drawn from the Noto fonts (SIL Open Font License 1.1) of Debian's fonts-noto-core, where it is installed.
+- Letters: drawn from the Noto fonts (SIL Open Font License 1.1) of Debian's fonts-noto-core, where it is installed; or from the DejaVu
+  fonts (Bitstream Vera's licence, which is free, and public domain) that come with matplotlib.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .packages import imported
@@ -19,6 +21,13 @@ from .packages import imported
 NOTO = "/usr/share/fonts/truetype/noto"
 FACES = ("NotoSans", "NotoSerif", "NotoSansDisplay", "NotoSerifDisplay")
 STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
+DEJAVU = tuple(
+    f"DejaVu{face}.ttf"
+    for face in (
+        *("Sans", "Sans-Bold", "Sans-Oblique", "Sans-BoldOblique", "Serif", "Serif-Bold", "Serif-Italic", "Serif-BoldItalic"),
+        *("SansMono", "SansMono-Bold", "SansMono-Oblique", "SansMono-BoldOblique"),
+    )
+)
 ALPHABETS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz", "ΓΔΘΛΞΠΣΦΨΩαβγδεζηθλμξπστφχψωБДЖЗИЛЦЧШЩЫЭЮЯбвгджзилмнптфцчшщыэюя"
 """Letters to train on, and held-out letters, which are of other alphabets and look unlike those."""
 SIDE = 16
@@ -77,6 +86,22 @@ def letters(folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.
     fonts = [truetype(face, 3 * SIDE) for face in found]
     drawn = torch.stack([_drawn(letter, font) for letter in text for font in fonts])
     return Glyphs(drawn, torch.arange(len(text)).repeat_interleave(len(found)), len(ALPHABETS[0]))
+
+
+def dejavu() -> Glyphs:
+    """Return the letters in the 12 faces that come with matplotlib."""
+    return letters(str(Path(imported("matplotlib", "matplotlib").get_data_path()) / "fonts" / "ttf"), DEJAVU)
+
+
+def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor:
+    """Return images (..., pixels) of squares, each turned about its middle by an angle of U(-degrees, degrees)."""
+    square = images.flatten(0, -2).unflatten(-1, (1, math.isqrt(images.shape[-1]), -1))
+    angle = math.radians(degrees) * (2 * torch.rand(len(square), 1, 1, generator=generator) - 1)
+    sine, cosine = angle.sin(), angle.cos()
+    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[-1] - 1  # of pixels, as grid_sample counts
+    row, column = middles.unsqueeze(1), middles
+    grid = torch.stack([cosine * column - sine * row, sine * column + cosine * row], -1)
+    return F.grid_sample(square, grid, align_corners=False).view_as(images)
 
 
 def _drawn(letter: str, font: Any) -> Tensor:

@@ -33,7 +33,7 @@ def _few_shots(results: Results) -> Verdict:
     ours, theirs = (results.spread(f"few shots, {name}", "few-shot", "accuracy") for name in ("lssvm", "attention"))
     told, pixels = f"LS-SVM {ours}, attention {theirs}", results.tasks["few shots, lssvm"].references()["nearest mean"]
     if pixels > max(ours.mean, theirs.mean):
-        return Verdict(None, f"{told}, but the nearest mean of the pixels has {pixels:.3f}: features of six classes do not carry over")
+        return Verdict(None, f"{told}, but the nearest mean of the pixels has {pixels:.3f}: what was learned does not carry over")
     return Verdict(ours.mean > theirs.mean, told)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.glyphs import Glyphs, digits, letters
+from ..data.glyphs import Glyphs, dejavu, digits, letters, turned
 from .base import Task, seeded
 from .sets import Question
 
+GLYPHS: dict[str, Callable[[], Glyphs]] = {"digits": digits, "letters": letters, "dejavu": dejavu}
 HELD_OUT = 1000
 """Questions that are evaluated."""
 
@@ -93,7 +96,9 @@ class FewShotTask(ImageTask):
     systems: ClassVar[tuple[str, ...]] = ("few-shot",)
 
     glyphs: str = "digits"
-    """Or "letters", which need fonts: see `cmab_models.data.glyphs.letters`."""
+    """Or "letters", which need fonts, or "dejavu", letters that come with matplotlib: see `cmab_models.data.glyphs`."""
+    turn: float = 0.0
+    """Degrees; every image of a question is turned by an angle of its own, at most so far to either side."""
     estimator: str = "lssvm"
     """Or "scatter", "kernel", "attention": see `cmab_models.FewShot`."""
     ways: int = 4
@@ -101,17 +106,19 @@ class FewShotTask(ImageTask):
     dim: int = 32
 
     def sizes(self, system: str) -> dict[str, Any]:
-        return {"dim_key": self._glyphs().images.shape[1], "dim_value": self.ways, "estimator": self.estimator, "dim": self.dim}
+        return {"dim_key": self._classes(held_out=True)[0].shape[1], "dim_value": self.ways, "estimator": self.estimator, "dim": self.dim}
 
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
         """Return questions with one query of each class; classes are in an order drawn for each question."""
         if self.shots > self.most_shots():
             raise ValueError(f"shots is {self.shots}; there are {self.most_shots()} examples of a class beside the query")
-        images, labels = self._glyphs().of_classes(held_out)
+        images, labels = self._classes(held_out)
         classes = labels.unique()
         chosen = torch.stack([classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)])
         examples = [torch.stack([_some(labels == label, self.shots + 1, generator) for label in row]) for row in chosen.tolist()]
         sets = images[torch.stack(examples)]
+        if self.turn:
+            sets = turned(sets, self.turn, generator)
         values = torch.eye(self.ways).repeat_interleave(self.shots, 0).expand(count, -1, -1)
         return Question(sets[:, :, 0], sets[:, :, 1:].flatten(1, 2), values, torch.arange(self.ways).expand(count, -1))
 
@@ -127,12 +134,17 @@ class FewShotTask(ImageTask):
 
     def most_shots(self) -> int:
         """Return how many examples a question can have of every held-out class, beside the query."""
-        return int(self._glyphs().of_classes(held_out=True)[1].unique(return_counts=True)[1].min()) - 1
+        return int(self._classes(held_out=True)[1].unique(return_counts=True)[1].min()) - 1
 
-    def _glyphs(self) -> Glyphs:
-        if self.glyphs not in ("digits", "letters"):
-            raise ValueError(f"glyphs is {self.glyphs!r}; it must be digits or letters")
-        return digits() if self.glyphs == "digits" else letters()
+    def _classes(self, held_out: bool) -> tuple[Tensor, Tensor]:
+        if self.glyphs not in GLYPHS:
+            raise ValueError(f"glyphs is {self.glyphs!r}; it must be one of {', '.join(GLYPHS)}")
+        return _of_classes(self.glyphs, held_out)
+
+
+@cache
+def _of_classes(glyphs: str, held_out: bool) -> tuple[Tensor, Tensor]:
+    return GLYPHS[glyphs]().of_classes(held_out)
 
 
 def _some(which: Tensor, count: int, generator: torch.Generator) -> Tensor:
