@@ -17,10 +17,14 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist wo
 test: $(VENV)/.test
 	$(PYTEST)
 
+# The tests, and then the numbers to plan with, docs/numerics.md, measured anew.
 nightly: $(VENV)/.test
 	$(PYTEST) -m "nightly or not nightly"
+	$(BIN)/python -m tests.numbers
+	$(BIN)/python -m tests.fire
+	$(BIN)/python -m bench.report.numbers
 
-# Plants the faults that tests/mutations/CAUGHT.md does not know or that have changed, one at a time, and writes there what caught each.
+# Plants the faults that tests/mutations/CAUGHT.md does not know or that have changed, one at a time, and writes and prints what caught each.
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutations
 

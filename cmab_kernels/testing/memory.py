@@ -48,7 +48,7 @@ def between_margins(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def guarded_results() -> Iterator[None]:
-    """Within this context `Tensor.new_empty` and `torch.empty_like` return NaN (77 for integers) between margins of the same.
+    """Within this context `Tensor.new_empty` and `torch.empty_like` return NaN (77, True) between margins of the same.
 
     At the end, `AssertionError` if a margin was written. Calls with other options, such as those of Triton's interpreter, are not changed.
     """
@@ -60,8 +60,7 @@ def guarded_results() -> Iterator[None]:
         if options:
             return plain(like, shape, dtype=dtype, **options)
         chosen = dtype or like.dtype
-        filler = math.nan if chosen.is_floating_point else 77
-        storage = torch.full((math.prod(shape) + 2 * MARGIN,), filler, dtype=chosen, device=like.device)
+        storage = torch.full((math.prod(shape) + 2 * MARGIN,), _filler(chosen), dtype=chosen, device=like.device)
         storages.append(storage)
         return storage[MARGIN : storage.numel() - MARGIN].view(shape)
 
@@ -72,5 +71,10 @@ def guarded_results() -> Iterator[None]:
         yield
     for storage in storages:
         margins = storage[:MARGIN], storage[storage.numel() - MARGIN :]
-        untouched = (margin.isnan() if margin.is_floating_point() else margin == 77 for margin in margins)
+        untouched = (margin.isnan() if margin.is_floating_point() else margin == _filler(margin.dtype) for margin in margins)
         assert all(bool(part.all()) for part in untouched), "a result was written out of bounds"
+
+
+def _filler(dtype: torch.dtype) -> float | bool:
+    """Return what a margin of `guarded_results` is filled with."""
+    return math.nan if dtype.is_floating_point else True if dtype == torch.bool else 77

@@ -1,4 +1,4 @@
-"""A plugin of pytest that leaves out the tests of instruction sets other than that in CMAB_KERNELS_ISA: their kernels have no sanitizer."""
+"""A plugin of pytest that leaves out tests of other instruction sets than those compiled with that in CMAB_KERNELS_ISA."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 
 import pytest
 
-SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx", "amx_emulated")
+from tests.mutations.tree import ENGINES, VECTORS
+
+COMPILED = {"portable": ("portable",), "avx2": ("avx2",), "avx512": ("avx512", *ENGINES)}
+"""Vectors -> the instruction sets whose kernels are compiled with a sanitizer, the best last."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    (compiled,) = (sets for sets in COMPILED.values() if os.environ["CMAB_KERNELS_ISA"] in sets)
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
         parameters = getattr(item, "callspec", None)
-        named = {value for value in parameters.params.values() if value in SETS} if parameters else set()
-        (kept if named <= {os.environ["CMAB_KERNELS_ISA"]} else left_out).append(item)
+        named = {value for value in parameters.params.values() if value in (*VECTORS, *ENGINES)} if parameters else set()
+        (kept if named <= set(compiled) else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)

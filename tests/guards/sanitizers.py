@@ -1,8 +1,9 @@
 """The native tests under a sanitizer: `python -m tests.guards.sanitizers KIND VECTORS`, and other arguments of pytest if wanted.
 
-All of the extension that runs is compiled with the sanitizer; of the kernels, those for one instruction set, "portable", "avx2" or
-"avx512". KIND is "memory": accesses out of bounds and undefined behaviour end the process, and memory from malloc is filled with NaN; or
-"threads": OpenMP's run time is that of openmp.cpp, as the sanitizer does not know how libgomp synchronises, and a race ends the process.
+All of the extension that runs is compiled with the sanitizer; of the kernels, those for VECTORS: "portable", "avx2", or "avx512" with
+the engines of bfloat16. KIND is "memory": accesses out of bounds and undefined behaviour end the process, and memory from malloc is
+filled with NaN; or "threads": OpenMP's run time is that of openmp.cpp, as the sanitizer does not know how libgomp synchronises, and a
+race ends the process.
 """
 
 from __future__ import annotations
@@ -16,29 +17,21 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from cmab_kernels.extension import load
 from tests.mutations.fault import Fault
 from tests.mutations.tree import ROOT, Tree, steps_of
+
+from .one_isa import COMPILED
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or "c++"
 FOUND = 66
 """The exit code of a process in which a sanitizer has found something."""
 FLAGS = "-O1 -g1 -Wno-error -fno-omit-frame-pointer"
-CHECKS = (
-    "accuracy",
-    "layout",
-    "strides",
-    "extents",
-    "masks",
-    "borders",
-    "widths",
-    "packed",
-    "state",
-    "error",
-    "arguments",
-    "every_step",
-    "inverses",
-)
-FAMILIES = "tests/attention tests/intention tests/layers tests/nystrom"
+OPERATORS = "tests/attention tests/intention tests/layers tests/nystrom"
+BY_TORCH = "compile or opcheck or gradgradcheck or near_singular or memory or instructions"
+NATIVE = f"{OPERATORS} -k '(native or bf16) and not ({BY_TORCH})'"
+"""The native suite, without what runs torch rather than kernels: what it compiles, second derivatives, evaluations that are averaged."""
+THREADED = f"{OPERATORS} tests/test_many_threads.py -k threads"
 
 
 class Sanitizer(NamedTuple):
@@ -62,7 +55,7 @@ SANITIZERS = {
         ("libasan.so", "libubsan.so", "libstdc++.so"),
         {"ASAN_OPTIONS": f"detect_leaks=0:exitcode={FOUND}:max_malloc_fill_size=1073741824:malloc_fill_byte=255"},
         "AddressSanitizer|runtime error",
-        f"{FAMILIES} -k 'native and ({' or '.join(CHECKS)}) and not compile and not memory and not cubin'",
+        NATIVE,
         (
             Fault(
                 "csrc/attention/merge.h",
@@ -83,7 +76,7 @@ SANITIZERS = {
         ("libtsan.so",),
         {"TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:halt_on_error=1:exitcode={FOUND}"},
         "ThreadSanitizer: data race",
-        f"{FAMILIES} tests/test_many_threads.py -k 'threads'",
+        THREADED,
         (
             Fault(
                 "csrc/attention/forward.cpp",
@@ -106,7 +99,7 @@ class Sanitized:
     """A tree in `folder` whose extension is compiled with a sanitizer."""
 
     def __init__(self, kind: str, vectors: str, folder: Path) -> None:
-        self.sanitizer, self.vectors = SANITIZERS[kind], vectors
+        self.sanitizer, self.sets = SANITIZERS[kind], COMPILED[vectors]
         self.tree = Tree(folder, self.sanitizer.flags)
         self._libraries = [
             subprocess.run([COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
@@ -116,14 +109,15 @@ class Sanitized:
             self._libraries.append(str(folder / "openmp.so"))
             source, flags = Path(__file__).with_name("openmp.cpp"), self.sanitizer.flags.split()
             subprocess.run([COMPILER, "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", self._libraries[-1]], check=True)
-        self.tree.link(steps_of("", vectors), stay=True)
+        self.tree.link(steps_of(sets=self.sets), stay=True)
 
     def run(self, tests: str) -> subprocess.CompletedProcess[str]:
         """Run these tests; those of another instruction set are left out."""
         folder = self.tree.folder
+        best = [name for name in load().instruction_sets() if name in self.sets][-1]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": f"{folder}:{folder / 'python'}", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        environment |= {"LD_PRELOAD": " ".join(self._libraries), "CMAB_KERNELS_ISA": self.vectors, **self.sanitizer.options}
+        environment |= {"LD_PRELOAD": " ".join(self._libraries), "CMAB_KERNELS_ISA": best, **self.sanitizer.options}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.guards.one_isa"]
         plain = ["setarch", "-R"] if shutil.which("setarch") else []  # no random addresses: the thread sanitizer wants its own
         return subprocess.run(
@@ -140,7 +134,7 @@ class Sanitized:
         source = self.tree.folder / fault.path
         right = source.read_text()
         source.write_text(right.replace(fault.right, fault.wrong))
-        self.tree.link(steps_of(fault.path, self.vectors))
+        self.tree.link(steps_of(fault.path, self.sets))
         source.write_text(right)
         run = self.run(fault.caught_by)
         return run.returncode != 0 and re.search(self.sanitizer.report, run.stdout) is not None

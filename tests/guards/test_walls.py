@@ -49,6 +49,11 @@ def test_nothing_outside_is_read_or_written_in_other_dtypes() -> None:
     _all_run("float64", "bfloat16", "float16")
 
 
+@pytest.mark.nightly
+def test_nothing_outside_is_read_or_written_with_narrower_vectors(narrow_isa: str) -> None:
+    _all_run("float64", "float32", "bfloat16", "float16")
+
+
 @pytest.mark.parametrize("beyond, code", [(0, 0), (1, -signal.SIGSEGV)])
 def test_a_key_past_the_last_ends_the_process(beyond: int, code: int) -> None:
     run = _run("-c", TOO_FAR.format(beyond=beyond))

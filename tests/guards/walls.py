@@ -1,7 +1,7 @@
 """Every public operator on inputs that lie between pages without access, with results between margins: `python -m tests.guards.walls`.
 
-The operators are those of the suites, in every layout, forward and backward. A read outside of an input ends the process; the last line
-that it printed names the case. Arguments are the names of dtypes, float32 alone if there is none.
+The operators are those of the suites, in every layout, without gradients and with them. A read outside of an input ends the process; the
+last line that it printed names the case. Arguments are the names of dtypes, float32 alone if there is none.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cmab_kernels.testing import LAYOUTS, OperatorSuite, guarded_results
+from cmab_kernels.testing.memory import MARGIN
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
 """PROT_NONE"""
+MADE_BY_TORCH = ("prefix_ridge_states", "remove_ridge")
+"""Operators whose results torch computes from those of a kernel."""
 
 
 def between_walls(dtype: torch.dtype, elements: int, at_the_end: bool, beyond: int = 0) -> Tensor:
@@ -62,14 +66,36 @@ def suites() -> Iterator[type[OperatorSuite]]:
 
 
 def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
-    """Run an operator, forward and backward, on inputs between walls, with results between margins."""
+    """Run an operator, without gradients and with them, on inputs between walls, with results between margins."""
     inputs = suite.inputs(dtype)
     if suite.mask:
         inputs[suite.mask] = torch.rand(suite.extents[suite.batch], suite.extents[suite.masked]) < 0.1
     along = [torch.randn(r.shape).to(r) for r in suite.call("native", **inputs)]
     placed = {name: walled(_laid(t, layout), at_the_end) for name, t in inputs.items()}
+    with torch.no_grad(), guarded_results():
+        results = suite.call("native", **placed)
+    assert suite.operator in MADE_BY_TORCH or all(map(_has_margins, results)), "a result has no margins"
     with guarded_results():
         suite.run("native", placed, tuple(walled(_laid(t, layout), at_the_end) for t in along))
+
+
+def _has_margins(result: Tensor) -> bool:
+    return result.untyped_storage().nbytes() >= (result.numel() + 2 * MARGIN) * result.itemsize
+
+
+def allocate_in_python() -> None:
+    """Have the extension make tensors as with an older torch, through `torch.empty`, and that through `Tensor.new_empty`: with margins.
+
+    It must be called before the extension is.
+    """
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        del torch.Tensor.__dlpack_c_exchange_api__
+    plain, like = torch.empty, torch.zeros(0)
+
+    def empty(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        return plain(*shape, dtype=dtype, **options) if options else like.new_empty(*shape, dtype=dtype)
+
+    torch.empty = empty  # type: ignore[assignment]
 
 
 def _laid(tensor: Tensor, layout: str) -> Tensor:
@@ -89,6 +115,7 @@ class _Run:
 
 
 def main(names: list[str]) -> None:
+    allocate_in_python()
     for kind in suites():
         dtypes = [dtype for dtype in kind.dtypes if str(dtype).removeprefix("torch.") in (names or ["float32"])]
         with closing(_Run(kind)) as run:

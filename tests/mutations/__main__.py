@@ -1,4 +1,4 @@
-"""Plants the faults that CAUGHT.md does not know, writes there what caught each, and ends with 1 if one was not caught."""
+"""Plants the faults that CAUGHT.md does not know, writes and prints what caught each, and ends with 1 if one was not caught."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def main(words: list[str]) -> int:
             rows[name] = table.Row(caught, round(seconds), sums[name])
             table.write(rows, FAULTS)
             print(f"{name}: {caught or f'NOT CAUGHT{chr(10)}{output}'} ({seconds:.0f} s)", flush=True)
+    print(*(table.line(name, FAULTS[name], rows[name]) for name in chosen), sep="\n")
     missed = [name for name in chosen if not rows[name].caught_by]
     print(f"{len(chosen) - len(missed)} caught, {len(missed)} not.")
     return 1 if missed else 0

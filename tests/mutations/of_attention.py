@@ -350,6 +350,12 @@ IN_TRITON = {
         "rest = rest * LOG2_E",
         "tests/attention/test_kernels_large.py",
     ),
+    "a weight from a logarithm beyond 2^52": Fault(
+        "cmab_kernels/attention/kernels/rows.py",
+        "far = (tl.abs(logarithm) >= BEYOND)",
+        "far = (tl.abs(logarithm) < 0)",
+        "tests/attention/test_kernels_large.py::test_a_lone_largest_score_has_weight_one",
+    ),
     "shares of runs that replace each other": Fault(
         "cmab_kernels/attention/kernels/rows.py",
         "total += tl.sum(tl.load(shares",

@@ -54,9 +54,11 @@ def write(rows: Mapping[str, Row], faults: Mapping[str, Fault]) -> None:
     """Write the table of those faults that have a row, in their order, and the names of those that have none."""
     caught = sum(bool(rows[name].caught_by) for name in faults if name in rows)
     text = HEAD.format(caught=caught, number=len(faults))
-    for name, fault in faults.items():
-        if name in rows:
-            row = rows[name]
-            text += f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | {row.sum} |\n"
+    text += "".join(f"{line(name, fault, rows[name])}\n" for name, fault in faults.items() if name in rows)
     left = [name for name in faults if name not in rows]
     FILE.write_text(text + (f"\nNot planted yet: {', '.join(left)}.\n" if left else ""))
+
+
+def line(name: str, fault: Fault, row: Row) -> str:
+    """A row as it stands in the table."""
+    return f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | {row.sum} |"

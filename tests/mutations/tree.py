@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ from .fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("cmab_kernels", "csrc", "python", "tests", "pyproject.toml", "setup.py")
+VECTORS = ("portable", "avx2", "avx512")
+ENGINES = ("avx512bf16", "amx", "amx_emulated")
+"""The instruction sets that kernels.cpp and bf16_kernels.cpp are compiled for."""
 LIMIT = 600
 """Seconds that tests may take: a fault may make a loop endless."""
 QUICKLY = "-O1 -Wno-error"
@@ -74,7 +77,7 @@ class Tree:
         source.write_text(right.replace(fault.right, fault.wrong))
         try:
             if fault.path.startswith("csrc") and source.suffix in (".h", ".cpp"):
-                self.link(steps_of(fault.path, fault.vectors))
+                self.link(steps_of(fault.path, (fault.vectors,) if fault.vectors else ()))
             yield
         finally:
             source.write_text(right)
@@ -162,22 +165,26 @@ def _steps() -> list[dict[str, Any]]:
     return steps
 
 
-def steps_of(path: str = "", vectors: str = "") -> list[dict[str, Any]]:
+def steps_of(path: str = "", sets: Collection[str] = ()) -> list[dict[str, Any]]:
     """The steps that compile an object which reads the file `path`, by default all.
 
-    Objects of kernels are those for the instruction set `vectors` alone, by default the one in use, and of kernels for bfloat16, whose
+    Objects of kernels are those for the instruction sets `sets` alone, by default for the one in use, and of kernels for bfloat16, whose
     engines are chosen among, all.
     """
-    sets, engines = ("portable", "avx2", "avx512"), ("avx512bf16", "amx", "amx_emulated")
-    used = vectors or max((name for name in load().instruction_sets() if name in sets), key=sets.index)
-    others, reads = {*sets, *(() if "bf16" in path else engines)} - {used}, _reads()
+    compiled, reads = sets or _in_use("bf16" in path), _reads()
     found = []
     for step in _steps():
         name = Path(step["output"]).name.removesuffix(".cpp.o")
         reads_it = ROOT / path in reads.get(step["output"], ()) if path else step["output"] in reads
-        if reads_it and name.partition("kernels_")[2] not in others:
+        if reads_it and name.partition("kernels_")[2] in ("", *compiled):
             found.append(step)
     return found
+
+
+def _in_use(with_engines: bool) -> tuple[str, ...]:
+    """The widest vectors that this processor has, and the engines of bfloat16 if wanted."""
+    best = max((name for name in load().instruction_sets() if name in VECTORS), key=VECTORS.index)
+    return (best, *ENGINES) if with_engines else (best,)
 
 
 def _reads() -> dict[str, set[Path]]:

@@ -9,13 +9,14 @@ import cmab_kernels.testing.memory as memory
 from cmab_kernels.testing import between_margins, guarded_results, poisoned_memory
 
 
-def test_a_write_out_of_bounds_is_seen() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_write_out_of_bounds_is_seen(dtype: torch.dtype) -> None:
     for offset in (-1, 3):
         with pytest.raises(AssertionError, match="out of bounds"), guarded_results():
-            result = torch.zeros(3).new_empty((3,))
-            result.as_strided((1,), (1,), result.storage_offset() + offset).fill_(0.0)
+            result = torch.zeros(3).new_empty((3,), dtype=dtype)
+            result.as_strided((1,), (1,), result.storage_offset() + offset).zero_()
     with guarded_results():
-        torch.empty_like(torch.zeros(2, 3)).fill_(1.0)
+        torch.empty_like(torch.zeros(2, 3), dtype=dtype).zero_()
 
 
 def test_a_read_out_of_bounds_gives_a_nan() -> None:
