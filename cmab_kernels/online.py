@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,9 @@ class OnlineRidge:
     argument is a `ValueError` or `TypeError` that names it, and leaves the estimator as it was. With scikit-learn it is an estimator:
     pipelines, searches and `sklearn.base.clone` take it; scikit-learn is not needed otherwise.
 
-    Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `n_features_in_`, D; `n_samples_seen_`, how many examples are held;
-    `info_`, 0 where the solution is sound, else as in `cmab_kernels.RidgeSolution`.
+    Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `n_features_in_`, D; `feature_names_in_`, the columns
+    of the data frame that the first examples came in, which other data frames must have in this order; `n_samples_seen_`, how many examples
+    are held; `info_`, 0 where the solution is sound, else as in `cmab_kernels.RidgeSolution`.
 
     >>> x, y = torch.randn(100, 3), torch.randn(100)
     >>> model = cmab_kernels.OnlineRidge(alpha=0.1)
@@ -74,7 +76,8 @@ class OnlineRidge:
         if self.forgetting != 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting}", "only with 1 do examples keep the weights to be subtracted"))
         rows = _Rows(self, X, y, sample_weight, held)
-        self._sums = held.with_state(remove_ridge(held.state, *rows.operands(held), weights=rows.weights))
+        left = held.with_state(remove_ridge(held.state, *rows.operands(held), weights=rows.weights))
+        self._sums = left if int(left.state.count) else None
         return self
 
     def predict(self, X: Any) -> Any:
@@ -89,8 +92,8 @@ class OnlineRidge:
         """Return R^2, 1 - (sum of squared errors) / (sum of squared distances from the mean), as a mean over the E targets."""
         held = self._fitted()
         rows = _Rows(self, X, y, sample_weight, held)
-        weights = torch.ones(len(rows.y), 1) if rows.weights is None else rows.weights[0, :, None]
-        weights, y_ = weights.to(rows.y.device, torch.float64), rows.y.double()
+        y_ = rows.y.double()
+        weights = y_.new_ones(len(y_), 1) if rows.weights is None else rows.weights[0, :, None]
         errors = y_ - held.solved(self).predict(rows.x[None, None])[0, 0].double()
         spread = y_ - (weights * y_).sum(0) / weights.sum()
         error, total = (weights * errors.square()).sum(0), (weights * spread.square()).sum(0)
@@ -115,6 +118,16 @@ class OnlineRidge:
     def info_(self) -> int:
         """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned."""
         return int(self._fitted().solved(self, sound=False).info)
+
+    @property
+    def feature_names_in_(self) -> Any:
+        """The names of the columns of a data frame that the first examples came in, (D,); `AttributeError` if they had none."""
+        names = self._fitted().names
+        if names is None:
+            raise AttributeError("the first examples had no names of columns")
+        import numpy as np
+
+        return np.array(names, dtype=object)
 
     @property
     def n_samples_seen_(self) -> int:
@@ -142,9 +155,9 @@ class OnlineRidge:
         return self
 
     def _check_parameters(self) -> None:
-        if not isinstance(self.alpha, int | float) or not 0 <= self.alpha < math.inf:
+        if not isinstance(self.alpha, Real) or not 0 <= self.alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {self.alpha!r}", "a number >= 0 is needed"))
-        if not isinstance(self.forgetting, int | float) or not 0 < self.forgetting <= 1:
+        if not isinstance(self.forgetting, Real) or not 0 < self.forgetting <= 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
 
     def _held(self) -> _Sums | None:
@@ -154,7 +167,7 @@ class OnlineRidge:
     def _fitted(self) -> _Sums:
         """Return what is held; scikit-learn's `NotFittedError`, or without it an `AttributeError`, if that is nothing."""
         held = self._held()
-        if held is None or not int(held.state.count):
+        if held is None:
             try:
                 from sklearn.exceptions import NotFittedError as error
             except ImportError:
@@ -183,8 +196,7 @@ class OnlineRidge:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __sklearn_is_fitted__(self) -> bool:
-        held = self._held()
-        return held is not None and bool(held.state.count)
+        return self._held() is not None
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import RegressorTags, Tags, TargetTags
@@ -199,9 +211,18 @@ class _Sums:
     The origins are near the means of the first examples, so that data far from 0 lose no digits. The solution is kept until sums change.
     """
 
-    def __init__(self, state: RidgeState, origin: Tensor, target_origin: Tensor, intercept: bool, flat: bool, dtype: Any) -> None:
+    def __init__(
+        self,
+        state: RidgeState,
+        origin: Tensor,
+        target_origin: Tensor,
+        intercept: bool,
+        flat: bool,
+        dtype: Any,
+        names: list[str] | None,
+    ) -> None:
         self.state, self.origin, self.target_origin, self.intercept, self.flat = state, origin, target_origin, intercept, flat
-        self.dtype = dtype
+        self.dtype, self.names = dtype, names
         self._solution: tuple[float, LinearRegression] | None = None
 
     @classmethod
@@ -211,19 +232,22 @@ class _Sums:
         # Numbers of 8 bits are the same in all dtypes, so that an example is forgotten exactly whatever dtype it comes in.
         origin, target_origin = ((intercept * t.double().mean(0)).bfloat16().double().nan_to_num(0.0, 0.0, 0.0) for t in (rows.x, rows.y))
         state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
-        return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given))
+        return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
 
     def with_state(self, state: RidgeState) -> _Sums:
-        return _Sums(state, self.origin, self.target_origin, self.intercept, self.flat, self.dtype)
+        return _Sums(state, self.origin, self.target_origin, self.intercept, self.flat, self.dtype, self.names)
 
     def solved(self, model: OnlineRidge, sound: bool = True) -> LinearRegression:
         """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
         if self._solution is None or self._solution[0] != model.alpha:
             model._check_parameters()
-            self._solution = model.alpha, self._solve(model.alpha)
+            with torch.inference_mode(False), torch.no_grad():  # kept for later calls, which may take a gradient
+                self._solution = model.alpha, self._solve(model.alpha)
         regression = self._solution[1]
         if sound and regression.info == 1:
             allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
+            if model.alpha > 0:
+                allowed = "these examples have no solution: their numbers are too large, or some were forgotten that were not held"
             raise ValueError(wrong("alpha", f"is {model.alpha}", allowed))
         if sound and regression.info == 2:
             warnings.warn(
@@ -286,6 +310,9 @@ def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
     for axis, name in enumerate(("sample", "feature")):
         if points.shape[axis] == 0:
             raise ValueError(f"Found array X with 0 {name}(s) (shape={tuple(points.shape)}) while a minimum of 1 is required.")
+    names = _names(X)
+    if held is not None and None not in (names, held.names) and names != held.names:
+        raise ValueError(f"The feature names should match those that were passed during fit: {names} were given, not {held.names}")
     if held is not None and points.shape[1] != held.origin.shape[0]:
         raise ValueError(
             f"X has {points.shape[1]} features, but {type(model).__name__} is expecting {held.origin.shape[0]} features as input"
@@ -321,6 +348,13 @@ def _array(name: str, given: Any) -> Tensor:
     kept = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4, 8)
     array = array.astype(array.dtype.newbyteorder("=") if kept else np.float64, copy=False)
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _names(given: Any) -> list[str] | None:
+    """Return the names of the columns of a data frame; None where there are none, or not all are strings."""
+    columns = getattr(given, "columns", None)
+    names = None if columns is None else list(columns)
+    return names if names and all(isinstance(name, str) for name in names) else None
 
 
 def _result_dtype(given: Any) -> Any:

@@ -81,6 +81,41 @@ def test_what_was_forgotten_was_never_seen() -> None:
     with pytest.raises(NotFittedError):
         model.predict(x)
     np.testing.assert_allclose(model.partial_fit(x, y).predict(x), OnlineRidge().fit(x, y).predict(x), rtol=1e-12)
+    assert model.forget(x, y).partial_fit(x[:, :2], y[:, 0]).predict(x[:, :2]).shape == (60,)  # as if it were never fitted
+
+
+def test_what_was_never_held_is_not_blamed_on_alpha() -> None:
+    x, y, _ = _data()
+    with pytest.raises(ValueError, match="some were forgotten that were not held"):
+        OnlineRidge().fit(x, y).forget(9 * x[:10], y[:10]).predict(x)
+
+
+class Frame:
+    """A data frame, as far as it is looked at."""
+
+    def __init__(self, rows: np.ndarray, columns: str) -> None:
+        self.rows, self.columns = rows, list(columns)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self.rows
+
+
+def test_columns_in_another_order_are_refused() -> None:
+    x, y, _ = _data()
+    model = OnlineRidge().fit(Frame(x, "abcde"), y)
+    assert model.feature_names_in_.tolist() == list("abcde") and model.predict(x).shape == (60, 2)
+    for call in (model.predict, lambda rows: model.partial_fit(rows, y), lambda rows: model.forget(rows, y)):
+        with pytest.raises(ValueError, match="feature names should match"):
+            call(Frame(x[:, ::-1], "edcba"))
+    assert model.n_samples_seen_ == 60 and not hasattr(model.fit(x, y), "feature_names_in_")
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.float32(2)])
+def test_numbers_of_numpy(number: Any) -> None:
+    """A search over an array of penalties sets its elements."""
+    x, y, _ = _data()
+    assert GridSearchCV(OnlineRidge(), {"alpha": [number]}, error_score="raise").fit(x, y).best_params_ == {"alpha": 2}
+    assert OnlineRidge(forgetting=np.float32(0.5)).fit(x, y).info_ == 0
 
 
 def test_a_forgetting_factor_is_a_weight_by_age() -> None:
@@ -121,6 +156,21 @@ def test_predictions_carry_the_gradient_of_a_tensor() -> None:
     model, points = OnlineRidge().fit(x, y), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     gradient = torch.autograd.grad(model.predict(points).sum(), points)[0]
     np.testing.assert_allclose(gradient, np.tile(model.coef_.sum(0), (3, 1)), rtol=1e-12)
+
+
+def test_a_solution_found_in_inference_mode_has_gradients_later() -> None:
+    x, y, _ = _data()
+    model, points = OnlineRidge(), torch.randn(3, 5, dtype=torch.float64)
+    with torch.inference_mode():
+        before = model.fit(x, y).predict(points)
+    after = model.predict(points.requires_grad_())
+    assert torch.equal(before, after) and torch.autograd.grad(after.sum(), points)[0].any()
+
+
+def test_the_default_device_is_not_asked() -> None:
+    x, y, _ = _data()
+    with torch.device("meta"):
+        assert OnlineRidge().fit(x, y).score(x, y) > 0.9
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -41,8 +41,8 @@ def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[st
 # A streaming update calls seven layers of a few latents each, where an allocation costs as much as the arithmetic. So sizes are passed as
 # ints, which torch reads in half the time of a shape, and empty results are made once.
 
-_NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype) for _ in range(4)) for dtype in (torch.float32, torch.float64)}
-_NO_LSE = torch.empty(0, dtype=torch.float64)
+_NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4)) for dtype in (torch.float32, torch.float64)}
+_NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
 _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
 _READING = range(1, _OF_READING)  # those that only the first cross-attention uses, before its output projection
 
@@ -173,7 +173,7 @@ def block_stack(
     kept = None
     if keep:
         size = _C.block_stack_bytes(x=given["x"], num_heads=heads, block_latents=latents, depth=blocks)
-        kept = torch.empty(size // 8, dtype=torch.float64)
+        kept = torch.empty(size // 8, dtype=torch.float64, device="cpu")
     _C.block_stack(**given, state_out=state[0], state_lse=state[1], out=out, lse=lse, y=last, between=between, kept=kept)
     return y, out, lse, kept
 

@@ -81,7 +81,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
         attended = self.self_attn.forward_step(self._asking(src), update_state=update_state)
-        return None if attended is None else self._fed(src + attended)
+        return None if attended is None else self._fed(src + self.dropout1(attended))
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of those from which on the window is full, or None."""
@@ -178,7 +178,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
         if update_state:
             self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
-        return None if attended is None else self._fed(self._windows(recent, attended) + attended)
+        return None if attended is None else self._fed(self._windows(recent, attended) + self.dropout1(attended))
 
     def clean_state(self) -> None:
         super().clean_state()

@@ -106,12 +106,17 @@ def fused_impl(features: Tensor) -> str | None:
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
-    A module with hooks, a parametrization, or an adapter in its place is not just that.
+    A module with hooks, a parametrization, or an adapter in its place is not just that. Nor is one with a `forward` of its own, as
+    accelerate gives it, one whose `weight` is no parameter, as in the replicas of DataParallel and in FullyShardedDataParallel, or a norm
+    without weights, which the operators would take for no norm.
     """
     state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
-    return None if state["_backward_pre_hooks"] else state["_parameters"]
+    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state:
+        return None
+    parameters: dict[str, nn.Parameter | None] = state["_parameters"]
+    return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
 
 
 def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
@@ -168,7 +173,7 @@ class _Attention(nn.Module):
 
     def add(self, latents: Tensor, attended: Tensor) -> Tensor:
         """Return latents (B, L, C), or (L, C) shared over the batch, plus the output projection of the attention result (B, H, L, D)."""
-        return latents + self.output(join_heads(attended).to(self.output.weight.dtype))
+        return latents + self.output(join_heads(attended).to(latents.dtype))
 
     def _fused(self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None) -> Tensor | None:
         """Return the layer's result (B, L, C) by one operator; None if the modules must be called one by one."""
@@ -256,7 +261,7 @@ class CrossAttention(_Attention):
         parts: dict[str, Any] = self._modules
         norm: Any = plain_parameters(parts["context_norm"], nn.LayerNorm)
         key, value = (plain_parameters(parts[name], nn.Linear) for name in ("key", "value"))
-        if norm is None or key is None or value is None or key["bias"] is not None or value["bias"] is not None:
+        if norm is None or norm["bias"] is None or key is None or value is None or key["bias"] is not None or value["bias"] is not None:
             return None
         return cast("Tensor", key["weight"]), cast("Tensor", value["weight"]), (norm["weight"], norm["bias"], parts["context_norm"].eps)
 

@@ -60,9 +60,10 @@ def replace_modules(
 
     Raises:
         TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
-        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, which would be lost (register
-            them after the replacement); or the new module does not support the old one's configuration: Intention and Nyström attention
-            have no dropout (set that of the attention to 0 first) and no extra keys. The model is then unchanged.
+        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, or a `forward` assigned to it,
+            which would be lost (give it these after the replacement); or the new module does not support the old one's configuration:
+            Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys. The model is then
+            unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
@@ -128,11 +129,13 @@ def _places(
 
 
 def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
-    """Raise if the module has hooks, or its `self_attn` has, which an Informer's layer replaces as well."""
+    """Raise if the module has hooks or was assigned a `forward`, or its `self_attn` has, which an Informer's layer replaces as well."""
     lost = {path: module}
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
     for name, each in lost.items():
+        if "forward" in each.__dict__:
+            raise ValueError(wrong("model", f"has a `forward` assigned to {name!r}", "delete it, replace, assign it again"))
         for hooks in _HOOKS:
             if getattr(each, hooks):
                 raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
+_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+"""The methods of torch's layers that the operators stand for."""
 _Masks = tuple[Tensor | None, bool, Tensor | None]
 
 
@@ -34,9 +36,13 @@ def _activation(layer: nn.Module) -> str | None:
 class _FusedLayer(nn.Module):
     """What both layers share: when the operators run, and the calls."""
 
+    theirs: ClassVar[type[nn.Module]]
+    """torch's layer, which computes the same."""
+
     if TYPE_CHECKING:
         norm_first: bool
         self_attn: nn.MultiheadAttention
+        activation: Any
         linear1: nn.Linear
         linear2: nn.Linear
 
@@ -53,6 +59,11 @@ class _FusedLayer(nn.Module):
             return "a nested tensor has no fused layer"
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
             return DROPOUT
+        dropouts = (part for name, part in self.named_children() if name.startswith("dropout"))
+        if any(plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None for part in dropouts):
+            return "a dropout does more than its kind, or has hooks"
+        if any(getattr(getattr(self, name, None), "__func__", None) is not getattr(self.theirs, name, None) for name in _BLOCKS):
+            return "a subclass has a block of its own"
         if fused_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None
@@ -80,7 +91,12 @@ class _FusedLayer(nn.Module):
         """Return why torch's own code must run the feed-forward network and its norm."""
         if _activation(self) is None:
             return "the activation is neither relu nor gelu by the error function"
-        parts = *(plain_parameters(part, nn.Linear) for part in (self.linear1, self.linear2)), plain_parameters(norm, nn.LayerNorm)
+        made = self.activation
+        parts = (
+            *(plain_parameters(part, nn.Linear) for part in (self.linear1, self.linear2)),
+            plain_parameters(norm, nn.LayerNorm),
+            plain_parameters(made, type(made)) if isinstance(made, nn.Module) else {},
+        )
         return "a part of the feed-forward network does more than its kind, or has hooks" if None in parts else self._why_no_operator(x)
 
     def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
@@ -159,6 +175,8 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     (None, 'the operator has key padding masks, but no attention mask')
     """
 
+    theirs = nn.TransformerEncoderLayer
+
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
@@ -192,6 +210,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     torch.Size([2, 10, 16])
     """
 
+    theirs = nn.TransformerDecoderLayer
     multihead_attn: nn.MultiheadAttention
 
     def forward(

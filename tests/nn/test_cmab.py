@@ -151,7 +151,7 @@ class Doubled(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass"])
+@pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass", "a forward", "an adapter"])
 def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
     """Whatever is put around or in place of a part of a layer has its effect."""
     module, (inputs, latents) = block(), points()
@@ -162,6 +162,12 @@ def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
     elif how == "a parametrization":
         for parameter, _ in [*part.named_parameters()]:
             torch.nn.utils.parametrize.register_parametrization(part, parameter, Double())
+    elif how == "a forward":  # as accelerate assigns it
+        forward = part.forward
+        part.forward = lambda features: 2 * forward(features)
+    elif how == "an adapter":  # without a weight of its own, as quantised layers have none
+        parent, _, child = name.rpartition(".")
+        setattr(module.get_submodule(parent), child, torch.nn.Sequential(part, Double()))
     else:
         part.__class__ = Doubled
     close(module(inputs, latents), definition(weights, inputs, latents))
@@ -170,6 +176,39 @@ def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
 class Double(torch.nn.Module):
     def forward(self, parameter: Tensor) -> Tensor:
         return 2 * parameter
+
+
+@pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"bias": False}])
+@pytest.mark.parametrize(
+    "name", ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"]
+)
+def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
+    """To the operators no weight means no norm; a norm without a weight, or without a bias, is one all the same."""
+    module, (inputs, latents) = block(), points()
+    parent, _, child = name.rpartition(".")
+    setattr(module.get_submodule(parent), child, torch.nn.LayerNorm(inputs.shape[-1], dtype=torch.float64, **options))
+    weights = dict(module.named_parameters())
+    weights.setdefault(f"{name}.weight", inputs.new_ones(inputs.shape[-1]))
+    weights.setdefault(f"{name}.bias", inputs.new_zeros(inputs.shape[-1]))
+    close(module(inputs, latents), definition(weights, inputs, latents))
+
+
+def test_weights_that_are_no_parameters() -> None:
+    """The replicas of DataParallel, and modules in FullyShardedDataParallel, have their weights as attributes."""
+    module, (inputs, latents) = block(), points()
+    expected = module(inputs, latents)
+    for part in module.modules():
+        weights = {name: part._parameters.pop(name) for name in [*part._parameters]}
+        part.__dict__.update({name: weight.detach() if weight is not None else None for name, weight in weights.items()})
+    close(module(inputs, latents), expected)
+
+
+def test_the_default_device_is_not_asked() -> None:
+    """Tensors that a call makes for itself are on the device of its inputs, be the default another one: here meta stands for a GPU."""
+    module, (inputs, latents) = block(), points()
+    expected = torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()])
+    with torch.device("meta"):
+        close(torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()]), expected)
 
 
 def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:

@@ -82,6 +82,19 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int,
 
 
 @pytest.mark.parametrize("output", LAYERS)
+def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
+    """A step calls it as `forward` does: a layer scale, for one."""
+    made = layer(output=output).eval()
+    made.dropout1 = nn.Tanh()
+    stream = tokens()
+    with torch.no_grad():
+        same(made.forward_steps(stream), made(stream))
+        made.clean_state()
+        steps = [made.forward_step(token) for token in stream.unbind(1)]
+        same(torch.stack(steps[N - 1 :], 1), made(stream))
+
+
+@pytest.mark.parametrize("output", LAYERS)
 def test_a_stream_without_a_batch(output: str) -> None:
     for batch_first in (True, False):
         module = ContinualEncoder(layer(output=output, batch_first=batch_first), 2).eval()

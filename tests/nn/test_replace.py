@@ -299,6 +299,13 @@ def test_hooks_are_refused_and_the_model_untouched(register: str) -> None:
     assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
 
 
+def test_an_assigned_forward_is_refused() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 2))
+    model[0].forward = lambda *_: "patched"
+    with pytest.raises(ValueError, match="`forward` assigned to '0'"):
+        replace_modules(model, MAPPING)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="is itself a MultiheadAttention: put it into a container"):
         replace_modules(nn.MultiheadAttention(16, 2), MAPPING)

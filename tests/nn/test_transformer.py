@@ -122,6 +122,17 @@ def test_compiled() -> None:
     same(compiled, theirs, inputs(theirs), src_key_padding_mask=PADDING)
 
 
+def with_hook(layer: Any, name: str, part: nn.Module) -> None:
+    part.register_forward_hook(lambda _module, _given, result: 2 * result)
+    setattr(layer, name, part)
+
+
+def twice(module: Any, name: str) -> None:
+    """Assign a method that returns twice what the module's own does."""
+    own = getattr(module, name)
+    setattr(module, name, lambda x: 2 * own(x))
+
+
 REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "an attention mask": ("no attention mask", lambda layer: layer, {"src_mask": CAUSAL, "is_causal": True}),
     "an additive mask": ("added to logits", lambda layer: layer, {"src_key_padding_mask": -1.0 * PADDING.double()}),
@@ -129,6 +140,16 @@ REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "gelu by tanh": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", nn.GELU("tanh")), {}),
     "a hook": ("feed-forward network does more", lambda layer: layer.linear1.register_forward_hook(lambda m, i, o: 2 * o), {}),
     "a hook of the norm": ("attention does more", lambda layer: layer.norm1.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "a hook of a dropout": ("a dropout does more", lambda layer: layer.dropout1.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "another dropout": ("a dropout does more", lambda layer: setattr(layer, "dropout2", nn.Hardtanh()), {}),
+    "a hook of the activation": ("feed-forward network does more", lambda layer: with_hook(layer, "activation", nn.ReLU()), {}),
+    "a norm without weights": (
+        "attention does more",
+        lambda layer: setattr(layer, "norm1", nn.LayerNorm(WIDTH, elementwise_affine=False)),
+        {},
+    ),
+    "a forward": ("feed-forward network does more", lambda layer: twice(layer.linear1, "forward"), {}),
+    "a block": ("a block of its own", lambda layer: twice(layer, "_ff_block"), {}),
     "a hook of the output": ("feed-forward network does more", lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o), {}),
 }
 
