@@ -126,11 +126,13 @@ def attention(
     backward: bool = False,
     transposed: bool = False,
     every_peer: bool = False,
+    logits: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Attention of `latents` queries over `keys` given keys and values, all of one width.
 
     `transposed`: laid out (B, N, H, D), as projections leave it, not (B, H, N, D). `every_peer`: those too that take seconds to compile.
+    `logits`: their standard deviation.
     """
     scores = batch * heads * latents * keys
     named = dtype_name(dtype)
@@ -152,6 +154,7 @@ def attention(
             return made.transpose(1, 2) if transposed else made
 
         query, key, value = rows(latents), rows(keys), rows(keys)
+        query.data.mul_(logits)
         return Operands(query, key, value, normal(random, *(query.shape if backward else (0,)), dtype=dtype))
 
     def refusal(implementation: str) -> str | None:
@@ -167,10 +170,12 @@ def attention(
         for pass_ in ((False, True) if backward else (False,))
     ]
     sizes = {"B": batch, "H": heads, "L": latents, "N": keys, "D": width}
+    large = {"logits": logits} if logits > 1 else {}
+    suffix = f"{'-transposed' if transposed else ''}{f'-logits{logits}' if large else ''}"
     return Case(
         scan="latent_attention",
-        name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{'-transposed' if transposed else ''}",
-        sizes={"pass": direction(backward), **sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)"},
+        name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{suffix}",
+        sizes={"pass": direction(backward), **sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)", **large},
         inputs=inputs,
         implementations={name: passes(ATTENTION[name], 3, backward) for name in names() if not _stores_scores(name) or scores <= 2**28},
         oracle=lambda i: exact(*i[:3], i.dout if backward else None),
@@ -329,6 +334,7 @@ def cases() -> Iterator[Case]:
     yield from (attention(keys=197, batch=batch) for batch in (1, 10, 100))
     yield attention(keys=197, batch=100, backward=True, transposed=True)
     yield attention(keys=1_000_000, dtype=half)
+    yield from (attention(keys=197, batch=10, logits=64, backward=backward) for backward in (False, True))
     yield from (attention(transposed=True, backward=dtype == wide, dtype=dtype) for dtype in (wide, half))
 
     yield from (update(keys=keys, quick=keys == 100_000) for keys in NUMBERS)

@@ -126,6 +126,7 @@ class Backward {
       return run_apart();
 #pragma omp parallel num_threads(threads_)
     {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < blocks_to_do_.size(); ++i) pack(heads_[blocks_to_do_[i].head], blocks_to_do_[i].index);
@@ -145,6 +146,7 @@ class Backward {
   void run_apart() {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_)
     for (size_t i = 0; i < tasks_.size(); ++i) {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
       const auto each_block = [&](auto function) {
         for (size_t head = tasks_[i].head; head < tasks_[i].head + tasks_[i].heads; ++head)

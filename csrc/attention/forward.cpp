@@ -106,6 +106,7 @@ class Forward {
   void run_merged() {
 #pragma omp parallel num_threads(threads_)
     {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < all_blocks_.size(); ++i) pack(groups_[all_blocks_[i].group], all_blocks_[i].first_block);
@@ -121,6 +122,7 @@ class Forward {
   void run_apart() {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_)
     for (size_t i = 0; i < tasks_.size(); ++i) {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
       const Task& task = tasks_[i];
       const auto each_block = [&](auto function) {
@@ -187,6 +189,7 @@ template <class T>
 void merge_rows(int64_t rows, int width, const StateRows& first, const StateRows& second, void* out, double* lse) {
   const T *a = static_cast<const T*>(first.out), *b = static_cast<const T*>(second.out);
   T* to = static_cast<T*>(out);
+  const FlushToZero flush;
   for (int64_t row = 0; row < rows; ++row, a += width, b += width, to += width) {
     const double top = std::max(first.lse[row], second.lse[row]);
     const bool empty = top == -INFINITY;

@@ -136,37 +136,52 @@ inline State<T> state_of(int rows, const void* memory) {
 // A row's reference follows its largest logit only when exceeded by kSlack: exp2 stays in range, and rescaling is rare.
 constexpr int kSlack = 8;
 
-// A weight that counts as 0 beside the largest, which is 1: products with it would be subnormal, and take ten times as
-// long. What is dropped of 2^30 keys is below half a unit of the sum's last digit.
-template <class T>
-constexpr T kNegligible = sizeof(T) == 4 ? T(0x1p-80) : T(0x1p-300);
-
-// Raises the references of one vector of queries to `top` where it exceeds them by kSlack, and rescales what is
-// relative to them: the state's sum, the tile's sum so far (`tile_sum`), the accumulator and the tile's weights so far.
-// Nothing is added here and other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
+// The factors by which references that rise while a tile of keys passes fade what came before: [rise][row], for the
+// columns of a register tile.
 template <class B, class T>
-__attribute__((noinline)) void raise_reference(State<T> state, int column, int value_rows, const T* top, T* tile_sum,
-                                               T* weights, int weight_rows) {
-  using V = typename B::V;
-  const int at = column * lanes<V>();
-  const V old = load<V>(state.reference + at), seen = load<V>(top);
-  const auto moved = seen > old + T(kSlack);
-  const V next = moved ? seen : old;
-  const V fade = moved ? exp2(old - next) : broadcast<V>(T(1));
-  const V factor = fade < T(kNegligible<T>) ? V{} : fade;
-  store(state.reference + at, next);
-  store(state.sum + at, load<V>(state.sum + at) * factor);
-  store(tile_sum, load<V>(tile_sum) * factor);
-  for (int e = 0; e < value_rows; ++e) {
-    T* acc = state.acc + e * B::kRows + at;
-    store(acc, load<V>(acc) * factor);
+struct Rises {
+  static constexpr int kRows = B::kColumns * kVectorLanes<T>;
+  alignas(64) T factors[kKeyTile / 4][kRows];
+  int key[kKeyTile / 4];  // the first key after each rise
+  int count = 0;
+
+  // Raises the references to `top` where it exceeds them by kSlack; `sums` are those of the tile so far. Nothing is
+  // added here and other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
+  __attribute__((noinline)) void add(int first_key, T* references, const T* top, T* sums) {
+    using V = typename B::V;
+    for (int at = 0; at < kRows; at += lanes<V>()) {
+      const V old = load<V>(references + at), seen = load<V>(top + at);
+      const auto moved = seen > old + T(kSlack);
+      const V next = moved ? seen : old;
+      const V factor = moved ? exp2(old - next) : broadcast<V>(T(1));
+      store(references + at, next);
+      store(factors[count] + at, factor);
+      store(sums + at, load<V>(sums + at) * factor);
+    }
+    key[count++] = first_key;
   }
-  for (int k = 0; k < weight_rows; ++k) {
-    T* weight = weights + k * B::kRows + at;
-    const V left = load<V>(weight) * factor;
-    store(weight, left < T(kNegligible<T>) ? V{} : left);
+
+  // Rescales the weights of the tile, once for all rises, and what was summed before it.
+  __attribute__((noinline)) void rescale(State<T> state, int column, int value_rows, T* weights) const {
+    using V = typename B::V;
+    for (int c = 0; c < B::kColumns; ++c) {
+      const int at = (column + c) * lanes<V>();
+      V factor = broadcast<V>(T(1));
+      for (int rise = count - 1; rise >= 0; --rise) {
+        factor *= load<V>(factors[rise] + c * lanes<V>());
+        for (int k = rise ? key[rise - 1] : 0; k < key[rise]; ++k) {
+          T* weight = weights + k * B::kRows + at;
+          store(weight, load<V>(weight) * factor);
+        }
+      }
+      store(state.sum + at, load<V>(state.sum + at) * factor);
+      for (int e = 0; e < value_rows; ++e) {
+        T* acc = state.acc + e * B::kRows + at;
+        store(acc, load<V>(acc) * factor);
+      }
+    }
   }
-}
+};
 
 // The reference to subtract: 0 where it is still -inf, so that exp2(-inf - 0) = 0, not NaN.
 template <class V>
@@ -182,6 +197,7 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
   using V = typename B::V;
   constexpr int kColumns = B::kColumns, kVectorRows = lanes<V>();
   V base[kColumns], limit[kColumns], sum[kColumns] = {};
+  Rises<B, T> rises;
   const auto read_references = [&] {
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
@@ -212,13 +228,11 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
       ahead |= top[c] > limit[c];
     }
     if (__builtin_expect(any(ahead), 0)) {
-      for (int c = 0; c < kColumns; ++c) {
-        alignas(64) T seen[kVectorRows], tile_sum[kVectorRows];
-        store(seen, top[c]);
-        store(tile_sum, sum[c]);
-        raise_reference<B>(state, column + c, value_rows, seen, tile_sum, weights, k);
-        sum[c] = load<V>(tile_sum);
-      }
+      alignas(64) T seen[rises.kRows], tile_sum[rises.kRows];
+      for (int c = 0; c < kColumns; ++c)
+        store(seen + c * kVectorRows, top[c]), store(tile_sum + c * kVectorRows, sum[c]);
+      rises.add(k, state.reference + column * kVectorRows, seen, tile_sum);
+      for (int c = 0; c < kColumns; ++c) sum[c] = load<V>(tile_sum + c * kVectorRows);
       read_references();
     }
 #pragma GCC unroll 16
@@ -230,6 +244,7 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
         store(weights + (k + r) * B::kRows + (column + c) * kVectorRows, p);
       }
   });
+  if (rises.count) rises.rescale(state, column, value_rows, weights);
 #pragma GCC unroll 8
   for (int c = 0; c < kColumns; ++c) {
     T* to = state.sum + (column + c) * kVectorRows;

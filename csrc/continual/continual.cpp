@@ -53,13 +53,17 @@ void for_each_head(int64_t heads, size_t scratch_bytes, int threads, const Step&
   const int team = int(std::min<int64_t>(threads, heads));
   if (team <= 1 && bytes <= kOnStack) {
     alignas(64) char scratch[kOnStack];
+    const FlushToZero flush;
     for (int64_t head = 0; head < heads; ++head) step(head, scratch);
     return;
   }
   Workspace workspace;
   workspace.reserve(std::max(team, 1) * bytes);
 #pragma omp parallel for num_threads(team) if (team > 1)
-  for (int64_t head = 0; head < heads; ++head) step(head, workspace.at(omp_get_thread_num() * bytes));
+  for (int64_t head = 0; head < heads; ++head) {
+    const FlushToZero flush;
+    step(head, workspace.at(omp_get_thread_num() * bytes));
+  }
 }
 
 }  // namespace

@@ -56,7 +56,10 @@ class Crew {
   static void run(int threads, Work work) {
     Crew crew;
 #pragma omp parallel num_threads(threads)
-    work(Member(crew, omp_get_thread_num(), omp_get_num_threads()));
+    {
+      const FlushToZero flush;
+      work(Member(crew, omp_get_thread_num(), omp_get_num_threads()));
+    }
     if (crew.error_) std::rethrow_exception(crew.error_);
   }
 

@@ -213,6 +213,7 @@ class Team {
   void for_each_tile_of(ParameterSums& sums, Pass pass) {
 #pragma omp parallel num_threads(threads_)
     {
+      const FlushToZero flush;
       char* const memory = workspace_.at(omp_get_thread_num() * thread_bytes_);
       auto parameters = placed<Parameters>(memory, kernel_, problem_);
       parameters.load(kernel_, problem_);

@@ -28,7 +28,10 @@ void share_out(const PrefixInputs& in, int64_t tasks, size_t scratch_bytes, Work
   Workspace workspace;
   workspace.reserve(threads * align(scratch_bytes));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t task = 0; task < tasks; ++task) work(task, workspace.at(omp_get_thread_num() * align(scratch_bytes)));
+  for (int64_t task = 0; task < tasks; ++task) {
+    const FlushToZero flush;
+    work(task, workspace.at(omp_get_thread_num() * align(scratch_bytes)));
+  }
 }
 
 Incoming incoming(const PrefixInputs& in, int64_t b, int64_t h) {

@@ -119,6 +119,7 @@ class Backward {
     const int64_t runs = std::min<int64_t>(runs_, wave.tasks.size());
 #pragma omp parallel num_threads(threads_)
     {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes());
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < wave.units.size(); ++i) pack(wave, wave.units[i]);

@@ -40,6 +40,7 @@ class Forward {
   void run_wave(const Wave& wave) const {
 #pragma omp parallel num_threads(threads_)
     {
+      const FlushToZero flush;
       char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < wave.units.size(); ++i) pack(wave, wave.units[i]);

@@ -249,7 +249,7 @@ def prefix_ridge(
     with on_device(key):
         if every >= FEW:
             chunks = sums_of_runs(*rows, Cut(prefixes, every))
-            return tuple(add_up(part, state, False) for part, state in zip(chunks, states, strict=True))  # type: ignore[return-value]  # a pair
+            return tuple(add_up(part, state, False, part) for part, state in zip(chunks, states, strict=True))  # type: ignore[return-value]  # a pair
         cut = _cut(prefixes, every, D, E)
         bases = states
         if cut.runs > 1:
@@ -308,7 +308,7 @@ def _back_by_chunks(
 ) -> tuple[Any, ...]:
     """The gradients by those of the sums of each chunk, whose cotangents are what its prefix and all later ones send back."""
     B, H, N, _ = key.shape
-    slopes = [add_up(part.clone(), None, True) for part in dsums]
+    slopes = [add_up(part, None, True, torch.empty_like(part)) for part in dsums]
     chunks = in_chunks(key, value, weights, mask, every)
     dgram, dmoment = (part.flatten(0, 2).unsqueeze(1) for part in slopes)
     grads = gram_backward(dgram, dmoment, *chunks, needs[:3], True)

@@ -101,8 +101,8 @@ def sums_before(totals: Tensor, state: Tensor | None, reverse: bool) -> Tensor:
     return _scan(totals, state, torch.empty_like(totals), Runs(1, totals.shape[2]), reverse, passed=True)
 
 
-def add_up(matrices: Tensor, state: Tensor | None, reverse: bool) -> Tensor:
-    """The sum of each matrix and all before it, or in reverse behind it, with `state` if not None: in place."""
+def add_up(matrices: Tensor, state: Tensor | None, reverse: bool, sums: Tensor) -> Tensor:
+    """Fill `sums`, maybe `matrices`, with those of each matrix and all before it, or in reverse behind it, and `state` if not None."""
     runs = cut_steps(matrices.shape[2], -(-matrices.shape[3] * matrices.shape[4] // BLOCK) or 1)
     before = sums_before(totals_of_runs(matrices, runs), state, reverse) if runs.number > 1 else state
-    return _scan(matrices, before, matrices, runs, reverse)
+    return _scan(matrices, before, sums, runs, reverse)
