@@ -8,7 +8,6 @@ of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME o
 import fcntl
 import json
 import os
-import platform
 import re
 import runpy
 import shutil
@@ -50,7 +49,7 @@ ENGINES = {
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
 """The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
-ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+ON_X86 = sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))  # the platform that is built for, which need not be this one
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
 """The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9 too, as that of
 sm_100 on 10.3 and that of sm_120 on 12.1."""

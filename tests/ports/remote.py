@@ -1,0 +1,103 @@
+"""A plugin of pytest that runs the native kernels on another machine: `CMAB_REMOTE="ssh board python3" pytest -p tests.ports.remote -k native`.
+
+CMAB_REMOTE starts a Python there, or under emulation, that has torch and this package with its extension; the path of `server.py` is added
+to it. Definitions, oracles and all else that a test does stay here, so that tests take about as long as ever where the other machine is a
+hundred times slower. What a kernel reads and writes is copied both ways with all that lies around it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from . import server
+
+SEPARATE = ("is_sole_owner",)
+"""Functions that are asked of the extension here, as they look at Python's counts of references."""
+
+
+class Remote(ModuleType):
+    """The extension of the other machine, as a module; `calls` counts its functions' calls."""
+
+    def __init__(self, command: list[str], here: ModuleType) -> None:
+        super().__init__(here.__name__)
+        self.here, self.calls, self._lock = here, Counter[str](), threading.Lock()
+        self._process = subprocess.Popen([*command, server.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.machine = self._read()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.here, name)
+        if not callable(value):
+            value = value if name.startswith("__") else self._ask(name, (), {})
+        elif name not in SEPARATE:
+
+            def value(*arguments: Any, **named: Any) -> Any:
+                return self._ask(name, arguments, named)
+
+        setattr(self, name, value)
+        return value
+
+    def _ask(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        alone = self._owned_by_state(*arguments)
+        try:
+            sent, tensors = server.pack((arguments, named), {})
+        except (RuntimeError, NotImplementedError):  # a tensor without memory, which the extension must refuse
+            refused = getattr(self.here, name)(*arguments, **named)
+            assert refused is None, f"{name} has taken a tensor without memory"
+            return refused
+        call = server.Call(name, sent, torch.get_num_threads(), os.environ.get("CMAB_KERNELS_ISA"), alone)
+        with self._lock:
+            self.calls[name] += 1
+            pickle.dump(call, self._process.stdin)
+            self._process.stdin.flush()
+            reply = self._read()
+        for (address, _), content in reply.changed.items():
+            server.write(address, content)
+        result, *_ = server.unpack(reply.result, tensors)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _read(self) -> Any:
+        try:
+            return pickle.load(self._process.stdout)
+        except EOFError as error:
+            raise RuntimeError(f"the other machine's process has ended: {shlex.join(map(str, self._process.args))}") from error
+
+    def _owned_by_state(self, state: Any = None, *_: Any) -> bool:
+        try:
+            return self.here.is_sole_owner(state)
+        except TypeError:  # none of those that steps take
+            return False
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = "cmab_kernels._C"
+    remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
+    assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], "too late"
+    sys.modules[name] = config.stash[_REMOTE] = remote
+    config.add_cleanup(remote.close)
+
+
+_REMOTE = pytest.StashKey[Remote]()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    remote = config.stash[_REMOTE]
+    terminalreporter.write_line(f"{sum(remote.calls.values())} native calls ran on {remote.machine}: {dict(remote.calls.most_common())}")
