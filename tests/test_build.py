@@ -112,7 +112,7 @@ WORKS = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi
 FAILS = "#!/bin/sh\necho 'ridge_solve.cu(1): error: no such luck'\nexit 1\n"
 
 
-def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str | None) -> tuple[int, dict[str, Any]]:
+def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str | None, **variables: str) -> tuple[int, dict[str, Any]]:
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
@@ -123,7 +123,7 @@ def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str |
             (tree / "bin" / name).write_text(script)
             (tree / "bin" / name).chmod(0o755)
     asked = {"CMAB_KERNELS_BUILD": wanted, "CMAB_KERNELS_CUDA": wanted_cuda}
-    environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree)}
+    environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree), **variables}
     run = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, env=environment, capture_output=True)
     report = tree / "cmab_kernels" / "_build.json"
     return run.returncode, json.loads(report.read_text()) if report.exists() else {}
@@ -188,6 +188,15 @@ def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
     compiler.write_text(notes.replace("echo a compiler", "echo its next version"))
     subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert calls.read_text().count(" -c ") == 2 * compiled
+
+
+@in_sources
+@needs_tools
+@pytest.mark.parametrize("platform, on_x86", [("linux-aarch64", False), ("linux-x86_64", True)])
+def test_kernels_are_those_of_the_platform_that_is_built_for(tmp_path: Path, platform: str, on_x86: bool) -> None:
+    """Python's build tools name it in this variable where a wheel is cross-compiled."""
+    _, report = _build(tmp_path, "1", "0", WORKS, None, _PYTHON_HOST_PLATFORM=platform)
+    assert report["targets"] == (["cpu", "amx", "avx2", "avx512", "avx512bf16"] if on_x86 else ["cpu"])
 
 
 def test_the_report_goes_with_the_package() -> None:

@@ -1,12 +1,13 @@
-"""A plugin of pytest that runs the native kernels on another machine: `CMAB_REMOTE="ssh board python3" pytest -p tests.ports.remote -k native`.
+"""A plugin of pytest that runs the native kernels on another machine, `-p tests.ports.remote`.
 
-CMAB_REMOTE starts a Python there, or under emulation, that has torch and this package with its extension; the path of `server.py` is added
-to it. Definitions, oracles and all else that a test does stay here, so that tests take about as long as ever where the other machine is a
-hundred times slower. What a kernel reads and writes is copied both ways with all that lies around it.
+The command in CMAB_REMOTE, to which the path of `server.py` is added, starts a Python there, or under emulation, that has torch and this
+package with its extension. Definitions, oracles and all else that a test does stay here, so that tests take about as long as ever where the
+other machine is a hundred times slower. What a kernel reads and writes is copied both ways with all that lies around it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pickle
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,18 +38,12 @@ class Remote(ModuleType):
         self.machine = self._read()
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.here, name)
-        if not callable(value):
-            value = value if name.startswith("__") else self._ask(name, (), {})
-        elif name not in SEPARATE:
+        here = getattr(self.here, name)
+        if name in SEPARATE or name.startswith("__"):
+            return here
+        return functools.partial(self._ask, name) if callable(here) else self._ask(name)
 
-            def value(*arguments: Any, **named: Any) -> Any:
-                return self._ask(name, arguments, named)
-
-        setattr(self, name, value)
-        return value
-
-    def _ask(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
         alone = self._owned_by_state(*arguments)
         try:
             sent, tensors = server.pack((arguments, named), {})
@@ -87,15 +81,15 @@ class Remote(ModuleType):
         self._process.wait()
 
 
+_REMOTE = pytest.StashKey[Remote]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     name = "cmab_kernels._C"
     remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
     assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], "too late"
     sys.modules[name] = config.stash[_REMOTE] = remote
     config.add_cleanup(remote.close)
-
-
-_REMOTE = pytest.StashKey[Remote]()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -83,7 +83,8 @@ def test_a_step_takes_the_memory_of_a_state_that_nobody_else_has(remote: Remote,
         found.append((result.state.keys.data_ptr() == keys, other is result.state.keys, result))
     (there, same, ours), (here, same_here, right) = found
     assert there == here and same == same_here
-    assert torch.equal(ours.out, right.out) and torch.equal(ours.state.sums, right.state.sums) and ours.state.position == right.state.position
+    assert torch.equal(ours.out, right.out) and torch.equal(ours.state.sums, right.state.sums)
+    assert ours.state.position == right.state.position
 
 
 def test_what_the_extension_refuses(remote: Remote) -> None:
