@@ -16,7 +16,7 @@ from ..checks import wrong
 from . import fused
 from .chunks import check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs
-from .layers import projects_inside
+from .layers import plain_parameters, projects_inside
 from .stream import AttentionStream, follow_weights
 
 
@@ -69,9 +69,11 @@ class CMABStack(nn.Module):
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block, or (K, B, L_I, dim) after each with `all_blocks`.
 
-        No state is read or written.
+        No state is read or written. Blocks that do more than their kind, with hooks or in a wrapper, are called one after the other.
         """
         self._check(inputs, latents, key_padding_mask)
+        if any(plain_parameters(block, CMAB) is None for block in self._blocks):
+            return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
         result = fused.forward(self._blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
         return self._retrieve(latents, self._read(inputs, None, key_padding_mask), all_blocks) if result is None else result
 
@@ -180,7 +182,11 @@ class CMABStack(nn.Module):
         stacked = self._stacked()
         if stacked is None:
             raise RuntimeError(
-                wrong("blocks", "hold a module of another kind, or with hooks, among their projections", "use update() instead")
+                wrong(
+                    "blocks",
+                    "hold a module of another kind, or with hooks, among their projections, or norms that differ in eps",
+                    "use update() instead",
+                )
             )
         query, weights, norm = stacked
         return attention_state_of_chunks(query, lambda: read_chunks(chunks, weight), *weights, context_norm=norm, state=state, after=after)
@@ -196,7 +202,7 @@ class CMABStack(nn.Module):
         """
         layers = [(block.latents, block.compress.cross_attention) for block in self._blocks]
         parts = [layer.projections() for _, layer in layers]
-        if any(part is None for part in parts):
+        if any(part is None or part[2][2] != parts[0][2][2] for part in parts):  # norms with an eps of their own cannot be stacked
             return None
         keys, values, norms = zip(*parts, strict=True)
         scales, shifts, (eps, *_) = zip(*norms, strict=True)
@@ -219,6 +225,14 @@ class CMABStack(nn.Module):
             return AttentionState(*(torch.stack(parts) for parts in zip(*each, strict=True)))
         query, weights, norm = stacked
         return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
+
+    def _one_by_one(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool) -> Tensor:
+        """Call the blocks themselves, each with the latents of the one before."""
+        after = []
+        for block in self._blocks:
+            latents = block(inputs, latents, key_padding_mask=key_padding_mask)
+            after.append(latents)
+        return torch.stack(after) if all_blocks else latents
 
     def _retrieve(self, latents: Tensor, state: AttentionState, all_blocks: bool = False) -> Tensor:
         """Take the latents through what follows the first cross-attention in each block."""

@@ -75,6 +75,25 @@ def test_a_projection_with_a_hook_is_called() -> None:
         module.encode([inputs])
 
 
+@pytest.mark.parametrize("all_blocks", [False, True])
+def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
+    """And so is one that `fully_shard` or a checkpoint has wrapped, whose weights are where its call puts them."""
+    module, (inputs, latents) = stack(), points()
+    expected, seen = module(inputs, latents, all_blocks=True), []
+    for block in module.blocks:
+        block.register_forward_hook(lambda _module, _given, result: seen.append(result))
+    close(module(inputs, latents, all_blocks=all_blocks), expected if all_blocks else expected[-1])
+    close(torch.stack(seen), expected)
+
+
+def test_norms_may_differ_in_eps() -> None:
+    module, (inputs, latents) = stack(), points()
+    for position, block in enumerate(module.blocks):
+        block.compress.cross_attention.context_norm.eps = 0.1 * (position + 1)
+    close(module(inputs, latents), one_by_one(module, inputs, latents))
+    close(module.update(inputs, latents, module.init_state(BATCH)).latents, one_by_one(module, inputs, latents))
+
+
 def test_updates_and_removals_equal_one_pass() -> None:
     module = stack()
     inputs, latents = (t.requires_grad_() for t in points())
