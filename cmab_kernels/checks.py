@@ -66,6 +66,8 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
     """Raise unless the mask is None, or bool, on the key's device and of `shape`, by default the (B, N) of a key (B, H, N, D)."""
     if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise TypeError(wrong("key_padding_mask", f"is a {type(mask).__name__}", "a torch.Tensor of bool is needed, True = ignore"))
     if mask.dtype != torch.bool:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
     wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
@@ -74,6 +76,13 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
         raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+
+
+def fixed(scale: float) -> float:
+    """The factor of the scores as a number; raise for a tensor that requires a gradient, which it would not get."""
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
+    return float(scale)
 
 
 def check_every(every: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import choose, is_available, kernel
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, over_batch, wrong
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, fixed, over_batch, wrong
 from ..dtypes import state_dtype
 from ..tracing import is_direct
 from .schema import attention_op
@@ -195,13 +195,13 @@ def _inputs(
     query = over_batch(query, key, sets)
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
-    if scale is None:
-        scale = key.shape[-1] ** -0.5
-    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, float(scale))
+    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, float(key.shape[-1] ** -0.5) if scale is None else fixed(scale))
 
 
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(wrong("cu_seqlens", f"is a {type(cu_seqlens).__name__}", "a torch.Tensor of int32 or int64 is needed"))
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:

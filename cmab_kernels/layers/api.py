@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, check_mask, check_operands, wrong
+from ..checks import as_autocast, check_mask, check_operands, fixed, wrong
 from .reference import ACTIVATIONS
 from .schema import attention, feed_forward
 
@@ -168,7 +168,7 @@ def attention_layer(
     return attention(
         *(x, context, key_padding_mask, *weights),
         num_heads=num_heads,
-        scale=float((keys // num_heads) ** -0.5 if scale is None else scale),
+        scale=float((keys // num_heads) ** -0.5) if scale is None else fixed(scale),
         eps=eps,
         context_eps=context_eps,
         impl=choose("layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight))),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..attention import attention_state, latent_attention
 from ..backends import check_name, choose, passed_on
-from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, over_batch, wrong
+from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, over_batch, wrong
 from ..dtypes import FLOATING, state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
@@ -80,8 +80,8 @@ def nystrom_attention(
         chosen_landmarks = choose_landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
         if chosen_landmarks.absent is not None and key_padding_mask is not None:
             query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)
-        scale = key.shape[-1] ** -0.5 if scale is None else float(scale)
-        return _attend(query, key, value, chosen_landmarks, key_padding_mask, scale, iterations, impl)
+        factor = key.shape[-1] ** -0.5 if scale is None else fixed(scale)
+        return _attend(query, key, value, chosen_landmarks, key_padding_mask, factor, iterations, impl)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "fewer values than keys": (ValueError, r"`value` has shape \(2, 3, 8, 5\).*\(2, 3, 9, E\)", {"value": V[:, :, 1:]}),
     "mask too long": (ValueError, r"`key_padding_mask` has shape \(2, 10\).*\(2, 9\)", {"key_padding_mask": torch.zeros(2, 10).bool()}),
     "mask for one": (ValueError, r"`key_padding_mask` has shape \(9,\)", {"key_padding_mask": torch.zeros(9).bool()}),
+    "mask of NumPy": (TypeError, r"`key_padding_mask` is a ndarray", {"key_padding_mask": np.zeros((2, 9), bool)}),
+    "learned scale": (TypeError, r"`scale` requires a gradient.*multiply the query", {"scale": torch.tensor(0.5, requires_grad=True)}),
     "additive mask": (TypeError, r"`key_padding_mask` is torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
     "unknown impl": (ValueError, r"`impl` is 'cuda'.*auto, native, triton, reference", {"impl": "cuda"}),
 }
@@ -35,6 +38,7 @@ BAD_OFFSETS: dict[str, tuple[type[Exception], str, torch.Tensor]] = {
     "negative": (ValueError, r"`cu_seqlens` is \[0, -5, 6, 9\]", torch.tensor([0, -5, 6, 9])),
     "a matrix": (ValueError, r"`cu_seqlens` has shape \(1, 4\)", torch.tensor([[0, 5, 6, 9]])),
     "nothing": (ValueError, r"`cu_seqlens` has shape \(0,\)", torch.tensor([], dtype=torch.int64)),
+    "a list": (TypeError, r"`cu_seqlens` is a list", [0, 5, 6, 9]),
     "floats": (TypeError, r"`cu_seqlens` is torch.float32", torch.tensor([0.0, 5.0, 6.0, 9.0])),
 }
 

@@ -52,6 +52,7 @@ BAD_PENALTIES: dict[str, tuple[type[Exception], str, Any]] = {
     "one negative of many": (ValueError, r"`alpha` has a negative element", torch.tensor([[1.0, -1.0, 0.0]])),
     "of another shape": (ValueError, r"`alpha` has shape \(2,\).*\(2, 3\)", torch.ones(2)),
     "of too many dimensions": (ValueError, r"`alpha` has shape \(1, 2, 3\)", torch.ones(1, 2, 3)),
+    "a list": (TypeError, r"`alpha` is a list", [1.0]),
     "integers": (TypeError, r"`alpha` is torch.int64", torch.ones(3).long()),
     "elsewhere": (ValueError, r"`alpha` is on meta", torch.ones(3, device="meta")),
 }
@@ -69,6 +70,7 @@ BAD_SYSTEMS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "other rows": (ValueError, r"`rhs` has shape \(2, 3, 3, 2\).*\(2, 3, 4, E\)", {"rhs": RHS[:, :, 1:]}),
     "other batch": (ValueError, r"`rhs` has shape \(1, 3, 4, 2\)", {"rhs": RHS[:1]}),
     "other dtype": (TypeError, r"`rhs` is torch.float64", {"rhs": RHS.double()}),
+    "a list": (TypeError, r"`alpha` is a list", [1.0]),
     "integers": (TypeError, r"`gram` is torch.int64", {"gram": A.long()}),
 }
 ROW_OPERATORS = [ck.intention, ck.sigma_intention, ck.ridge_state, ck.remove_ridge, ck.ridge_step]

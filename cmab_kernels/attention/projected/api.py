@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import as_autocast, as_they_are, check_mask, check_operands, wrong
+from ...checks import as_autocast, as_they_are, check_mask, check_operands, fixed, wrong
 from ...dtypes import state_dtype
 from ..api import check_offsets_shape
 from ..schema import state_gradient
@@ -90,7 +90,6 @@ def projected_attention_state(
         state = _check_incoming(state, (*query.shape[:-1], shape.value_width), sums, inputs.device, stacked)
     with as_they_are(inputs.device):
         weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
-    scale = shape.key_width**-0.5 if scale is None else scale
     eps = None if context_norm is None else float(context_norm[2])
     chosen = choose("attention.projected", impl, *list(given.values())[:4])
     merged = projected_attention_op(
@@ -101,7 +100,7 @@ def projected_attention_state(
         key_padding_mask,
         cu_seqlens,
         *(state or (None, None)),
-        float(scale),
+        float(shape.key_width**-0.5) if scale is None else fixed(scale),
         eps,
         chosen,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,8 @@ def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "aut
 def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
     """alpha as a tensor of `shape` and `dtype`; raise if it has a wrong type, shape or device, or is a negative number."""
     if not isinstance(alpha, Tensor):
+        if not isinstance(alpha, Real):
+            raise TypeError(wrong("alpha", f"is a {type(alpha).__name__}", "a number or a floating tensor is needed"))
         if not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
         return torch.full(shape, alpha, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...backends import check_name, choose, imported, use_impl
-from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, refuse_not_finite, wrong
+from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
 from ...dtypes import state_dtype
 from ...tracing import extent, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
@@ -235,7 +235,7 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
 
 def _scale(scale: float | None, key: Tensor) -> Tensor:
     """The scale of a state: a number in the host's memory whatever the default device, so that a step reads it without waiting."""
-    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else float(scale), dtype=torch.float64, device="cpu")
+    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else fixed(scale), dtype=torch.float64, device="cpu")
 
 
 def _rings(*tokens: Tensor) -> Any:
