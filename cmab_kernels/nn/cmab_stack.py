@@ -202,10 +202,12 @@ class CMABStack(nn.Module):
         """
         layers = [(block.latents, block.compress.cross_attention) for block in self._blocks]
         parts = [layer.projections() for _, layer in layers]
-        if any(part is None or part[2][2] != parts[0][2][2] for part in parts):  # norms with an eps of their own cannot be stacked
+        if any(part is None for part in parts):
             return None
         keys, values, norms = zip(*parts, strict=True)
-        scales, shifts, (eps, *_) = zip(*norms, strict=True)
+        scales, shifts, (eps, *others) = zip(*norms, strict=True)
+        if others != [eps] * len(others):  # one pass has one eps
+            return None
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
 

@@ -70,7 +70,6 @@ BAD_SYSTEMS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "other rows": (ValueError, r"`rhs` has shape \(2, 3, 3, 2\).*\(2, 3, 4, E\)", {"rhs": RHS[:, :, 1:]}),
     "other batch": (ValueError, r"`rhs` has shape \(1, 3, 4, 2\)", {"rhs": RHS[:1]}),
     "other dtype": (TypeError, r"`rhs` is torch.float64", {"rhs": RHS.double()}),
-    "a list": (TypeError, r"`alpha` is a list", [1.0]),
     "integers": (TypeError, r"`gram` is torch.int64", {"gram": A.long()}),
 }
 ROW_OPERATORS = [ck.intention, ck.sigma_intention, ck.ridge_state, ck.remove_ridge, ck.ridge_step]
