@@ -240,10 +240,13 @@ def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, num_heads, scale, eps, context_eps, _, ctx.impl = inputs
     ctx.numbers = num_heads, scale, eps, context_eps
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else a backward pass begins with zeros as large as all that is kept
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _attention_backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _attention_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * (_TENSORS + 6)
     saved = ctx.saved_tensors
     needs = tuple(_differentiable(ctx.needs_input_grad))
     grads = _attention_layer_backward(dy, *saved[:_TENSORS], *ctx.numbers, *saved[_TENSORS:], needs, ctx.impl)

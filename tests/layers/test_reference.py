@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
+from cmab_kernels.nn import CrossAttention
 
 
 def _close(ours: Tensor, right: Tensor) -> None:
@@ -94,3 +98,37 @@ def test_gradients_of_weights_for_each_sample(impl: str) -> None:
     for i in range(3):
         for ours, right in zip(each, gradient(square, expand, x[i], context[i]), strict=True):
             _close(ours[i], right)
+
+
+class _Zeros(TorchDispatchMode):
+    """Counts the tensors of zeros that are made."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "zeros" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+class _StopsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        return None
+
+
+def test_a_backward_pass_makes_no_gradients_of_what_was_kept(native: str) -> None:
+    """Keys and values that are kept have none, and zeros in their place would be as large as they are."""
+    layer, x, context = CrossAttention(8, 2), torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 5, 8, requires_grad=True)
+    y = layer(x, context)
+    with _Zeros() as zeros:
+        y.backward(torch.ones_like(y))
+    assert zeros.count == 0
+    assert context.grad is not None
+    x.grad = context.grad = None
+    _StopsGradients.apply(layer(x, context)).sum().backward()
+    assert x.grad is None
+    assert context.grad is None
