@@ -26,11 +26,9 @@ CMAB_INLINE Normal<T> normal(Vector<T> x) {
                                 -0.16559097090774405, 0.008332636453890525, 0.4949462881697768,   -1.2797872151112215,
                                 1.8650996091155583,   -1.8095227994221288,  1.2196892698619723,   -0.5702730857664103,
                                 0.1778367057722489,   -0.03346095212311818, 0.002885639474020734};
-  constexpr int kSmallest = sizeof(T) == 4 ? -100 : -1000;  // products with smaller powers would be subnormal, and slow
   constexpr T kRootHalf = T(0.70710678118654752440), kDensity = T(0.39894228040143267794);
   const V z = magnitude(x) * kRootHalf;
-  const V power = z * z * T(-kLog2E);
-  const V decay = power < T(kSmallest) ? V{} : exp2(power);
+  const V decay = exp2(z * z * T(-kLog2E));
   V tail{};
   if constexpr (sizeof(T) == 4) {
     const V t = T(1) / (T(1) + z * T(0.3));
