@@ -54,9 +54,10 @@ class PinvSquares {
              [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
   }
 
-  // Sets the largest column sums of |A| and of its transpose. over_norms divides by each in turn: their product may
-  // overflow.
-  void take_norms(const T* matrix, const T* turned) {
+  // Sets the largest column sums of |A| and of its transpose, in which what is no normal number becomes 0: a softmax of
+  // large logits has many, and each product with one would take a hundred times as long. over_norms divides by each in
+  // turn: their product may overflow.
+  void take_norms(T* matrix, T* turned) {
     add_columns(matrix, columns_);
     add_columns(turned, rows_);
   }
@@ -66,11 +67,16 @@ class PinvSquares {
   ColumnSums<T> columns_, rows_;
 
  private:
-  void add_columns(const T* matrix, ColumnSums<T>& sums) const {
+  void add_columns(T* matrix, ColumnSums<T>& sums) const {
+    constexpr T kSmallest = sizeof(T) == 4 ? T(0x1p-126) : T(0x1p-1022);
     V most{};
     for (int64_t j = 0; j < width_; j += kVectorLanes<T>) {
       V sum{};
-      for (int64_t i = 0; i < m_; ++i) sum += magnitude(load<V>(matrix + i * width_ + j));
+      for (int64_t i = 0; i < m_; ++i) {
+        const V x = load<V>(matrix + i * width_ + j), size = magnitude(x);
+        store(matrix + i * width_ + j, size < kSmallest ? V{} : x);
+        sum += size;
+      }
       store(sums.of + j, sum);
       most = maximum_or_nan(most, sum);
     }
