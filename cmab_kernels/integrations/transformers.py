@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import wrong
 from .functional import fused_attention
 
 NAME = "cmab"
@@ -15,6 +16,9 @@ NAME = "cmab"
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
 """Arguments that a model may pass to its attention and that the operator does not support."""
+
+_SINKS = ("s_aux", "sinks")
+"""The names under which models pass logits of attention sinks, which "sdpa" would leave out without a word."""
 
 
 def register_transformers() -> None:
@@ -26,7 +30,8 @@ def register_transformers() -> None:
     Attention that looks at all keys, or at all but the padding of each batch element, runs on `cmab_kernels.latent_attention`. Everything
     else is computed by the implementation "sdpa" of `transformers`, with its results, speed and errors: causal attention, masks that
     depend on the query, masks to be added to logits, a position bias, dropout in training. A query whose keys are all padding gets 0.
-    `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it.
+    `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it. A model with attention
+    sinks, such as GPT-OSS, which "sdpa" does not support, is a `ValueError` at its first call.
 
     >>> from cmab_kernels.integrations import register_transformers
     >>> register_transformers()
@@ -60,8 +65,11 @@ def attention(
     """The attention function of the interface: (out, None); attention weights are not formed.
 
     `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or (B, 1, L, N), and
-    `out` (B, L, H, E). `register_transformers` says what is fused.
+    `out` (B, L, H, E). `register_transformers` says what is fused, and what is a `ValueError`.
     """
+    for name in _SINKS:
+        if kwargs.get(name) is not None:
+            raise ValueError(wrong(name, "is given", f"neither {NAME!r} nor 'sdpa' has attention sinks; use attn_implementation='eager'"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     sees_all = attention_mask is not None or query.shape[2] == 1 or not causal
     asked = any(kwargs.get(name, False) is not False and kwargs[name] is not None for name in _NEVER_FUSED)

@@ -242,6 +242,14 @@ def test_calls(mask: Tensor | None, options: dict[str, Any], is_fused: bool, gro
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["s_aux", "sinks"])
+def test_attention_sinks_are_refused(name: str) -> None:
+    """GPT-OSS and others pass their logits, which "sdpa" ignores: these models say that it is not for them, but the name "cmab" passes."""
+    rows = torch.randn(1, 2, 1, 4)
+    with pytest.raises(ValueError, match=f"`{name}` is given.*eager"):
+        integration.attention(nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(2)})
+
+
 def test_modules_are_causal_unless_they_say_otherwise(fused: list[tuple[int, ...]]) -> None:
     """As for "sdpa", `is_causal` of the call has precedence over that of the module, and a single query sees all keys."""
     for module, options, length, is_fused in (
