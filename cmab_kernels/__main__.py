@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from . import __version__
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where the encoding lacks a letter, as ASCII does, another stands for it
     parser = argparse.ArgumentParser(prog="python -m cmab_kernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"cmab_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -43,7 +47,10 @@ def main() -> None:
 
         print(report())
     elif arguments.command == "demo":
-        _demo(parser, arguments)
+        try:
+            _demo(parser, arguments)
+        except KeyboardInterrupt:
+            parser.exit(130, f"{parser.prog} demo: interrupted; nothing was drawn\n")
     else:
         sys.exit(_bench(parser, arguments))
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
+import cmab_kernels.__main__
 from cmab_kernels import attention_state
 from cmab_kernels.demo import cmab, intention
 from cmab_kernels.demo.cmab import Figures, Scan, plot
@@ -292,3 +293,20 @@ def test_bad_arguments_are_one_line(arguments):
 def test_what_no_demo_takes_is_refused(arguments, said):
     done = run_demo(*arguments)
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
+
+
+def test_help_in_an_encoding_without_all_letters(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run_demo("--help")
+    assert done.returncode == 0 and "Nystr?m" in done.stdout
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["cmab_kernels", "demo"])
+    monkeypatch.setattr(cmab, "run", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        cmab_kernels.__main__.main()
+    assert stop.value.code == 130 and capsys.readouterr().err == "python -m cmab_kernels demo: interrupted; nothing was drawn\n"
