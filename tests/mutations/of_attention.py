@@ -70,6 +70,10 @@ IN_CPP = {
         "count / unit * i / pieces",
         f"{NATIVE}::test_borders_of_tiles_and_pieces",
     ),
+    "tiny numbers that are not flushed to zero": Fault(
+        "csrc/common/plan.h", "before_ | _MM_FLUSH_ZERO_ON", "before_", "tests/test_tiny_numbers.py"
+    ),
+    "a caller whose tiny numbers are flushed": Fault("csrc/common/plan.h", "_mm_setcsr(before_); }", "}", "tests/test_tiny_numbers.py"),
     "a group of queries of one head taken for neighbouring heads": Fault(
         "csrc/attention/forward.cpp",
         "groups_[g + heads].first_row == group.first_row)",
