@@ -39,6 +39,8 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
     assert len(ended) == 2
     (changed,) = experiment(steps=3).runs(tmp_path)
     assert finished(changed) is None
+    assert run_all([changed], 1, lambda run, code: ended.append(code)) == []  # the checkpoint of other settings is not gone on from
+    assert finished(changed) is not None
 
 
 def record(run: Run, scores: dict[str, float]) -> None:

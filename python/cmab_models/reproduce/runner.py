@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..training import Run
+from ..training import BadCheckpoint, Run
+from ..training.checkpoint import load
 
 
 def finished(run: Run) -> dict[str, Any] | None:
@@ -41,7 +42,7 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
     """Finish all runs, `workers` at a time; return those that failed. What was finished before is not run again.
 
     `report(run, exit_code)` is called when one has ended. What a run prints is kept in `log.txt` in its folder. On Ctrl-C the processes
-    write their checkpoints, and the next call goes on from them.
+    write their checkpoints, and the next call goes on from them. A run whose settings have changed since starts anew.
     """
     waiting = [run for run in runs if finished(run) is None]
     running: dict[subprocess.Popen[bytes], Run] = {}
@@ -65,6 +66,10 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
 
 def _started(run: Run) -> subprocess.Popen[bytes]:
     run.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        load(run.checkpoint, run.described())
+    except BadCheckpoint:
+        run.checkpoint.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (run.folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command(run), stdout=log, stderr=subprocess.STDOUT, env=environment)
