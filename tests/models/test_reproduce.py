@@ -73,6 +73,7 @@ def test_claims(tmp_path: Path) -> None:
     assert verdict(lambda r: judging.above(r, task, score, "cmanp", "cnp")) is None  # the seeds scatter more
     assert verdict(lambda r: judging.within(r, task, score, "lbanp", "cmanp", 0.5)) is False
     assert verdict(lambda r: judging.within(r, task, score, "lbanp", "cmanp", 1.1)) is True
+    assert judging.above(results, task, score, "cmanp", "cnp").reason == "cmanp 1.100 ± 0.141, cnp 1.000 ± 0.141: the seeds scatter as much"
     assert verdict(lambda r: judging.above(r, task, score, "cmanp", "tnp-d")) is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .results import Results
+from .results import Results, Spread
 
 
 class Verdict(NamedTuple):
@@ -33,12 +33,17 @@ def judged(claim: Claim, results: Results) -> Verdict:
 
 
 def above(results: Results, experiment: str, score: str, higher: str, lower: str, by: float = 0.0) -> Verdict:
-    """Judge that one system's score is above another's, by more than the seeds scatter: two standard errors of the difference."""
-    ours, theirs = (results.spread(experiment, system, score) for system in (higher, lower))
+    """Judge that one system's score is above another's."""
+    return compared(higher, results.spread(experiment, higher, score), lower, results.spread(experiment, lower, score), by)
+
+
+def compared(higher: str, ours: Spread, lower: str, theirs: Spread, by: float = 0.0) -> Verdict:
+    """Judge that one score is above another, by more than the seeds scatter: two standard errors of the difference."""
     error = 2 * (ours.deviation**2 / ours.seeds + theirs.deviation**2 / theirs.seeds) ** 0.5
-    difference = ours.mean - theirs.mean - by
-    told = f"{higher} {ours}, {lower} {theirs}"
-    return Verdict(None if abs(difference) <= error and ours.seeds > 1 else difference > 0, told)
+    difference, told = ours.mean - theirs.mean - by, f"{higher} {ours}, {lower} {theirs}"
+    if abs(difference) <= error and ours.seeds > 1:
+        return Verdict(None, f"{told}: the seeds scatter as much")
+    return Verdict(difference > 0, told)
 
 
 def within(results: Results, experiment: str, score: str, system: str, reference: str, distance: float) -> Verdict:
