@@ -74,7 +74,8 @@ def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: boo
     placed = {name: walled(_laid(t, layout), at_the_end) for name, t in inputs.items()}
     with torch.no_grad(), guarded_results():
         results = suite.call("native", **placed)
-    assert suite.operator in MADE_BY_TORCH or all(map(_has_margins, results)), "a result has no margins"
+    by_torch = suite.operator in MADE_BY_TORCH or dtype.itemsize < 4  # which rounds some results to half types
+    assert by_torch or all(map(_has_margins, results)), "a result has no margins"
     with guarded_results():
         suite.run("native", placed, tuple(walled(_laid(t, layout), at_the_end) for t in along))
 
