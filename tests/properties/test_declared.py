@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +89,11 @@ def test_every_public_module_is_built_by_a_test() -> None:
     modules = {name for name in nn.__all__ if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), torch.nn.Module)}
     called = set().union(*(_called(path) for path in TESTS.rglob("test_*.py")))
     assert modules - called == set()
+
+
+@pytest.mark.nightly
+def test_the_ordinary_tier_has_twelve_thousand_cases() -> None:
+    """Two thirds of the least come from declarations alone; the rest are of tests that each operator has of its own."""
+    told = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q"], cwd=TESTS.parent, capture_output=True, text=True)
+    cases = sum(int(number) for number in re.findall(r"^tests/\S+\.py: (\d+)$", told.stdout, re.MULTILINE))
+    assert told.returncode == 0 and cases >= 12_000, told.stdout[-1000:]
