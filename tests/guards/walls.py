@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import mmap
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cmab_kernels as ck
 from cmab_kernels.testing import LAYOUTS, OperatorSuite, guarded_results
 from cmab_kernels.testing.memory import MARGIN
 
@@ -80,6 +82,16 @@ def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: boo
         suite.run("native", placed, tuple(walled(_laid(t, layout), at_the_end) for t in along))
 
 
+def check_merge(dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
+    """Merge two states between walls: a native call that is no operator of a suite."""
+    shapes = ((2, 3, 5, 7), torch.promote_types(dtype, torch.float32)), ((2, 3, 5), torch.float64)
+    first, second = (
+        ck.AttentionState(*(walled(_laid(torch.randn(shape, dtype=kind), layout), at_the_end) for shape, kind in shapes)) for _ in range(2)
+    )
+    with torch.no_grad(), guarded_results():
+        assert all(map(_has_margins, ck.merge_states(first, second))), "a result has no margins"
+
+
 def _has_margins(result: Tensor) -> bool:
     return result.untyped_storage().nbytes() >= (result.numel() + 2 * MARGIN) * result.itemsize
 
@@ -117,14 +129,20 @@ class _Run:
 
 def main(names: list[str]) -> None:
     allocate_in_python()
+    chosen = [getattr(torch, name) for name in names or ["float32"]]
     for kind in suites():
-        dtypes = [dtype for dtype in kind.dtypes if str(dtype).removeprefix("torch.") in (names or ["float32"])]
         with closing(_Run(kind)) as run:
-            for dtype in dtypes:
-                for layout in LAYOUTS:
-                    for at_the_end in (True, False):
-                        print(f"{kind.__module__}.{kind.__name__}, {dtype}, {layout}, {'end' if at_the_end else 'beginning'}", flush=True)
-                        check(run.suite, dtype, layout, at_the_end)
+            for dtype, layout, at_the_end in cases(f"{kind.__module__}.{kind.__name__}", [each for each in chosen if each in kind.dtypes]):
+                check(run.suite, dtype, layout, at_the_end)
+    for dtype, layout, at_the_end in cases("merge_states", chosen):
+        check_merge(dtype, layout, at_the_end)
+
+
+def cases(name: str, dtypes: list[torch.dtype]) -> Iterator[tuple[torch.dtype, str, bool]]:
+    """Yield each dtype, layout and side, and print them first."""
+    for dtype, layout, at_the_end in itertools.product(dtypes, LAYOUTS, (True, False)):
+        print(f"{name}, {dtype}, {layout}, {'end' if at_the_end else 'beginning'}", flush=True)
+        yield dtype, layout, at_the_end
 
 
 if __name__ == "__main__":

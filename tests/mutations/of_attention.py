@@ -98,6 +98,12 @@ IN_CPP = {
         "for (int e = 0; e <= width; ++e) to[e] = T(mix.sums * acc[e]);",
         "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
     ),
+    "a merged row that is an element too wide": Fault(
+        "csrc/attention/forward.cpp",
+        "for (int e = 0; e < width; ++e) to[e] = T(share * a[e] + other * b[e]);",
+        "for (int e = 0; e <= width; ++e) to[e] = T(share * a[e] + other * b[e]);",
+        "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
+    ),
     "scores past the last key": Fault(
         "csrc/common/tile.h",
         "if (present.all && matrix.col_stride == 1 && width == padded &&",

@@ -24,7 +24,7 @@ NO_OPERATORS = {
     "empty_state": "zeros and -inf",
     "explain": "tells what would run",
     "merge_ridge": "sums, in any order: test_states.py",
-    "merge_states": "a formula of torch: test_states.py, and tests/attention/test_state.py",
+    "merge_states": "a formula of two states: test_states.py, and tests/attention/test_state.py",
     "move_state": "copies a state to another device",
     "state_from_tensors": "takes back what state_to_tensors has made",
     "state_to_tensors": "names the tensors of a state",
