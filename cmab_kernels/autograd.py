@@ -110,12 +110,28 @@ def gradient_of_formula(
 
     It gives the second and higher derivatives of kernels by autograd, correct to any order.
     """
+    if under_transform():
+        return _pulled_back(formula, tensors, directions)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():  # aliases: a tensor passed twice gets two partial derivatives
         inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         given = [t for t in inputs if t is not None]
         partials = iter(torch.autograd.grad(formula(*inputs), given, directions, create_graph=create_graph, allow_unused=True))
     return tuple(None if t is None else next(partials) for t in inputs)
+
+
+def _pulled_back(
+    formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What `gradient_of_formula` returns, under a transform of `torch.func`, where no tensor may be told to require a gradient."""
+
+    def of_given(*given: Tensor) -> tuple[Tensor, ...]:
+        parts = iter(given)
+        return tuple(formula(*(None if t is None else next(parts) for t in tensors)))
+
+    _, pull_back = torch.func.vjp(of_given, *(t for t in tensors if t is not None))
+    partials = iter(pull_back(tuple(directions)))
+    return tuple(None if t is None else next(partials) for t in tensors)
 
 
 def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:

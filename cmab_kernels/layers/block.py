@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
-from ..tracing import is_differentiated
+from ..tracing import is_batched_gradient, is_differentiated
 from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
@@ -89,7 +89,7 @@ def _blocks(parameters: Sequence[Tensor]) -> list[list[Sequence[Tensor]]]:
 
 
 class _BlockStack(torch.autograd.Function):
-    """The native calls, and the derivatives of the definition where a gradient is to be differentiated again."""
+    """The native calls, and the derivatives of the definition where gradients are to be differentiated again, or come as a batch."""
 
     @staticmethod
     def forward(ctx: Any, num_heads: int, eps: float, all_blocks: bool, *tensors: Any) -> Tensor:
@@ -104,7 +104,7 @@ class _BlockStack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         y, out, lse, kept, *tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batched_gradient(dy):
             _, _, mask, *_ = tensors
             floating = [*tensors[:2], *tensors[3:]]
 

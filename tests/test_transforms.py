@@ -1,0 +1,55 @@
+"""Transforms of `torch.func` nest: the derivative of a derivative is that of autograd, in a map and in a batch of directions too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+import cmab_kernels as ck
+from cmab_kernels.nn import CMAB
+
+Q, K, V, W = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (8, 4)))
+BLOCK = CMAB(4, 2, 2, dtype=torch.float64)
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "attention": (lambda k: ck.latent_attention(Q, k, V), K),
+    "projected": (lambda x: ck.projected_attention_state(Q, x, W, W).out, V[0, :1]),
+    "prefixes": (lambda k: ck.prefix_attention_states(Q, k, V, every=2).out, K),
+    "nystrom": (lambda k: ck.nystrom_attention(k, k, V, num_landmarks=2), K),
+    "intention": (lambda k: ck.intention(Q, k, V, 0.3), K),
+    "sums": (lambda k: ck.ridge_state(k, V).gram, K),
+    "solve": (lambda k: ck.regularised_solve(k.mT @ k, k.mT, 0.5).weight, K),
+    "layer": (lambda x: ck.feed_forward_layer(x, W, W[:4]), Q),
+    "block": (lambda x: BLOCK(x, Q[0, 0]), V[0]),
+}
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * max(1.0, float(theirs.abs().max())))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_second_derivatives(name: str) -> None:
+    call, at = CALLS[name]
+    hessian = torch.autograd.functional.hessian(lambda x: call(x).sin().sum(), at).reshape(at.numel(), -1)
+
+    def slope(x: Tensor) -> Tensor:
+        return grad(lambda y: call(y).sin().sum())(x)
+
+    close(jacrev(slope)(at).reshape(at.numel(), -1), hessian)
+    both = vmap(grad(lambda x: slope(x).sum()))(torch.stack([at, at]))
+    close(both, hessian.sum(0).view_as(at).expand(2, *at.shape))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_of_directions(name: str) -> None:
+    """As `is_grads_batched` and the vectorised jacobians of autograd pass them."""
+    call, at = CALLS[name]
+    x = at.clone().requires_grad_()
+    y = call(x)
+    directions = torch.randn(3, *y.shape, dtype=y.dtype)
+    (batched,) = torch.autograd.grad(y, x, directions, retain_graph=True, is_grads_batched=True)
+    close(batched, torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in directions]))
