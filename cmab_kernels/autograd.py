@@ -129,7 +129,7 @@ def _pulled_back(
         parts = iter(given)
         return tuple(formula(*(None if t is None else next(parts) for t in tensors)))
 
-    _, pull_back = torch.func.vjp(of_given, *(t for t in tensors if t is not None))
+    pull_back = torch.func.vjp(of_given, *(t for t in tensors if t is not None))[1]
     partials = iter(pull_back(tuple(directions)))
     return tuple(None if t is None else next(partials) for t in tensors)
 
