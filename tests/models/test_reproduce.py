@@ -100,6 +100,18 @@ def test_few_shots_are_not_judged_where_pixels_do_better(tmp_path: Path) -> None
     assert "nearest mean of the pixels has 0.92" in unlearned.reason
 
 
+def test_the_page_tells_what_was_changed_of_a_task(tmp_path: Path) -> None:
+    """By all runs: what one system has of its own is not said of the others."""
+    each = Experiment("few", "few-shot", ("few-shot",), (0, 1), {"steps": 7, "ways": 3, "turn": 30.0})
+    other = Experiment("functions", "gp-rbf", ("cnp", "cmanp"), (0,), {}, {"cnp": {"learning_rate": 0.5}})
+    runs = {"few": list(each.runs(tmp_path)), "functions": list(other.runs(tmp_path))}
+    for run in (run for some in runs.values() for run in some):
+        record(run, {"accuracy": 0.5})
+    few, functions = report._tables(Results(runs))
+    assert few.splitlines()[2] == "Tell classes apart that were never trained on, from a few examples of each. Here `turn=30.0`, `ways=3`."
+    assert "Here" not in functions
+
+
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = recorded(tmp_path, {"cmanp": [1.0, 1.2], "lbanp": [0.0, 0.2]})
     claim = judging.Claim("It is better.", "a paper", lambda r: judging.above(r, "functions", "log_likelihood", "cmanp", "lbanp"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,20 @@ def _claims(results: Results) -> str:
 
 
 def _tables(results: Results) -> list[str]:
-    return [f"## {name}\n\n{_summary(results.tasks[name])}\n\n{table(results, name)}" for name in results.records]
+    return [f"## {name}\n\n{_summary(results.tasks[name])}{_settings(results, name)}\n\n{table(results, name)}" for name in results.records]
 
 
 def _summary(task: Task) -> str:
     """Return the first paragraph of the task's docstring."""
     return " ".join((task.__doc__ or "").split("\n\n")[0].split())
+
+
+def _settings(results: Results, experiment: str) -> str:
+    """Say what all runs have changed of the task's own numbers, besides the steps, which are in the table."""
+    records = [record for each in results.records[experiment].values() for record in each]
+    own = {each.name: each.default for each in fields(results.tasks[experiment]) if each.name != "steps"}
+    changed = [name for name, value in own.items() if all(record[name] == records[0][name] != value for record in records)]
+    return f" Here `{'`, `'.join(f'{name}={records[0][name]}' for name in changed)}`." if changed else ""
 
 
 def _pictures(pictures: Sequence[tuple[str, Path]], page: Path) -> list[str]:
