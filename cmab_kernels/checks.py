@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -83,6 +84,12 @@ def fixed(scale: float) -> float:
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
     return float(scale)
+
+
+def check_count(name: str, count: int, least: int = 1) -> None:
+    """Raise unless the number of something in a module is an int >= `least`."""
+    if not isinstance(count, Integral) or count < least:
+        raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
 
 
 def check_every(every: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState
 from ..attention.state import subtract_state
-from ..checks import check_mask, wrong
+from ..checks import check_count, check_mask, wrong
 from . import fused
 from .layers import LatentLayer, check_features
 from .stream import AttentionStream, follow_weights
@@ -85,10 +85,13 @@ class CMAB(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim < 1 or dim % num_heads:
+        check_count("dim", dim)
+        check_count("num_latents", num_latents, least=0)
+        check_count("num_heads", num_heads)
+        if dim % num_heads:
             raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of dim = {dim} is needed"))
-        if ff_dim is None:
-            ff_dim = 2 * dim
+        ff_dim = 2 * dim if ff_dim is None else ff_dim
+        check_count("ff_dim", ff_dim)
         self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
         self.compress = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)

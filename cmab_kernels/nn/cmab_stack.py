@@ -12,7 +12,7 @@ from ..attention import AttentionState, Removal
 from ..attention.projected import projected_attention_state
 from ..attention.projected.api import attention_state_of_chunks
 from ..attention.state import subtract_state
-from ..checks import wrong
+from ..checks import check_count, wrong
 from . import fused
 from .chunks import check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs
@@ -60,8 +60,7 @@ class CMABStack(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if depth < 1:
-            raise ValueError(wrong("depth", f"is {depth}", "at least one block is needed"))
+        check_count("depth", depth)
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)

@@ -60,10 +60,10 @@ def replace_modules(
 
     Raises:
         TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
-        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, or a `forward` assigned to it,
-            which would be lost (give it these after the replacement); or the new module does not support the old one's configuration:
-            Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys. The model is then
-            unchanged.
+        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, added parts, or a `forward` that
+            was assigned to it, which would be lost (give it these after the replacement); or the new module does not support the old
+            one's configuration: Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys.
+            The model is then unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
@@ -134,6 +134,9 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
     for name, each in lost.items():
+        added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
+        if added:
+            raise ValueError(wrong("model", f"has {', '.join(added)} added to {name!r}", "remove them, replace, add them again"))
         if "forward" in each.__dict__:
             raise ValueError(wrong("model", f"has a `forward` assigned to {name!r}", "delete it, replace, assign it again"))
         for hooks in _HOOKS:

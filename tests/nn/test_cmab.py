@@ -412,8 +412,11 @@ def test_errors_name_the_argument() -> None:
                 module.update(*arguments, **options)
     with pytest.raises(RuntimeError, match="seen nothing"):
         module.remove(inputs, latents)
-    with pytest.raises(ValueError, match="num_heads"):
-        CMAB(10, 4, 3)
+    sizes = {"dim": 12, "num_latents": 4, "num_heads": 3, "ff_dim": 8}
+    for name, bad_size in {"dim": 0, "num_latents": -1, "num_heads": 5, "ff_dim": 0}.items():
+        for size in (bad_size, float(sizes[name])):
+            with pytest.raises(ValueError, match=f"`{name}` is {size}"):
+                CMAB(**{**sizes, name: size})
 
 
 # Everywhere else --------------------------------------------------------------------------------------------------------------------------

@@ -299,6 +299,15 @@ def test_hooks_are_refused_and_the_model_untouched(register: str) -> None:
     assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
 
 
+def test_added_parts_are_refused() -> None:
+    """They would leave the model, and its state_dict, without a word."""
+    for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):
+        model = nn.Sequential(nn.MultiheadAttention(16, 2))
+        add(model[0])
+        with pytest.raises(ValueError, match=r"has (seen|lora) added to '0'"):
+            replace_modules(model, MAPPING)
+
+
 def test_an_assigned_forward_is_refused() -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 2))
     model[0].forward = lambda *_: "patched"
