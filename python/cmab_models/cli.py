@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="a number of the task (steps, learning_rate, ...), or model.KEY of the model; may be repeated, and overrides --config",
+            help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
+            "and overrides --config",
         )
         command.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
         command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")

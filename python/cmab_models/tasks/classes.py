@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,13 +29,13 @@ class ImageTask(Task):
     steps: int = 1000
     dim: int = 64
 
+    @abstractmethod
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
         """Return questions; answers are classes (B, M) int64."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores(self, model: nn.Module, question: Question) -> Tensor:
         """Return the scores (B, M, classes) of a question."""
-        raise NotImplementedError
 
     def batch(self, generator: torch.Generator) -> Question:
         return self.drawn(generator, self.batch_size, held_out=False)
