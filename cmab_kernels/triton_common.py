@@ -329,6 +329,25 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied as two: what it is rounded to, and the rest.
+
+    That keeps 16 bits in bfloat16. An infinity has a NaN for its rest, as in `product_of_parts`.
+    """
+    if a.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
+        high = a.to(OPERAND)
+        low = tl.dot((a - high.to(a.dtype)).to(OPERAND), b)
+        result = tl.dot(high, b, tl.where(low > -3.4e38, low, -3.4e38))
+    elif b.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
+        high = b.to(OPERAND)
+        low = tl.dot(a, (b - high.to(b.dtype)).to(OPERAND))
+        result = tl.dot(a, high, tl.where(low > -3.4e38, low, -3.4e38))
+    else:
+        result = product(a, b, OPERAND, PRECISION)
+    return result
+
+
+@triton.jit
 def product_of_parts(a_high, a_low, b_high, b_low):
     """A float32 product as three in tf32, of the `parts` of both. What is left out, low times low, is below 2**-20 of each term.
 

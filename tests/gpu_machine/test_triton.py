@@ -157,6 +157,13 @@ def test_projected_attention(name: str) -> None:
     assert accuracy(projected.TestProjectedAttention, name, {**FEW, "N": 37, "C": 36}) >= PROJECTED
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_projected_attention_of_wide_heads(name: str) -> None:
+    extents = {"B": 1, "H": 1, "L": 3, "N": 20, "C": 12, "D": 80, "E": 66}
+    assert accuracy(projected.TestProjectedAttention, name, extents, orders=1) >= PROJECTED
+
+
 def test_projected_attention_of_several_blocks() -> None:
     assert accuracy(projected.TestStackedBlocks, "fp32", {"B": 1, "H": 1, "K": 2, "L": 34, "N": 20}) >= PROJECTED
 

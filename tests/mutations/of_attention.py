@@ -332,8 +332,8 @@ IN_TRITON = {
     ),
     "a gradient of the scores without delta, in Triton": Fault(
         "cmab_kernels/attention/kernels/backward.py",
-        "OPERAND, PRECISION) - delta)",
-        "OPERAND, PRECISION))",
+        "slopes = weights * (dweights - delta)",
+        "slopes = weights * dweights",
         f"{KERNELS}::test_shapes",
     ),
     "= for +=, in Triton": Fault(
@@ -410,15 +410,27 @@ IN_TRITON = {
     ),
     "a projected value without its bias": Fault(
         "cmab_kernels/attention/projected/kernels/forward.py",
-        "values += value_bias[None, :]",
+        "values += biases[1][None, :]",
         "values += 0.0",
         f"{PROJECTED_KERNELS}::test_shapes",
     ),
     "a projected key without its bias": Fault(
         "cmab_kernels/attention/projected/kernels/forward.py",
-        "keys += key_bias[None, :]",
+        "keys += biases[0][None, :]",
         "keys += 0.0",
         f"{PROJECTED_KERNELS}::test_shapes",
+    ),
+    "a chunk of a wide head that counts twice": Fault(
+        "cmab_kernels/attention/projected/kernels/backward.py",
+        "other = (chunk + ahead) % CHUNKS",
+        "other = ahead % CHUNKS",
+        f"{PROJECTED_KERNELS}::test_wide_heads",
+    ),
+    "projected keys rounded to a half type": Fault(
+        "cmab_kernels/triton_common.py",
+        "result = tl.dot(a, high, tl.where(low > -3.4e38, low, -3.4e38))",
+        "result = tl.dot(a, high)",
+        f"{PROJECTED_KERNELS}::test_half_products",
     ),
 }
 

@@ -20,6 +20,7 @@ from ...triton_common import (
     mask_bytes,
     on_device,
     product,
+    product_of_wide,
     rows_at,
     tile_at,
     triton_dtype,
@@ -35,23 +36,37 @@ IN_PLACE = ("half",)
 
 
 @triton.jit
-def _scores(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries)."""
     first, second = (keys, queries) if TURNED else (queries, keys)
-    return product(first, tl.trans(second), OPERAND, PRECISION)
+    return product_of_wide(first, tl.trans(second), OPERAND, PRECISION)
 
 
 @triton.jit
-def weigh(keys, values, rows, keep, log2_scale, TURNED: tl.constexpr, SLOPES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def weigh(
+    keys,
+    values,
+    rows,
+    keep,
+    log2_scale,
+    TURNED: tl.constexpr,
+    SLOPES: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    others=None,
+):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or if TURNED (keys, queries).
 
     A thread has few rows of a tile. As rows, the queries and their terms take few registers; as columns, P' and dS' lie where the products
-    dV = P' dout and dK = dS' Q need them.
+    dV = P' dout and dK = dS' Q need them. `others` are what other columns of keys and values add to their products with the rows.
     """
     queries, douts, high, low, delta = rows
     KEYS: tl.constexpr = 0 if TURNED else 1
     high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
-    exponents = (_scores(keys, queries, TURNED, OPERAND, PRECISION) - high) * log2_scale - low
+    scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION)
+    if others is not None:
+        scores += others[0]
+    exponents = (scores - high) * log2_scale - low
     if high.dtype == tl.float64:  # beyond 2**53, lse no longer tells neighbouring scores apart
         exponents = tl.where(exponents > 0, 0.0, exponents)
     weights = tl.exp2(exponents)
@@ -59,7 +74,10 @@ def weigh(keys, values, rows, keep, log2_scale, TURNED: tl.constexpr, SLOPES: tl
         weights = tl.where(tl.expand_dims(keep, 1 - KEYS), weights, 0.0)
     slopes = weights
     if SLOPES:
-        slopes = weights * (_scores(values, douts, TURNED, OPERAND, PRECISION) - delta)
+        dweights = scores_of(values, douts, TURNED, OPERAND, PRECISION)
+        if others is not None:
+            dweights += others[1]
+        slopes = weights * (dweights - delta)
     return weights.to(OPERAND), slopes.to(OPERAND)
 
 

@@ -23,6 +23,7 @@ from ...triton_common import (
     natural_alignment,
     on_device,
     product,
+    product_of_wide,
     rows_at,
     tile_at,
 )
@@ -63,14 +64,17 @@ def absorb(
     LIFT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    others=None,
 ):
     """Update (maximum, sum of weights, weighted values) with one tile; scaling and subtracting the maximum are one multiply-add.
 
     The maximum is kept as a score. Its product with the scale is rounded, while the multiply-add does not round. The sum of weights cancels
     the difference, unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds
-    nothing. Weights are multiplied by LIFT where they meet the values, but not in their sum.
+    nothing. Weights are multiplied by LIFT where they meet the values, but not in their sum. `others` are what other columns add to scores.
     """
-    scores = product(queries, tl.trans(keys), OPERAND, PRECISION)
+    scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION)
+    if others is not None:
+        scores += others
     if keep is not None:
         scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -95,20 +99,23 @@ def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, L
 
 @triton.jit
 def store_state(
-    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr
+    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr, column=0
 ):
-    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one."""
+    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one.
+
+    Of `out` it stores the columns from `column` on; lse goes with the first.
+    """
     BLOCK_L: tl.constexpr = acc.shape[0]
     E_PAD: tl.constexpr = acc.shape[1]
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    inside = (rows < L)[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
+    inside = (rows < L)[:, None] & (column + tl.arange(0, E_PAD) < E)[None, :]
     if state_lse is not None:
         state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0, column), mask=inside, other=0.0)
         acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
     row = slot_head.to(tl.int64) * L + rows
-    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
-    tl.store(lse + row, logarithm, mask=rows < L)
+    tl.store(rows_at(out, row, E, E_PAD, column), acc, mask=inside)
+    tl.store(lse + row, logarithm, mask=(rows < L) & (column == 0))
 
 
 @triton.jit

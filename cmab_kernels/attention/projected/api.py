@@ -37,9 +37,10 @@ def projected_attention_state(
     """The attention state of keys and values that are projections of `inputs`, and that are never written, forward or backward.
 
     It is `attention_state(query, heads(F.linear(x, key_weight, key_bias)), heads(F.linear(x, value_weight, value_bias)), ...)`, where x is
-    `inputs`, or `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs) from a
-    few hundred rows at a time, and once more in the backward pass, so that memory does not grow with N, except by the gradient of the
-    inputs if one is asked for. K stacked blocks, each with queries, projections and a norm of its own, read the inputs once for all.
+    `inputs`, or `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs; on a GPU
+    values of bfloat16 inputs by products of bfloat16) from a few hundred rows at a time, and once more in the backward pass, so that memory
+    does not grow with N, except by the gradient of the inputs if one is asked for. K stacked blocks, each with queries, projections and a
+    norm of its own, read the inputs once for all.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B, H, L, D) or

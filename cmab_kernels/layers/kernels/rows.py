@@ -52,7 +52,8 @@ def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED:
         for column in range(0, C, PIECE):
             piece = load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(DTYPE)
             piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)
-            variance += tl.sum(piece * piece, 1)
+            # A maximum keeps products apart from their sum: fused with its first addition, they would give the threads of a row other sums.
+            variance += tl.sum(tl.maximum(piece * piece, 0.0), 1)
         factor = tl.where(inside, tl.rsqrt(variance / C + tl.full([1], eps, DTYPE)), 0.0)
     return mean, factor
 

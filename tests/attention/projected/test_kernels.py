@@ -16,8 +16,10 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected.kernels import launch
 from cmab_kernels.attention.projected.reference import projected_attention_reference
 from cmab_kernels.testing import between_margins, guarded_results, row_error
+from cmab_kernels.tiles import forget
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
@@ -51,11 +53,12 @@ class Case:
         offsets: list[int] | None = None,
         state: bool = False,
         needs: tuple[bool, bool, bool, bool] = EVERYTHING,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
         sums = torch.promote_types(dtype, torch.float32)
         shape = (blocks, batch, heads, latents)
         stored = 1 if offsets else batch
-        self.query = between_margins(torch.randn(*shape, width, dtype=sums))
+        self.query = between_margins(torch.randn(*shape, width, dtype=sums).to(query_dtype or sums).to(sums))
         self.inputs = between_margins(torch.randn(stored, rows, columns).to(dtype))
         self.weight = torch.randn(blocks, heads * (width + value_width), columns, dtype=sums) / columns**0.5
         self.bias = torch.randn(self.weight.shape[:2], dtype=sums)
@@ -116,6 +119,32 @@ class Case:
 )
 def test_shapes(shape: dict[str, Any], dtype: torch.dtype) -> None:
     Case(dtype=dtype, **shape).check()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"width": 80, "value_width": 66, "mask": True, "state": True},
+        {"width": 130, "value_width": 3, "batch": 1, "rows": 17},
+        {"width": 64, "value_width": 192, "offsets": [0, 9, 21]},
+    ],
+    ids=["both", "keys", "values"],
+)
+def test_wide_heads(shape: dict[str, Any]) -> None:
+    """Heads of several chunks: of keys, of values, or of both."""
+    Case(heads=1, **shape).check()
+
+
+@pytest.mark.parametrize("shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"])
+def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of bfloat16, which the interpreter does not know, in float16: keys are multiplied whole, all else is rounded."""
+    monkeypatch.setattr(launch, "MULTIPLIED_AS_THEY_ARE", [torch.float16])
+    forget()
+    case = Case(dtype=torch.float16, query_dtype=torch.float16, **shape)
+    case.check()
+    (_, lse), _ = case.expected()
+    assert (case.lse - lse).abs().max() <= 1e-5
+    forget()
 
 
 def test_several_runs() -> None:

@@ -6,7 +6,8 @@
 - `launch`   precision of the matrix products, and block sizes
 
 The heads of all K stacked blocks are neighbours in the grid, so that they read a run of the inputs while it is in the GPU's cache, once
-from memory. Inputs of half types are computed in float32, like the projections.
+from memory. Heads wider than 64 go in chunks of columns. bfloat16 is multiplied as such but where keys are projected, and their scores take
+them in two parts; float16 is multiplied as float32.
 """
 
 from .backward import projected_attention_backward

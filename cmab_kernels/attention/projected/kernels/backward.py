@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....triton_common import alignment, in_place, kept_keys, kernel, mask_bytes, on_device, product, rows_at
-from ...kernels.backward import product_over_queries, weigh
+from ...kernels.backward import product_over_queries, scores_of, weigh
 from ...kernels.forward import LOG2_E
 from ...kernels.rows import load_rows, row_terms, sum_runs
 from ...kernels.runs import Cut, cut_keys, locate, vetted
@@ -26,6 +26,7 @@ from .launch import (
     MOST_PROGRAMS,
     SPLIT,
     apart,
+    chunks,
     input_constants,
     joined,
     products,
@@ -34,7 +35,7 @@ from .launch import (
     query_products,
     row_strides,
 )
-from .tiles import head_bias, head_columns, head_rows, normed_columns, projected, row_norms
+from .tiles import columns_of_chunk, head_bias, head_columns, head_rows, normed_columns, projected, row_norms
 
 
 @triton.jit
@@ -43,6 +44,43 @@ def _in_order(slopes, keys, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "tf32x3":
         slopes, keys = in_place(slopes, keys)
     return product(slopes, keys, OPERAND, PRECISION)
+
+
+@triton.jit
+def _of_other_chunks(
+    given,
+    terms,
+    bias,
+    at,
+    chunk,
+    keep,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    NORMED: tl.constexpr,
+    TURNED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What all chunks of a wide head but one add to the scores of a tile, and to the gradients of its weights."""
+    D_PAD: tl.constexpr = columns_of_chunk(D)
+    E_PAD: tl.constexpr = columns_of_chunk(E)
+    CHUNKS: tl.constexpr = max(triton.cdiv(D, D_PAD), triton.cdiv(E, E_PAD))
+    mean = given[5]
+    BLOCK_N: tl.constexpr = mean.shape[0]
+    scores = tl.zeros([BLOCK_N, BLOCK_L] if TURNED else [BLOCK_L, BLOCK_N], mean.dtype)
+    dweights = tl.zeros(scores.shape, mean.dtype)
+    for ahead in range(1, CHUNKS):
+        other = (chunk + ahead) % CHUNKS
+        keys, values = projected(*given, *at, other, keep, C, D, E, D_PAD, E_PAD, COLUMNS, ALIGN[1], NORMED, OPERAND, PRECISION)
+        key_bias, value_bias = head_bias(bias, *at, other, D, E, D_PAD, E_PAD)
+        queries, slopes, _, _, _ = load_rows(*terms, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND, other)
+        scores += scores_of(keys + key_bias[None, :], queries, TURNED, OPERAND, PRECISION)
+        dweights += scores_of((values + value_bias[None, :]).to(OPERAND), slopes, TURNED, OPERAND, PRECISION)
+    return scores, dweights
 
 
 @kernel("query", "inputs", "weight", "bias", "mask", "high", "low", "delta")
@@ -80,11 +118,13 @@ def _projected_backward(
 ):
     """Shares of dQ, dW and db for one block of queries of one head.
 
-    A program takes every so many runs, stores a share of dQ for each, and one share of dW and db for all: PIECE columns of them.
+    A program takes every so many runs, stores a share of dQ for each, and one share of dW and db for all: PIECE columns of them, and of
+    wide heads the rows of one chunk.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
-    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
-    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    D_PAD: tl.constexpr = columns_of_chunk(D)
+    E_PAD: tl.constexpr = columns_of_chunk(E)
+    CHUNKS: tl.constexpr = max(triton.cdiv(D, D_PAD), triton.cdiv(E, E_PAD))
     QUERY: tl.constexpr = dquery is not None
     PROJECTION: tl.constexpr = dweight is not None or dbias is not None
     B, K, H, L, N = sizes
@@ -92,12 +132,14 @@ def _projected_backward(
     query_strides, input_strides, mask_strides = strides
     PIECES: tl.constexpr = triton.cdiv(C, PIECE) if dweight is not None else 1
     piece = tl.program_id(0) % PIECES * PIECE
-    part = tl.program_id(0) // PIECES
+    chunk = tl.program_id(0) // PIECES % CHUNKS
+    part = tl.program_id(0) // PIECES // CHUNKS
     blocks = tl.cdiv(L, BLOCK_L)
     block = part % blocks
     head = part // blocks % (K * H)
     share = part // blocks // (K * H)
-    key_bias, value_bias = head_bias(bias, head // H, head % H, H, D, E, D_PAD, E_PAD)
+    at = (head // H, head % H, H)
+    key_bias, value_bias = head_bias(bias, *at, chunk, D, E, D_PAD, E_PAD)
     scale_ = tl.full([1], scale, DTYPE)
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     dkey_weight = tl.zeros([D_PAD, PIECE], DTYPE)
@@ -106,41 +148,24 @@ def _projected_backward(
     dvalue_bias = tl.zeros([E_PAD], DTYPE)
     for slot in range(share, slots, most):
         batch, first, last = locate(slot, offsets, B, N, cut)
-        rows = load_rows(
-            query, douts, high, low, delta, query_strides, (B, K * H, L, N), batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND
-        )
+        terms = (query, douts, high, low, delta, query_strides, (B, K * H, L, N), batch, head, block)
+        rows = load_rows(*terms, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND, chunk)
         queries, slopes, _, _, _ = rows
         store = batch if offsets is None else 0
         dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
         for start in tl.range(first, last, BLOCK_N, num_stages=1):
             keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
             mean, factor = row_norms(inputs, input_strides, store, start, keep, eps, C, BLOCK_N, COLUMNS, ALIGN[1], NORMED, DTYPE)
-            keys, values = projected(
-                inputs,
-                input_strides,
-                weight,
-                store,
-                start,
-                keep,
-                mean,
-                factor,
-                head // H,
-                head % H,
-                H,
-                C,
-                D,
-                E,
-                D_PAD,
-                E_PAD,
-                COLUMNS,
-                ALIGN[1],
-                NORMED,
-                OPERAND,
-                PRECISION,
-            )
+            given = (inputs, input_strides, weight, store, start, mean, factor)
+            keys, values = projected(*given, *at, chunk, keep, C, D, E, D_PAD, E_PAD, COLUMNS, ALIGN[1], NORMED, OPERAND, PRECISION)
             keys += key_bias[None, :]
             values += value_bias[None, :]
-            weights, score_slopes = weigh(keys, values, rows, keep, log2_scale, False, True, OPERAND, PRECISION)
+            others = None
+            if CHUNKS > 1:
+                others = _of_other_chunks(
+                    given, terms, bias, at, chunk, keep, C, D, E, BLOCK_L, COLUMNS, ALIGN, NORMED, False, OPERAND, PRECISION
+                )
+            weights, score_slopes = weigh(keys, values.to(OPERAND), rows, keep, log2_scale, False, True, OPERAND, PRECISION, others)
             if QUERY:
                 dq += _in_order(score_slopes, keys, OPERAND, PRECISION)
             if PROJECTION:
@@ -154,13 +179,12 @@ def _projected_backward(
                     dvalue_weight += product(tl.trans(dvalues), normed, OPERAND, PRECISION)
         if QUERY:
             row = block * BLOCK_L + tl.arange(0, BLOCK_L)
-            columns = tl.arange(0, D_PAD)
-            inside = (row < L)[:, None] & (columns < D)[None, :] & (piece == 0)
-            tl.store(rows_at(dquery, (tl.cast(slot, tl.int64) * (K * H) + head) * L + row, D, D_PAD), dq, mask=inside)
+            first_column = chunk * D_PAD
+            inside = (row < L)[:, None] & (first_column + tl.arange(0, D_PAD) < D)[None, :] & (piece == 0)
+            tl.store(rows_at(dquery, (tl.cast(slot, tl.int64) * (K * H) + head) * L + row, D, D_PAD, first_column), dq, mask=inside)
     if PROJECTION:
         first_row = (tl.cast(share, tl.int64) * blocks + block) * K * H * (D + E)
-        key_rows, value_rows = head_rows(head // H, head % H, H, D, E, D_PAD, E_PAD)
-        is_key, is_value = tl.arange(0, D_PAD) < D, tl.arange(0, E_PAD) < E
+        key_rows, value_rows, is_key, is_value = head_rows(*at, chunk, D, E, D_PAD, E_PAD)
         if dbias is not None:
             tl.store(dbias + (first_row + key_rows), dkey_bias, mask=is_key & (piece == 0))
             tl.store(dbias + (first_row + value_rows), dvalue_bias, mask=is_value & (piece == 0))
@@ -204,8 +228,9 @@ def _projected_backward_inputs(
 ):
     """PIECE columns of dx of every SPLIT-th tile of a run. A tile stays at hand while all heads and blocks of queries are read in turn."""
     DTYPE: tl.constexpr = high.dtype.element_ty
-    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
-    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    D_PAD: tl.constexpr = columns_of_chunk(D)
+    E_PAD: tl.constexpr = columns_of_chunk(E)
+    CHUNKS: tl.constexpr = max(triton.cdiv(D, D_PAD), triton.cdiv(E, E_PAD))
     PIECES: tl.constexpr = triton.cdiv(C, PIECE)
     B, K, H, L, N = sizes
     query_strides, input_strides, mask_strides = strides
@@ -221,65 +246,34 @@ def _projected_backward_inputs(
         dnormed = tl.zeros([BLOCK_N, PIECE], DTYPE)
         total = tl.zeros([BLOCK_N], DTYPE)
         along = tl.zeros([BLOCK_N], DTYPE)
-        for head in range(0, K * H):
-            keys, values = projected(
-                inputs,
-                input_strides,
-                weight,
-                store,
-                start,
-                keep,
-                mean,
-                factor,
-                head // H,
-                head % H,
-                H,
-                C,
-                D,
-                E,
-                D_PAD,
-                E_PAD,
-                COLUMNS,
-                ALIGN[1],
-                NORMED,
-                OPERAND,
-                PRECISION,
-            )
-            key_bias, value_bias = head_bias(bias, head // H, head % H, H, D, E, D_PAD, E_PAD)
+        for part in range(0, K * H * CHUNKS):
+            head, chunk = part // CHUNKS, part % CHUNKS
+            at = (head // H, head % H, H)
+            given = (inputs, input_strides, weight, store, start, mean, factor)
+            keys, values = projected(*given, *at, chunk, keep, C, D, E, D_PAD, E_PAD, COLUMNS, ALIGN[1], NORMED, OPERAND, PRECISION)
+            key_bias, value_bias = head_bias(bias, *at, chunk, D, E, D_PAD, E_PAD)
             keys += key_bias[None, :]
             values += value_bias[None, :]
             dkeys = tl.zeros([BLOCK_N, D_PAD], DTYPE)
             dvalues = tl.zeros([BLOCK_N, E_PAD], DTYPE)
             for block in range(0, tl.cdiv(L, BLOCK_L)):
-                rows = load_rows(
-                    query,
-                    douts,
-                    high,
-                    low,
-                    delta,
-                    query_strides,
-                    (B, K * H, L, N),
-                    batch,
-                    head,
-                    block,
-                    D,
-                    E,
-                    D_PAD,
-                    E_PAD,
-                    BLOCK_L,
-                    ALIGN,
-                    OPERAND,
-                )
+                terms = (query, douts, high, low, delta, query_strides, (B, K * H, L, N), batch, head, block)
+                rows = load_rows(*terms, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND, chunk)
                 queries, slopes, _, _, _ = rows
-                weights, score_slopes = weigh(keys, values, rows, None, log2_scale, TURNED, True, OPERAND, PRECISION)
+                others = None
+                if CHUNKS > 1:
+                    others = _of_other_chunks(
+                        given, terms, bias, at, chunk, keep, C, D, E, BLOCK_L, COLUMNS, ALIGN, NORMED, TURNED, OPERAND, PRECISION
+                    )
+                weights, score_slopes = weigh(keys, values.to(OPERAND), rows, None, log2_scale, TURNED, True, OPERAND, PRECISION, others)
                 dvalues += product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
                 dkeys += product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
             dkeys *= scale_
-            key_weight, value_weight = head_columns(weight, head // H, head % H, H, piece, C, D, E, D_PAD, E_PAD, PIECE)
+            key_weight, value_weight = head_columns(weight, *at, chunk, piece, C, D, E, D_PAD, E_PAD, PIECE)
             dnormed += product(dkeys, key_weight, OPERAND, PRECISION) + product(dvalues, value_weight, OPERAND, PRECISION)
             if NORMED:
                 along += tl.sum(dkeys * (keys - key_bias[None, :]), 1) + tl.sum(dvalues * (values - value_bias[None, :]), 1)
-                key_sum, value_sum = _row_sums(weight, head // H, head % H, H, C, D, E, D_PAD, E_PAD, COLUMNS, DTYPE)
+                key_sum, value_sum = _row_sums(weight, *at, chunk, C, D, E, D_PAD, E_PAD, COLUMNS, DTYPE)
                 total += tl.sum(dkeys * key_sum[None, :], 1) + tl.sum(dvalues * value_sum[None, :], 1)
         if NORMED:
             normed = normed_columns(inputs, input_strides, store, start, keep, piece, mean, factor, C, PIECE, ALIGN[1], NORMED)
@@ -296,6 +290,7 @@ def _row_sums(
     block,
     head,
     heads,
+    chunk,
     C: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -304,11 +299,11 @@ def _row_sums(
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """W 1 for the keys and the values of a head."""
+    """W 1 for a chunk of the keys and the values of a head."""
     keys = tl.zeros([D_PAD], DTYPE)
     values = tl.zeros([E_PAD], DTYPE)
     for column in range(0, C, COLUMNS):
-        key_weight, value_weight = head_columns(weight, block, head, heads, column, C, D, E, D_PAD, E_PAD, COLUMNS)
+        key_weight, value_weight = head_columns(weight, block, head, heads, chunk, column, C, D, E, D_PAD, E_PAD, COLUMNS)
         keys += tl.sum(key_weight, 1)
         values += tl.sum(value_weight, 1)
     return keys, values
@@ -331,7 +326,7 @@ def projected_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; an empty tensor for each that `needs` does not ask for."""
     queries, mask, normed = joined(query), mask_bytes(key_padding_mask), eps is not None
-    E, operand = out.shape[-1], products(query.dtype).operand
+    E, operand = out.shape[-1], products(inputs.dtype).operand
     with on_device(query):
         offsets = vetted(cu_seqlens, inputs.shape[1])
         made = joined(out).contiguous(), joined(lse).contiguous()
@@ -370,7 +365,7 @@ def _of_queries(call: _Call, E: int, needs: tuple[bool, bool, bool]) -> tuple[Te
     if not any(needs):
         return queries.new_empty(0), weight.new_empty(0), bias.new_empty(0)
     D = queries.shape[-1]
-    constants = query_constants(query_products(queries.dtype, max(D, E), queries.device), inputs.shape[2], D, E, L)
+    constants = query_constants(query_products(inputs.dtype, max(D, E), queries.device), inputs.shape[2], D, E, L)
     cut, blocks = call.cut(queries_at_once(K * H, L)), triton.cdiv(L, constants["BLOCK_L"])
     most = min(cut.slots, max(MOST_PROGRAMS // max(K * H * blocks, 1), 1))
     shares = [
@@ -379,7 +374,8 @@ def _of_queries(call: _Call, E: int, needs: tuple[bool, bool, bool]) -> tuple[Te
     ]
     pieces = triton.cdiv(inputs.shape[2], constants["PIECE"]) if needs[1] else 1
     lengths = (call.strides, call.sizes, (cut.runs, cut.most_runs), (cut.slots, most))
-    _projected_backward(most * K * H * blocks * pieces, *call.given, *shares, *lengths, *call.numbers, **call.constants, **constants)
+    programs = most * K * H * blocks * max(chunks(D), chunks(E)) * pieces
+    _projected_backward(programs, *call.given, *shares, *lengths, *call.numbers, **call.constants, **constants)
     dquery, dweight, dbias = (queries.new_empty(0) if share is None else share.sum(0) for share in (None, *shares[1:]))
     if shares[0] is not None:
         dquery = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -391,7 +387,7 @@ def _of_queries(call: _Call, E: int, needs: tuple[bool, bool, bool]) -> tuple[Te
 def _of_inputs(call: _Call, E: int) -> Tensor:
     """dinputs, contiguous."""
     queries, inputs, *_ = call.given
-    constants = input_constants(products(queries.dtype), inputs.shape[2], queries.shape[-1], E, call.sizes[3])
+    constants = input_constants(products(inputs.dtype), inputs.shape[2], queries.shape[-1], E, call.sizes[3])
     cut, dinputs = call.cut(1), torch.empty_like(inputs, memory_format=torch.contiguous_format)
     programs = cut.slots * SPLIT * triton.cdiv(inputs.shape[2], constants["PIECE"])
     lengths = (call.strides, call.sizes, (cut.runs, cut.most_runs))

@@ -7,11 +7,34 @@ import triton.language as tl
 from torch import Tensor
 
 from ....tiles import chosen_once
-from ....triton_common import Kernel, alignment, allows_tf32, kept_keys, kernel, load_tile, mask_bytes, on_device, tile_at
+from ....triton_common import Kernel, alignment, allows_tf32, kept_keys, kernel, load_tile, mask_bytes, on_device, product_of_wide, tile_at
 from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
 from ...kernels.runs import cut_keys, locate, vetted
-from .launch import apart, forward_constants, joined, queries_at_once, row_strides
-from .tiles import head_bias, projected, row_norms
+from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides
+from .tiles import columns_of_chunk, head_bias, projected, row_norms
+
+
+@triton.jit
+def _queries(
+    query,
+    strides,
+    batch,
+    head,
+    block,
+    chunk,
+    sign,
+    L,
+    D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """A chunk of the columns of a block of queries."""
+    column = chunk * D_PAD
+    inside = (block * BLOCK_L + tl.arange(0, BLOCK_L) < L) & (column < D)
+    tile = load_tile(tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN, column), inside, D, column)
+    return (tile * tl.full([1, 1], sign, tile.dtype)).to(OPERAND)
 
 
 @triton.jit
@@ -20,13 +43,15 @@ def _absorb_rows(
     total,
     acc,
     queries,
+    query,
     inputs,
     weight,
+    bias,
     biases,
     mask,
     strides,
     at,
-    batch,
+    rows,
     start,
     last,
     units,
@@ -34,6 +59,7 @@ def _absorb_rows(
     C: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -43,39 +69,30 @@ def _absorb_rows(
     PRECISION: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Project one tile of rows, and absorb its keys and values."""
-    _, input_strides, mask_strides, _, _ = strides
-    block, head, heads = at
-    key_bias, value_bias = biases
+    """Project one tile of rows, and absorb its keys and values. Other chunks of the keys only add to the scores."""
+    BLOCK_L: tl.constexpr = queries.shape[0]
+    D_PAD: tl.constexpr = queries.shape[1]
+    E_PAD: tl.constexpr = acc.shape[1]
+    query_strides, input_strides, mask_strides, _, _ = strides
+    block, head, heads, chunk = at
+    batch, store, first, L, sign = rows
     log2_scale, coarse = units
-    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
-    mean, factor = row_norms(inputs, input_strides, batch, start, keep, eps, C, BLOCK_N, COLUMNS, ALIGN, NORMED, peak.dtype)
-    keys, values = projected(
-        inputs,
-        input_strides,
-        weight,
-        batch,
-        start,
-        keep,
-        mean,
-        factor,
-        block,
-        head,
-        heads,
-        C,
-        D,
-        E,
-        queries.shape[1],
-        acc.shape[1],
-        COLUMNS,
-        ALIGN,
-        NORMED,
-        OPERAND,
-        PRECISION,
-    )
-    keys += key_bias[None, :]
-    values += value_bias[None, :]
-    return absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse, LARGE, 1.0, OPERAND, PRECISION)
+    keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, RAGGED)
+    mean, factor = row_norms(inputs, input_strides, store, start, keep, eps, C, BLOCK_N, COLUMNS, ALIGN[1], NORMED, peak.dtype)
+    given = (inputs, input_strides, weight, store, start, mean, factor, block, head, heads)
+    others = None
+    if CHUNKS > 1:
+        others = tl.zeros([BLOCK_L, BLOCK_N], peak.dtype)
+        for ahead in range(1, CHUNKS):
+            other = (chunk + ahead) % CHUNKS
+            keys = projected(*given, other, keep, C, D, E, D_PAD, E_PAD, COLUMNS, ALIGN[1], NORMED, OPERAND, PRECISION, False)[0]
+            keys += head_bias(bias, block, head, heads, other, D, E, D_PAD, E_PAD)[0][None, :]
+            tile = _queries(query, query_strides, batch, block * heads + head, first, other, sign, L, D, BLOCK_L, D_PAD, ALIGN[0], OPERAND)
+            others += product_of_wide(tile, tl.trans(keys), OPERAND, PRECISION)
+    keys, values = projected(*given, chunk, keep, C, D, E, D_PAD, E_PAD, COLUMNS, ALIGN[1], NORMED, OPERAND, PRECISION)
+    keys += biases[0][None, :]
+    values += biases[1][None, :]
+    return absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse, LARGE, 1.0, OPERAND, PRECISION, others)
 
 
 @kernel("query", "inputs", "weight", "bias", "mask", "state_out", "state_lse")
@@ -108,27 +125,27 @@ def _projected_forward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the state of one run of rows for one block of queries of one head, as `_forward` does of given keys."""
+    """Compute the state of one run of rows for one block of queries of one head, as `_forward` does of given keys.
+
+    Of values of several chunks a program weighs one. It needs all of the keys for that.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
-    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
-    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    D_PAD: tl.constexpr = columns_of_chunk(D)
+    E_PAD: tl.constexpr = columns_of_chunk(E)
+    CHUNKS: tl.constexpr = max(triton.cdiv(D, D_PAD), triton.cdiv(E, E_PAD))
+    VALUE_CHUNKS: tl.constexpr = triton.cdiv(E, E_PAD)
     B, K, H, L, N = sizes
     query_strides, _, _, out_strides, lse_strides = strides
     blocks = tl.cdiv(L, BLOCK_L)
-    block = tl.program_id(0) % blocks
-    slot_head = tl.program_id(0) // blocks
+    chunk = tl.program_id(0) % VALUE_CHUNKS
+    block = tl.program_id(0) // VALUE_CHUNKS % blocks
+    slot_head = tl.program_id(0) // VALUE_CHUNKS // blocks
     head = slot_head % (K * H)
     batch, first, last = locate(slot_head // (K * H), offsets, B, N, cut)
-    queries = load_tile(
-        tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]),
-        block * BLOCK_L + tl.arange(0, BLOCK_L) < L,
-        D,
-    )
-    queries = queries * tl.full([1, 1], sign, DTYPE)
-    if offsets is not None:
-        batch = 0
-    at = (head // H, head % H, H)
-    biases = head_bias(bias, head // H, head % H, H, D, E, D_PAD, E_PAD)
+    queries = _queries(query, query_strides, batch, head, block, chunk, sign, L, D, BLOCK_L, D_PAD, ALIGN[0], OPERAND)
+    at = (head // H, head % H, H, chunk)
+    rows = (batch, batch if offsets is None else 0, block, L, sign)
+    biases = head_bias(bias, head // H, head % H, H, chunk, D, E, D_PAD, E_PAD)
 
     LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28  # noqa: SIM300  not a comparison
     scale_ = tl.full([1], scale, tl.float64)
@@ -145,13 +162,15 @@ def _projected_forward(
             total,
             acc,
             queries,
+            query,
             inputs,
             weight,
+            bias,
             biases,
             mask,
             strides,
             at,
-            batch,
+            rows,
             start,
             last,
             units,
@@ -159,9 +178,10 @@ def _projected_forward(
             C,
             D,
             E,
+            CHUNKS,
             BLOCK_N,
             COLUMNS,
-            ALIGN[1],
+            ALIGN,
             NORMED,
             LARGE,
             OPERAND,
@@ -174,13 +194,15 @@ def _projected_forward(
             total,
             acc,
             queries,
+            query,
             inputs,
             weight,
+            bias,
             biases,
             mask,
             strides,
             at,
-            batch,
+            rows,
             start,
             last,
             units,
@@ -188,9 +210,10 @@ def _projected_forward(
             C,
             D,
             E,
+            CHUNKS,
             BLOCK_N,
             COLUMNS,
-            ALIGN[1],
+            ALIGN,
             NORMED,
             LARGE,
             OPERAND,
@@ -198,7 +221,8 @@ def _projected_forward(
             True,
         )
     acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, 1.0)
-    store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)
+    place = (out_strides, lse_strides, slot_head, batch, head, block, L)
+    store_state(out, lse, acc, logarithm, state_out, state_lse, *place, E, chunk * E_PAD)
 
 
 def projected_attention_forward(
@@ -220,14 +244,14 @@ def projected_attention_forward(
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, queries_at_once(K * H, L), N, cu_seqlens is not None)
     at_once = cut.runs == 1 and cu_seqlens is None
-    forward, block = _chosen(query.dtype, query.device, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
+    forward, block = _chosen(inputs.dtype, query.device, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
     strides = state_strides(before_out, before_lse)
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
         out = query.new_empty(cut.slots, K * H, L, E)
         lse = query.new_empty(cut.slots, K * H, L, dtype=torch.float64)
         forward(
-            cut.slots * K * H * -(-L // block),
+            cut.slots * K * H * -(-L // block) * chunks(E),
             queries,
             inputs,
             weight.contiguous(),

@@ -7,11 +7,9 @@ import triton
 from torch import Tensor
 
 from ....tiles import BLACKWELL, HOPPER, capability_of, padded
-from ....triton_common import MOST_ROWS, Products, allows_tf32, device_problem, triton_dtype
+from ....triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
 from ...kernels.runs import MOST_QUERIES
-
-WIDEST = 64
-"""The widest head."""
+from .tiles import columns_of_chunk
 
 SPLIT = 8
 """The number of programs that share the tiles of a run where tiles need nothing of each other."""
@@ -31,6 +29,12 @@ def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight:
 
 
 _Stacked = TypeVar("_Stacked", Tensor, Tensor | None)
+
+
+def chunks(width: int) -> int:
+    """The number of chunks of a head's columns."""
+    return -(-width // columns_of_chunk(width))
+
 
 # ---- the K stacked blocks as more heads
 
@@ -59,9 +63,13 @@ def queries_at_once(heads: int, queries: int) -> int:
 # ---- precision and tiles
 
 
+MULTIPLIED_AS_THEY_ARE = [torch.bfloat16, torch.float64]
+"""The dtypes of inputs that are multiplied as such. float16 is multiplied as float32: projections may leave its range."""
+
+
 def products(dtype: torch.dtype, fits: bool = True) -> Products:
     """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts, where these fit in registers."""
-    if dtype == torch.float64:
+    if dtype in MULTIPLIED_AS_THEY_ARE:
         return Products(dtype, "ieee")
     return Products(torch.float32, "tf32" if allows_tf32() else "tf32x3" if fits else "ieee")
 
@@ -90,24 +98,27 @@ Table = dict[str, dict[int, Tiles]]
 # By precision and widest head: the largest tiles that fit in registers and shared memory, as test_cubin.py of the set's tests sees it.
 # 64-bit addresses of tiles in several layouts take as many registers as their numbers, so that tiles are smaller than those of given keys.
 _FORWARD: Table = {
-    "tf32x3": {16: Tiles(128, 64, 32, 8), 32: Tiles(64, 32, 32, 8), 64: Tiles(64, 32, 16, 8)},
-    "tf32": {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8)},
-    "double": {16: Tiles(32, 32, 16, 8), 64: Tiles(16, 16, 16, 8)},
+    "half": {16: Tiles(128, 64, 64, 4), 64: Tiles(128, 32, 32, 8), 256: Tiles(128, 32, 16, 8)},
+    "tf32x3": {16: Tiles(128, 64, 32, 8), 32: Tiles(64, 32, 32, 8), 256: Tiles(64, 32, 16, 8)},
+    "tf32": {16: Tiles(128, 32, 64, 8), 256: Tiles(64, 32, 32, 8)},
+    "double": {16: Tiles(32, 32, 16, 8), 256: Tiles(16, 16, 16, 8)},
 }
 _QUERIES: Table = {
-    "tf32x3": {16: Tiles(32, 32, 32, 4), 32: Tiles(32, 16, 32, 4), 64: Tiles(32, 16, 32, 8)},
-    "tf32": {16: Tiles(64, 32, 32, 8), 32: Tiles(32, 32, 32, 8), 64: Tiles(32, 16, 32, 8)},
-    "ieee": {64: Tiles(32, 32, 32, 8)},
-    "double": {64: Tiles(16, 16, 16, 8)},
+    "half": {16: Tiles(64, 32, 32, 4), 256: Tiles(32, 16, 32, 8)},
+    "tf32x3": {16: Tiles(32, 32, 32, 4), 32: Tiles(32, 16, 32, 4), 256: Tiles(32, 16, 32, 8)},
+    "tf32": {16: Tiles(64, 32, 32, 8), 32: Tiles(32, 32, 32, 8), 256: Tiles(32, 16, 32, 8)},
+    "ieee": {256: Tiles(32, 32, 32, 8)},
+    "double": {256: Tiles(16, 16, 16, 8)},
 }
 _INPUTS: Table = {
-    "tf32x3": {32: Tiles(32, 16, 32, 4), 64: Tiles(16, 16, 16, 8)},
-    "tf32": {16: Tiles(64, 32, 32, 8), 64: Tiles(32, 32, 32, 8)},
-    "double": {64: Tiles(16, 16, 16, 8)},
+    "half": {16: Tiles(64, 32, 32, 4), 256: Tiles(32, 16, 32, 8)},
+    "tf32x3": {32: Tiles(32, 16, 32, 4), 256: Tiles(16, 16, 16, 8)},
+    "tf32": {16: Tiles(64, 32, 32, 8), 256: Tiles(32, 32, 32, 8)},
+    "double": {256: Tiles(16, 16, 16, 8)},
 }
 
 # In place of the first row on Hopper, whose products read operands from shared memory: wider pieces of columns, and fewer rows of them.
-_HOPPER_FORWARD = {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8)}
+_HOPPER_FORWARD = {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8), 256: Tiles(64, 32, 16, 8)}
 
 
 def _constants(table: Table, products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:

@@ -2,12 +2,22 @@
 """A tile of rows of the inputs, normed, and projected to the keys and values of one head.
 
 Rows are read in pieces of columns, so that they may be of any width: twice for the mean and the variance, once for the products.
+Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD of a value, zeros where they have no more.
 """
 
 import triton
 import triton.language as tl
 
 from ....triton_common import load_tile, product, rows_at, tile_at
+
+CHUNK = tl.constexpr(64)
+"""The most columns of a key or a value at hand at once: wider heads are cut into chunks."""
+
+
+@triton.constexpr_function
+def columns_of_chunk(width):
+    """The columns of a chunk of a head."""
+    return min(max(triton.next_power_of_2(width), 16), CHUNK.value)
 
 
 @triton.jit
@@ -43,7 +53,8 @@ def row_norms(
         for column in range(0, C, COLUMNS):
             rows = _row_columns(inputs, strides, batch, start, keep, column, C, ROWS, COLUMNS, ALIGN).to(DTYPE)
             centred = tl.where(column + tl.arange(0, COLUMNS)[None, :] < C, rows - mean[:, None], 0.0)
-            variance += tl.sum(centred * centred, 1)
+            # A maximum keeps products apart from their sum: fused with its first addition, they would give the threads of a row other sums.
+            variance += tl.sum(tl.maximum(centred * centred, 0.0), 1)
         factor = tl.rsqrt(variance / C + tl.full([1], eps, DTYPE))
     return mean, factor
 
@@ -69,10 +80,11 @@ def normed_columns(
 
 
 @triton.jit
-def head_rows(block, head, heads, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr):
-    """The rows of the weights that make the keys and the values of a head."""
+def head_rows(block, head, heads, chunk, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr):
+    """The rows of the weights that make a chunk of the keys and the values of a head, and whether the chunk has them."""
     first = tl.cast(block, tl.int64) * heads * (D + E)
-    return first + head * D + tl.arange(0, D_PAD), first + heads * D + head * E + tl.arange(0, E_PAD)
+    key, value = chunk * D_PAD + tl.arange(0, D_PAD), chunk * E_PAD + tl.arange(0, E_PAD)
+    return first + head * D + key, first + heads * D + head * E + value, key < D, value < E
 
 
 @triton.jit
@@ -81,6 +93,7 @@ def head_columns(
     block,
     head,
     heads,
+    chunk,
     column,
     C: tl.constexpr,
     D: tl.constexpr,
@@ -89,18 +102,18 @@ def head_columns(
     E_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Columns of the weights (D_PAD, COLUMNS) and (E_PAD, COLUMNS) of a head's keys and values."""
-    keys, values = head_rows(block, head, heads, D, E, D_PAD, E_PAD)
-    key_weight = load_tile(rows_at(weight, keys, C, COLUMNS, column), tl.arange(0, D_PAD) < D, C, column)
-    return key_weight, load_tile(rows_at(weight, values, C, COLUMNS, column), tl.arange(0, E_PAD) < E, C, column)
+    """Columns of the weights (D_PAD, COLUMNS) and (E_PAD, COLUMNS) of a chunk of a head's keys and values."""
+    keys, values, has_key, has_value = head_rows(block, head, heads, chunk, D, E, D_PAD, E_PAD)
+    key_weight = load_tile(rows_at(weight, keys, C, COLUMNS, column), has_key, C, column)
+    return key_weight, load_tile(rows_at(weight, values, C, COLUMNS, column), has_value, C, column)
 
 
 @triton.jit
-def head_bias(bias, block, head, heads, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr):
-    """The biases (D_PAD,) and (E_PAD,) of a head's keys and values."""
-    keys, values = head_rows(block, head, heads, D, E, D_PAD, E_PAD)
-    key_bias = tl.load(bias + keys, mask=tl.arange(0, D_PAD) < D, other=0.0)
-    return key_bias, tl.load(bias + values, mask=tl.arange(0, E_PAD) < E, other=0.0)
+def head_bias(bias, block, head, heads, chunk, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr):
+    """The biases (D_PAD,) and (E_PAD,) of a chunk of a head's keys and values."""
+    keys, values, has_key, has_value = head_rows(block, head, heads, chunk, D, E, D_PAD, E_PAD)
+    key_bias = tl.load(bias + keys, mask=has_key, other=0.0)
+    return key_bias, tl.load(bias + values, mask=has_value, other=0.0)
 
 
 @triton.jit
@@ -110,12 +123,13 @@ def projected(
     weight,
     batch,
     start,
-    keep,
     mean,
     factor,
     block,
     head,
     heads,
+    chunk,
+    keep,
     C: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -126,13 +140,21 @@ def projected(
     NORMED: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    VALUES: tl.constexpr = True,
 ):
-    """x^ W' of a tile of rows, for the keys and the values of a head, without the bias."""
+    """x^ W' of a tile of rows, for a chunk of the keys and the values of a head, without the bias.
+
+    Where OPERAND is a half type, keys are multiplied in float32 all the same: scores need them whole.
+    """
     keys = tl.zeros([mean.shape[0], D_PAD], mean.dtype)
     values = tl.zeros([mean.shape[0], E_PAD], mean.dtype)
     for column in range(0, C, COLUMNS):
         rows = normed_columns(inputs, strides, batch, start, keep, column, mean, factor, C, COLUMNS, ALIGN, NORMED)
-        key_weight, value_weight = head_columns(weight, block, head, heads, column, C, D, E, D_PAD, E_PAD, COLUMNS)
-        keys += product(rows, tl.trans(key_weight), OPERAND, PRECISION)
-        values += product(rows, tl.trans(value_weight), OPERAND, PRECISION)
+        key_weight, value_weight = head_columns(weight, block, head, heads, chunk, column, C, D, E, D_PAD, E_PAD, COLUMNS)
+        if rows.dtype == OPERAND:
+            keys += product(rows, tl.trans(key_weight), OPERAND, PRECISION)
+        else:
+            keys += product(rows, tl.trans(key_weight), rows.dtype, "tf32x3")
+        if VALUES:
+            values += product(rows, tl.trans(value_weight), OPERAND, PRECISION)
     return keys, values
