@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -89,13 +90,11 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_multiplied_as_such(tmp_path: Path) -> None:
-    """Scores, weighted values and all gradients; the projection of keys alone is in tf32 parts."""
+    """In each of two loops: scores in two products, values and weighted values in one; the projection of keys alone in three of tf32."""
     with as_if_on(90):
-        found = _launches(torch.bfloat16, 16, 64)
-    for name in KERNELS:
-        figures = compiled(found[name], 90, tmp_path)
-        in_parts = figures.count("HMMA.1688.F32.TF32") + figures.count("HGMMA.64x16x8.F32.TF32")
-        assert 0 < in_parts < figures.matrix, figures
+        figures = compiled(_launches(torch.bfloat16, 16, 64)["_projected_forward"], 90, tmp_path)
+    operands = re.findall(r"tt\.dot .* : tensor<\d+x\d+x(\w+)> \*", figures.ttir)
+    assert (operands.count("bf16"), operands.count("f32")) == (8, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
