@@ -13,7 +13,7 @@ from ..backends import kernel
 from ..dtypes import state_dtype
 from ..layers.block import attended_blocks, differentiated_blocks, read_blocks, updated_blocks
 from ..tracing import is_differentiated, is_plain, is_watched
-from .layers import LatentLayer, fused_impl, plain_parameters
+from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention, fused_impl, plain_parameters
 
 
 class Block(Protocol):
@@ -124,32 +124,40 @@ def _callable(
 
 # ---- the parameters
 
+Leaves = Iterable[tuple[str, type[nn.Module], bool]]
 _FEED_FORWARD = (("norm", nn.LayerNorm, True), ("expand", nn.Linear, True), ("contract", nn.Linear, True))
 _PROJECTIONS = (*((name, nn.Linear, False) for name in ("query", "key", "value")), ("output", nn.Linear, True))
 _SELF_ATTENTION = (("norm", nn.LayerNorm, True), *_PROJECTIONS)
 _CROSS_ATTENTION = (("norm", nn.LayerNorm, True), ("context_norm", nn.LayerNorm, True), *_PROJECTIONS)
 """The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
+_HALF: tuple[tuple[str, type[nn.Module], Leaves], ...] = (
+    ("cross_attention", CrossAttention, _CROSS_ATTENTION),
+    ("cross_feed_forward", FeedForward, _FEED_FORWARD),
+    ("self_attention", SelfAttention, _SELF_ATTENTION),
+    ("self_feed_forward", FeedForward, _FEED_FORWARD),
+)
+"""The layers of a `LatentLayer`, their kinds and modules, in this order too."""
 _PLAIN = {nn.Parameter, Tensor}
 
 
-def _collect(layer: nn.Module, leaves: Iterable[tuple[str, type[nn.Module], bool]], tensors: list[Any], eps: set[float]) -> bool:
+def _collect(layer: Any, kind: type[nn.Module], leaves: Leaves, heads: int, tensors: list[Any], eps: set[float]) -> bool:
     """Append the parameters of a layer's modules to `tensors`, and the eps of its norms to `eps`.
 
-    False if a module, the layer included, is not just its kind, or a parameter is absent or of a type of its own.
+    False if a module, the layer included, is not just its kind, a parameter is absent or of a type of its own, or the heads are others.
     """
-    modules = layer._modules
-    if plain_parameters(layer, type(layer)) is None:
+    if plain_parameters(layer, kind) is None or layer.__dict__.get("num_heads", heads) != heads:
         return False
-    for name, kind, biased in leaves:
+    modules = layer._modules
+    for name, leaf, biased in leaves:
         module: Any = modules[name]
-        found = plain_parameters(module, kind)
+        found = plain_parameters(module, leaf)
         if found is None:
             return False
         weight, bias = found["weight"], found["bias"]
         if type(weight) not in _PLAIN or (type(bias) in _PLAIN) is not biased:
             return False
         tensors += (weight, bias) if biased else (weight,)
-        if kind is nn.LayerNorm:
+        if leaf is nn.LayerNorm:
             eps.add(module.eps)
     return True
 
@@ -158,12 +166,13 @@ def _readings(blocks: Sequence[Block]) -> Found:
     """Return the parameters of the first cross-attentions up to their output projections, as `_parameters` does."""
     tensors: list[Tensor] = []
     eps: set[float] = set()
+    heads = blocks[0].compress.cross_attention.num_heads
     for block in blocks:
-        layer: Any = block.compress._modules["cross_attention"]
-        if type(block.latents) not in _PLAIN:
+        if type(block.latents) not in _PLAIN or type(block.compress) is not LatentLayer:
             return None
         tensors.append(block.latents)
-        if not _collect(layer, _CROSS_ATTENTION[:-1], tensors, eps):
+        layer = block.compress._modules["cross_attention"]
+        if not _collect(layer, CrossAttention, _CROSS_ATTENTION[:-1], heads, tensors, eps):
             return None
     return (tensors, eps.pop()) if len(eps) == 1 else None
 
@@ -172,22 +181,13 @@ def _parameters(blocks: Sequence[Block]) -> Found:
     """Return the parameters of the blocks and the eps of all norms; None if a module is not just its kind."""
     tensors: list[Tensor] = []
     eps: set[float] = set()
+    heads = blocks[0].compress.cross_attention.num_heads
     for block in blocks:
-        one, two = block.compress._modules, block.retrieve._modules
-        parts: tuple[tuple[Any, Any], ...] = (
-            (one["cross_attention"], _CROSS_ATTENTION),
-            (one["cross_feed_forward"], _FEED_FORWARD),
-            (one["self_attention"], _SELF_ATTENTION),
-            (one["self_feed_forward"], _FEED_FORWARD),
-            (two["cross_attention"], _CROSS_ATTENTION),
-            (two["cross_feed_forward"], _FEED_FORWARD),
-            (two["self_attention"], _SELF_ATTENTION),
-            (two["self_feed_forward"], _FEED_FORWARD),
-        )
-        latents: Any = block.latents
-        if type(latents) not in _PLAIN or plain_parameters(block.retrieve, LatentLayer) is None:
+        compress, retrieve = block.compress, block.retrieve
+        if type(block.latents) not in _PLAIN or type(compress) is not LatentLayer or plain_parameters(retrieve, LatentLayer) is None:
             return None
-        tensors.append(latents)
-        if not all(_collect(layer, leaves, tensors, eps) for layer, leaves in parts):
-            return None
+        tensors.append(block.latents)
+        for half in (compress, retrieve):
+            if not all(_collect(half._modules[name], kind, leaves, heads, tensors, eps) for name, kind, leaves in _HALF):
+                return None
     return (tensors, eps.pop()) if len(eps) == 1 else None

@@ -193,6 +193,51 @@ def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -
     close(module(inputs, latents), definition(weights, inputs, latents))
 
 
+class Halved(torch.nn.Module):
+    """A layer in place of one of a block, or around it, as a checkpoint's wrapper is."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.layer(*features) / 2
+
+
+@pytest.mark.parametrize("name", ["compress.self_attention", "retrieve.cross_feed_forward", "retrieve.cross_attention", "retrieve"])
+@pytest.mark.parametrize("how", ["another", "a subclass"])
+def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
+    """Whether the layer is wrapped or of a kind that inherits from it: with a gradient, without, and as a stream."""
+    module, (inputs, latents) = block(), points()
+    parent, _, child = name.rpartition(".")
+    layer = module.get_submodule(name)
+    if how == "another":
+        setattr(module.get_submodule(parent), child, Halved(layer))
+    else:
+        kind = type(layer)
+        layer.__class__ = type("Sub", (kind,), {"forward": lambda self, *features: kind.forward(self, *features) / 2})
+    with cmab_kernels.use_impl("reference"):
+        expected = module(inputs, latents)
+    close(module(inputs, latents), expected)
+    with torch.no_grad():
+        close(module(inputs, latents), expected)
+        close(module.update(inputs, latents, module.init_state(BATCH)).latents, expected)
+
+
+def test_layers_may_differ_in_heads() -> None:
+    module, (inputs, latents) = block(), points()
+    module.retrieve.self_attention.num_heads = 2
+    with cmab_kernels.use_impl("reference"):
+        expected = module(inputs, latents)
+    close(module(inputs, latents), expected)
+
+
 def test_weights_that_are_no_parameters() -> None:
     """The replicas of DataParallel, and modules in FullyShardedDataParallel, have their weights as attributes."""
     module, (inputs, latents) = block(), points()
