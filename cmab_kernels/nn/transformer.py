@@ -76,15 +76,17 @@ class _FusedLayer(nn.Module):
             return NO_ATTENTION_MASK
         if is_additive(mask):
             return ADDITIVE
-        if self.training and attention.dropout > 0:
+        if isinstance(attention, nn.MultiheadAttention) and self.training and attention.dropout > 0:
             return DROPOUT
+        more = "a part of the attention does more than its kind, or has hooks"
+        if plain_parameters(attention, nn.MultiheadAttention) is None:
+            return more
         parts = (
-            plain_parameters(attention, nn.MultiheadAttention),
             plain_parameters(attention.out_proj, NonDynamicallyQuantizableLinear),
             plain_parameters(norm, nn.LayerNorm),
         )
         if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
-            return "a part of the attention does more than its kind, or has hooks"
+            return more
         return self._why_no_operator(x)
 
     def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
@@ -227,7 +229,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
-        if self._why_no_operator(tgt) is None:
+        if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:
             self._check(tgt=tgt, memory=memory)
         x = tgt
         if why_own is None:

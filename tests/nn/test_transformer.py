@@ -167,6 +167,23 @@ def test_torchs_own_code_runs_with_a_reason(name: str, operators: list[str]) -> 
     assert not operators
 
 
+class Mean(nn.Module):
+    """An attention with torch's arguments, and none of its attributes."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return query + value.mean(1, keepdim=True), None
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_an_attention_of_another_kind_is_called(kind: type[nn.Module], operators: list[str]) -> None:
+    theirs, ours = pair(kind)
+    for layer in (theirs.train(), ours.train()):
+        layer.self_attn = Mean()
+    same(ours, theirs, inputs(theirs))
+    assert "attention does more" in ours.why_torch(*inputs(ours))
+    assert operators == (["attention_layer", "feed_forward_layer"] if kind is nn.TransformerDecoderLayer else [])
+
+
 def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
     _, ours = pair(nn.TransformerEncoderLayer, dropout=0.1)
     given = inputs(ours)
