@@ -29,9 +29,10 @@ from cmab_kernels.testing.cubin import Launch, machine_code
 
 from . import readiness_amd as amd
 from . import readiness_cuda as cuda
-from .readiness_cases import PASSES, WHOLE, Case, MultiplyAdds, Pass, cases, counted
+from .readiness_cases import WHOLE, Case, cases
 from .readiness_model import CHIPS, WARP, occupancy, seconds
 from .readiness_page import page
+from .readiness_passes import PASSES, MultiplyAdds, Pass, counted
 from .readiness_sass import Code, Counts
 
 RESULTS = ROOT / "bench" / "results" / "gpu_readiness.json"

@@ -1,34 +1,31 @@
-"""What is compiled to be read: every kernel at the shapes that the speed targets name, and what one pass through its main loop does."""
+"""What is compiled to be read: every kernel, at the shapes that the speed targets name."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
-import triton
 
 import cmab_kernels as ck
 from bench.floors import BYTES, Work, attention_work, pinv_work, ridge_work, rows_work, solve_work
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected.kernels import launch as projected_launch
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.kernels import launch as intention_launch
-from cmab_kernels.intention.kernels.sums import IN_FLOAT32
 from cmab_kernels.intention.solve import kernels as solve
-from cmab_kernels.intention.solve.kernels.solve import STEP
+from cmab_kernels.layers import kernels as layers
+from cmab_kernels.layers.kernels import launch as layers_launch
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
-from cmab_kernels.nystrom.kernels.blocks import BLOCK, multiply
+from cmab_kernels.nystrom.kernels.blocks import multiply
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
-
-from .readiness_model import WARP
-from .readiness_sass import Code, Counts, Loop
 
 ITERATIONS = 6
 
@@ -39,6 +36,8 @@ EVERYWHERE = (
     *(f"{heads}, bfloat16" for heads in ("4 heads of 16, L 128, N 1e6", "8 heads of 64, L 512, N 1e6")),
     *("4 heads of 16, L 128, N 1e6, float32", "1 head of 64, L 128, N 1e6, float32"),
     "16 x 4 heads of 16, L 16, N 1,000, every 1, float32",
+    *("4 heads of 16, C 64, L 128, N 1e6, float32", "4 heads of 16, C 64, L 128, N 1e6, bfloat16"),
+    *("2,048 rows of 64, 128 features, float32", "16 x (4 heads of 16, L 128), float32", "16 x (N 1,000, d 16), every 1, float32"),
     *("256 x (N 1,024, d 64), float32", "1 x (N 1e6, d 64), float32", "1,024 x (m 16), float32", "64 x (m 256), float32"),
     *(f"256 x (order {order}, 64 columns), {dtype}" for order in (64, 256) for dtype in ("float32", "float64")),
     *(f"{shape}n 64, d 64, a block a head, float32" for shape in ("", "m 16, ")),
@@ -79,7 +78,7 @@ class Case:
         with ExitStack() as as_there:
             as_there.enter_context(torch.device("meta"))
             as_there.enter_context(as_if_on(capability))
-            for family in (attention_launch, intention_launch):
+            for family in (attention_launch, projected_launch, layers_launch, intention_launch):
                 as_there.enter_context(mock.patch.object(family, "allows_tf32", lambda: self.tf32))
             found: dict[str, Launch] = {}
             for launch in record(self.call) if self.call else []:
@@ -132,7 +131,91 @@ def _prefixes(B: int, H: int, L: int, N: int, D: int, every: int, dtype: str, sh
         yield Case("prefix_attention_states", name, shape, dtype, D, call, replace(work, bytes=work.bytes + moved))
 
 
+def _projected(K: int, H: int, L: int, N: int, C: int, D: int, dtype: str, shape: str) -> Iterator[Case]:
+    """K stacked blocks behind a norm each, whose weights are folded into the projections."""
+    kind = getattr(torch, dtype)
+    sums = torch.promote_types(kind, torch.float32)
+
+    def given() -> tuple[Any, ...]:
+        query, inputs = torch.empty(K, 1, H, L, D, dtype=sums), torch.empty(1, N, C, dtype=kind)
+        return query, inputs, torch.empty(K, 2 * H * D, C, dtype=sums), torch.empty(K, 2 * H * D, dtype=sums), None, None
+
+    def forward() -> None:
+        projected.projected_attention_forward(*given(), None, None, D**-0.5, 1e-5)
+
+    def backward() -> None:
+        out, lse = torch.empty(K, 1, H, L, D, dtype=sums), torch.empty(K, 1, H, L, dtype=torch.float64)
+        projected.projected_attention_backward(out, lse, *given(), out, lse, D**-0.5, 1e-5, (True,) * 4)
+
+    for name, call, passes in (("forward", forward, 1), ("backward", backward, 3)):
+        attention = attention_work(K * H * L * N, 0, D, D, dtype, name == "backward", "cuda")
+        moved = (2 if name == "backward" else 1) * N * C * kind.itemsize
+        work = Work(attention.exponentials, attention.products + passes * 4 * K * N * C * H * D, moved, dtype)
+        yield Case("projected_attention_state", name, shape, dtype, D, call, work)
+
+
+# ---- layers
+
+
+def _feed_forward(rows: int, C: int, F: int, dtype: str, shape: str) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+
+    def given() -> list[torch.Tensor]:
+        return [torch.empty(sizes, dtype=kind) for sizes in ((rows, C), (C,), (C,), (2 * F, C), (2 * F,), (C, F), (C,))]
+
+    def backward() -> None:
+        layers.feed_forward_layer_backward(given()[0], *given(), 1e-5, "geglu", (True,) * 7)
+
+    forward = Work(0.0, 2 * rows * 3 * C * F, 2 * rows * C * kind.itemsize, dtype)
+    back = replace(forward, products=8 / 3 * forward.products, bytes=1.5 * forward.bytes)
+    yield Case("feed_forward_layer", "forward", shape, dtype, C, lambda: layers.feed_forward_layer(*given(), 1e-5, "geglu"), forward)
+    yield Case("feed_forward_layer", "backward", shape, dtype, C, backward, back)
+
+
+def _attention_layer(B: int, H: int, L: int, C: int, dtype: str, shape: str) -> Iterator[Case]:
+    """Self-attention, as many columns in all heads as in a row."""
+    kind = getattr(torch, dtype)
+
+    def given() -> tuple[Any, ...]:
+        matrix, vector = torch.empty(C, C, dtype=kind), torch.empty(C, dtype=kind)
+        norm = (vector, vector, None, None)
+        return torch.empty(B, L, C, dtype=kind), None, None, *norm, *(matrix, vector) * 4, H, (C // H) ** -0.5, 1e-5, 1e-5
+
+    def backward() -> None:
+        heads = [torch.empty(B, L, C, dtype=kind) for _ in range(3)]
+        out, lse = torch.empty(B, H, L, C // H, dtype=torch.float32), torch.empty(B, H, L, dtype=torch.float64)
+        needs = (True, False, True, True, False, False, *(True,) * 8)
+        layers.attention_layer_backward(given()[0], *given(), *heads, out, lse, needs)
+
+    calls = {"forward": lambda: layers.attention_layer(*given(), False), "backward": backward}
+    for (name, call), passes in zip(calls.items(), (1, 2), strict=True):
+        attention = attention_work(B * H * L * L, 0, C // H, C // H, dtype, passes == 2, "cuda")
+        projections = passes * 8 * B * L * C * C
+        moved = (passes + 1) * B * L * C * kind.itemsize
+        work = Work(attention.exponentials, attention.products + projections, moved, dtype)
+        yield Case("attention_layer", name, shape, dtype, C, call, work)
+
+
 # ---- Intention
+
+
+def _ridge_prefixes(B: int, N: int, D: int, every: int, dtype: str, shape: str) -> Iterator[Case]:
+    kind = getattr(torch, dtype)
+    states = B * (-(-N // every)) * 2 * D * D * 8
+    rows = B * N * 2 * D * kind.itemsize
+
+    def given() -> tuple[Any, ...]:
+        return torch.empty(B, 1, N, D, dtype=kind), torch.empty(B, 1, N, D, dtype=kind), None, None
+
+    def backward() -> None:
+        dsums = [torch.empty(B, 1, -(-N // every), D, D, dtype=torch.float64) for _ in range(2)]
+        intention.prefix_ridge_backward(*dsums, *given(), every, (True, True, False, False))
+
+    sums = ridge_work(B * N, D, D, dtype, exact=True)
+    back = ridge_work(B * N, D, D, dtype, backward=True, exact=True)
+    forward = replace(sums, bytes=rows + states)
+    yield Case("prefix_ridge_states", "forward", shape, dtype, D, lambda: intention.prefix_ridge(*given(), None, None, every), forward)
+    yield Case("prefix_ridge_states", "backward", shape, dtype, D, backward, replace(back, bytes=2 * rows + states))
 
 
 def _intention(B: int, N: int, D: int, dtype: str, shape: str, tf32: bool = False) -> Iterator[Case]:
@@ -243,6 +326,13 @@ def cases() -> list[Case]:
         *_attention(1, 4, 128, million // 10, 16, "float64", "4 heads of 16, L 128, N 1e5"),
         *_prefixes(16, 4, 16, 1000, 16, 1, "float32", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
         *_prefixes(16, 4, 16, 1000, 16, 1, "bfloat16", "16 x 4 heads of 16, L 16, N 1,000, every 1"),
+        *_projected(1, 4, 128, million, 64, 16, "float32", "4 heads of 16, C 64, L 128, N 1e6"),
+        *_projected(1, 4, 128, million, 64, 16, "bfloat16", "4 heads of 16, C 64, L 128, N 1e6"),
+        *_projected(6, 4, 128, million, 64, 16, "bfloat16", "6 blocks of 4 heads of 16, C 64, L 128, N 1e6"),
+        *_projected(1, 4, 128, million // 10, 512, 128, "bfloat16", "4 heads of 128, C 512, L 128, N 1e5"),
+        *(case for dtype in ("float32", "bfloat16") for case in _feed_forward(2048, 64, 128, dtype, "2,048 rows of 64, 128 features")),
+        *(case for dtype in ("float32", "bfloat16") for case in _attention_layer(16, 4, 128, 64, dtype, "16 x (4 heads of 16, L 128)")),
+        *_ridge_prefixes(16, 1000, 16, 1, "float32", "16 x (N 1,000, d 16), every 1"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)"),
         *_intention(256, 1024, 64, "float32", "256 x (N 1,024, d 64)", tf32=True),
         *_intention(256, 1024, 64, "bfloat16", "256 x (N 1,024, d 64)"),
@@ -257,214 +347,3 @@ def cases() -> list[Case]:
         *(_step(landmarks, dtype) for landmarks in (None, 16) for dtype in ("float32", "bfloat16", "float64")),
         *(_step(landmarks, "float32") for landmarks in (64, 256)),
     ]
-
-
-# ---- what one pass through the main loop of a kernel does
-
-
-class Pass(NamedTuple):
-    """`per`: what is counted, of which a block does `elements` in a pass; `passes` of all blocks together; `moved`: bytes, each once.
-
-    `trips`: of a loop within the main one. `loops`: that many of the outermost loops, each as often as the other. `inner`: the main loop is
-    the innermost that has all products, and those between the loops in it are its own.
-    """
-
-    per: str
-    elements: float
-    passes: float
-    moved: float
-    trips: float = 1.0
-    loops: int = 1
-    rare: tuple[tuple[str, float], ...] = ()
-    inner: bool = False
-
-
-class MultiplyAdds(NamedTuple):
-    """A kernel that is counted by its loop with the most multiply-adds: `count` of all blocks together, padding included, and bytes moved.
-
-    None for a step: it is a launch and its barriers, whose time no count implies.
-    """
-
-    count: float | None
-    moved: float = 0.0
-
-
-def counted(code: Code, passing: Pass | MultiplyAdds) -> tuple[Counts, Pass]:
-    """What a pass does, and how it is to be read."""
-    if isinstance(passing, MultiplyAdds):
-        loop = code.busiest()
-        each = code.multiply_adds(loop) * code.warps * WARP
-        return code.count(loop), Pass("multiply-add", each, (passing.count or 0.0) / each, passing.moved)
-    counts = Counts()
-    loops: list[Loop | None] = [code.around_products(loop) if passing.inner else loop for loop in code.main_loops(passing.loops)]
-    for main in loops or [None]:
-        counts.add(code.count(main, passing.trips, dict(passing.rare), peeled=not passing.inner), 1.0)
-    return counts, passing
-
-
-def _scores(launch: Launch, moved: int) -> Pass:
-    """Attention, a block of queries at hand: one tile of scores a pass. `moved`: how often keys and values are."""
-    o = launch.options
-    B, H, L, N = o["sizes"]
-    passes = B * H * triton.cdiv(L, o["BLOCK_L"]) * triton.cdiv(N, o["BLOCK_N"])
-    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], passes, moved * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size())
-
-
-def _scores_of_keys(launch: Launch) -> Pass:
-    """A tile of keys at hand, and all blocks of queries a pass."""
-    o = launch.options
-    B, H, L, N = o["sizes"]
-    blocks = triton.cdiv(L, o["BLOCK_L"])
-    moved = 2 * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size()
-    return Pass("score", blocks * o["BLOCK_L"] * o["BLOCK_N"], B * H * triton.cdiv(N, o["BLOCK_N"]), moved, trips=blocks)
-
-
-def _scores_in_parts(launch: Launch) -> Pass:
-    """A block of queries and a chunk of keys at hand: one tile of keys a pass, by pieces of its columns where they are many."""
-    o = launch.options
-    B, H, L, N = o["sizes"]
-    passes = B * H * triton.cdiv(L, o["BLOCK_L"]) * triton.cdiv(N, o["BLOCK_N"])
-    moved = 2 * B * H * N * (o["D"] + o["E"]) * launch.args[1].element_size()
-    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], passes, moved, trips=max(o["D"] / (o["PIECE"] or o["D"]), 1.0), inner=True)
-
-
-def _row_terms(launch: Launch) -> Pass:
-    o = launch.options
-    rows = math.prod(o["sizes"])
-    moved = rows * o["E"] * (launch.args[0].element_size() + launch.args[2].element_size() + launch.args[4].element_size())
-    return Pass("element of dout", o["ROWS"] * o["E"], launch.grid[0], moved)
-
-
-def _runs(launch: Launch, runs: int, width: int) -> Pass:
-    """Sums over runs, `width` elements each."""
-    chunk = launch.options["CHUNK"]
-    moved = launch.grid[0] * runs * width * launch.args[0].element_size()
-    return Pass("element of a run", chunk * width, launch.grid[0] * triton.cdiv(runs, chunk), moved)
-
-
-def _windows(launch: Launch) -> Pass:
-    """One tile of scores of a window; the states are written once."""
-    o, (_, key, value, *_, out, lse) = launch.options, launch.args
-    tiles = triton.cdiv(o["cut"][3], o["BLOCK_N"])
-    moved = key.nbytes + value.nbytes + out.nbytes + lse.nbytes
-    return Pass("score", o["BLOCK_L"] * o["BLOCK_N"], launch.grid[0] * tiles, moved)
-
-
-def _scanned(launch: Launch, steps: int, moved: int) -> Pass:
-    """One tile of the steps of a scan."""
-    o = launch.options
-    return Pass("element of a state", o["TILE"] * o["E"], launch.grid[0] * triton.cdiv(steps, o["TILE"]), moved)
-
-
-def _send_back(launch: Launch) -> Pass:
-    o, (dout, _, _, lse, *_, slopes, high, low, delta, _, _) = launch.options, launch.args
-    written = sum(t.nbytes for t in (slopes, high, low, delta) if t is not None)
-    return _scanned(launch, min(o["cut"][1], o["sizes"][2]), 2 * dout.nbytes + 2 * lse.nbytes + written)
-
-
-def _scores_of_chunks(launch: Launch, outer: int, inner: int, moved: int) -> Pass:
-    """Tiles of scores of several chunks, `inner` of them in each pass through the outer loop, of which a block makes `outer`."""
-    o = launch.options
-    return Pass("score", inner * o["BLOCK_L"] * o["BLOCK_N"], launch.grid[0] * outer, moved, trips=inner)
-
-
-def _prefix_keys(launch: Launch) -> Pass:
-    o, (_, key, value, _, slopes, *_) = launch.options, launch.args
-    blocks = triton.cdiv(o["sizes"][1], o["BLOCK_L"] // o["GROUP"])
-    groups = triton.cdiv(o["BLOCK_N"], o["GROUP"] * o["every"])
-    return _scores_of_chunks(launch, groups, blocks, 2 * (key.nbytes + value.nbytes) + slopes.nbytes)
-
-
-def _prefix_queries(launch: Launch) -> Pass:
-    o, (_, key, value, _, slopes, *_) = launch.options, launch.args
-    groups = triton.cdiv(o["BLOCK_N"], o["GROUP"] * o["every"])
-    tiles = triton.cdiv(min(o["cut"][1], o["sizes"][2]), o["BLOCK_N"])
-    return _scores_of_chunks(launch, tiles, groups, key.nbytes + value.nbytes + slopes.nbytes)
-
-
-def _gram(launch: Launch) -> Pass:
-    """One tile of keys into one tile of a sum. Tiles above the diagonal are not formed."""
-    o = launch.options
-    key, value, *_, gram, moment, _ = launch.args
-    down = triton.cdiv(o["D"], o["TILE_D"])
-    formed = (down + 1) / (2 * down) if gram is not None else 1.0
-    loaded = o["TILE_D"] * (2 if gram is not None and down > 1 else 1) + (o["TILE_E"] if moment is not None else 0)
-    length = min(o["cut"][1], o["keys"])
-    in_float64 = str(o["OPERAND"]) == "fp64"
-    block = o["EXACT_N"] if in_float64 else o["BLOCK_N"]
-    rare = () if in_float64 else tuple((name, block / IN_FLOAT32.value) for name in ("DADD", "F2F.F64"))
-    moved = key.nbytes + (value.nbytes if moment is not None else 0)
-    return Pass("element loaded", block * loaded, launch.grid[0] * formed * triton.cdiv(length, block), moved, rare=rare)
-
-
-def _row_tiles(launch: Launch, elements: int, moved: int) -> Pass:
-    """One tile of rows: all columns, tile by tile."""
-    o = launch.options
-    rows = o["keys"] if "keys" in o else o["queries"]
-    tiles = triton.cdiv(o["D"], o["TILE_D"])
-    passes = launch.grid[0] * triton.cdiv(min(o["RUN"], rows), o["BLOCK_N"])
-    return Pass("element of a row", o["BLOCK_N"] * elements, passes, moved, trips=tiles)
-
-
-def _squares(launch: Launch, loops: int) -> Pass:
-    """One iteration of the inverse of one matrix; the gradient goes through them again, and then back."""
-    o = launch.options
-    moved = sum(t.nbytes for t in launch.args if isinstance(t, torch.Tensor) and t.dim() == 3)
-    return Pass("element of a square", o["SIZE"] ** 2, launch.grid[0] * o["ITERATIONS"], moved, loops=loops)
-
-
-def _product(launch: Launch) -> Pass:
-    """One block of the left matrix times one of the right."""
-    block, (left, right, *_, out) = BLOCK.value, launch.args
-    return Pass(
-        "multiply-add", block**3, launch.grid[0] * triton.cdiv(launch.options["inner"], block), left.nbytes + right.nbytes + out.nbytes
-    )
-
-
-def _eliminations(launch: Launch) -> MultiplyAdds:
-    """The lines before each tile are eliminated from it, and then its own: in the factor, and twice in each piece of [s I, B]."""
-    o, (gram, rhs, _, weight, *_) = launch.options, launch.args
-    tiles, step = triton.cdiv(o["D"], STEP.value), STEP.value
-    sweep = o["COLUMNS"] * (step**2 * tiles * (tiles - 1) / 2 + tiles * step * (step - 1) / 2)
-    pieces = triton.cdiv(o["D"] + o["E"], o["COLUMNS"])
-    return MultiplyAdds(o["systems"] * (1 + 2 * pieces) * sweep, gram.nbytes + rhs.nbytes + weight.nbytes)
-
-
-PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
-    "_forward": lambda launch: _scores(launch, 1),
-    "_merge": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["E"]),
-    "_row_terms": _row_terms,
-    "_backward": lambda launch: _scores(launch, 2),
-    "_backward_keys": _scores_of_keys,
-    "_backward_in_parts": _scores_in_parts,
-    "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["D"]),
-    "_windows": _windows,
-    "_scan": lambda launch: _scanned(launch, launch.options["sizes"][2], sum(t.nbytes for t in launch.args if t is not None)),
-    "_send_back": _send_back,
-    "_prefix_keys": _prefix_keys,
-    "_prefix_queries": _prefix_queries,
-    "_gram": _gram,
-    "_add_runs": lambda launch: _runs(launch, launch.options["runs"], launch.options["BLOCK"]),
-    "_gram_backward": lambda launch: _row_tiles(
-        launch, launch.options["D"] + launch.options["E"], 2 * (launch.args[2].nbytes + launch.args[3].nbytes)
-    ),
-    "_apply": lambda launch: _row_tiles(launch, launch.options["D"], launch.args[0].nbytes + launch.args[2].nbytes),
-    "_pinv": lambda launch: _squares(launch, 1),
-    "_pinv_backward": lambda launch: _squares(launch, 2),
-    "_landmark_values": lambda launch: _squares(launch, 1),
-    "_landmark_values_backward": lambda launch: _squares(launch, 2),
-    "_multiply": _product,
-    "_solve": _eliminations,
-    "_attention_step": lambda _: MultiplyAdds(None),
-    "_nystrom_step": lambda _: MultiplyAdds(None),
-}
-"""Name of a kernel -> what one pass through its main loop does."""
-
-LEFT_OUT = (
-    "_vet",
-    *("_projected_forward", "_projected_backward", "_projected_backward_inputs"),
-    *("_feed_forward", "_feed_forward_back", "_project", "_join", "_part", "_project_back", "_matrix_gradient"),
-    *("_prefix_sums", "_send_sums_back", "_scan_matrices", "_add_planes"),
-)
-"""Kernels without figures: the check of a packed set's offsets, those whose main loop holds loops of several lengths side by side, and the
-scans of Intention's prefixes, whose registers and spills the tests of machine code have, but no model of their time yet."""

@@ -185,9 +185,21 @@ class Code:
         products = {other: sum(self.count(other, peeled=False).flops.values()) for other in self.loops if other.blocks <= loop.blocks}
         return min((other for other, amount in products.items() if amount >= ALIKE / 2 * products[loop]), key=self.size)
 
-    def count(self, loop: Loop | None, trips: float = 1.0, rare: Mapping[str, float] | None = None, peeled: bool = True) -> Counts:
+    def weighs(self, loop: Loop) -> bool:
+        """Whether there is an exponential in a loop, or in one within it."""
+        return any(self.instructions[i].name.startswith("MUFU.EX2") for block in loop.blocks for i in self.blocks[block])
+
+    def count(
+        self,
+        loop: Loop | None,
+        trips: float = 1.0,
+        rare: Mapping[str, float] | None = None,
+        peeled: bool = True,
+        around: Sequence[float] = (),
+    ) -> Counts:
         """Counts one pass through a loop, or all the code. Each loop in it is taken `trips` times, and a loop in that as often again.
 
+        But of loops with exponentials in them the first is taken as often as the first number of `around` says, one in that as the second.
         Matrix products between the loops in it are taken to be `peeled` off these, to overlap with their loads: they are passes less.
         `rare`: instruction -> how often a branch with it is taken.
         """
@@ -201,11 +213,15 @@ class Code:
             names = [self.instructions[i].name for i in self.blocks[block]]
             shares = [share for name, share in (rare or {}).items() if any(n.startswith(name) for n in names)]
             counts.add(self._of(self.blocks[block]), min(shares, default=1.0) if loop is None or block != loop.head else 1.0)
-        of_children = Counts()
+        counted = []
         for child in children:
-            of_children.add(self.count(child, trips, rare, peeled), 1.0)
-        before = sum(counts.flops.values()) / (sum(of_children.flops.values()) or math.inf) if peeled else 0.0
-        counts.add(of_children, max(trips - before, 0.0))
+            named = around and self.weighs(child)
+            times, deeper = (around[0], around[1:]) if named else (trips, around)
+            counted.append((times, self.count(child, trips, rare, peeled, deeper)))
+        products = sum(sum(one.flops.values()) for _, one in counted)
+        before = sum(counts.flops.values()) / (products or math.inf) if peeled else 0.0
+        for times, one in counted:
+            counts.add(one, max(times - before, 0.0))
         return counts
 
     def _of(self, block: Iterable[int]) -> Counts:

@@ -19,9 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench.gpu import readiness, readiness_amd, readiness_cuda
 from bench.gpu.readiness import PAGE, ROOT, complaints, in_child, of_launch, recorded, regressions, targets
-from bench.gpu.readiness_cases import LEFT_OUT, PASSES, WHOLE, MultiplyAdds, Pass, _solve, cases, counted
+from bench.gpu.readiness_cases import WHOLE, _solve, cases
 from bench.gpu.readiness_model import CHIPS, occupancy, seconds
 from bench.gpu.readiness_page import page
+from bench.gpu.readiness_passes import LEFT_OUT, PASSES, MultiplyAdds, Pass, counted
 from bench.gpu.readiness_sass import Code, Counts
 from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.attention.kernels.launch import Tiles
@@ -146,6 +147,14 @@ def test_loops_within_count_as_often_as_they_run() -> None:
     assert counts.instructions["matrix"] == 8 and counts.instructions["special"] == 8.5 and counts.instructions["fp32"] == 1
 
 
+def test_loops_around_exponentials_have_lengths_of_their_own() -> None:
+    """A loop of 2 passes beside one of 4, in which one of 2 is beside one of 8 with the exponential."""
+    first, second = (["MOV R3, R4", "FADD R1, R1, R1", f"@P0 BRA {at}"] for at in ("0x10", "0x40"))
+    code = Code(_sass(*first, *second, "MUFU.EX2 R2, R2", "@P1 BRA 0x60", "@P2 BRA 0x30", "@P3 BRA 0x0", "EXIT"), 4)
+    counts = code.count(code.outermost()[0], trips=2, peeled=False, around=(4, 8))
+    assert counts.instructions["special"] == 4 * 8 and counts.instructions["fp32"] == 2 + 4 * 2
+
+
 def test_passes_that_were_peeled_off_count_once() -> None:
     """The first product of a loop before it, so that it overlaps with loads."""
     product = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
@@ -239,6 +248,8 @@ def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
         for capability in WHOLE:
             row = _row(record, f"latent_attention forward, {case}", "_forward", capability)
             assert list(row["flops"].values()) == [4 * width] and 1 <= row["counts"]["special"] < 1.1, row
+    row = _row(record, "projected_attention_state forward, 4 heads of 16, C 64, L 128, N 1e6, bfloat16", "_projected_forward", 90)
+    assert row["flops"] == {"half": 2 * 16 * (2 + 1 + 64 / 128), "tf32": 2 * 16 * 3 * 64 / 128}, "scores in two parts, keys in three"
     for capability in (90, 100):
         row = _row(record, "latent_attention backward, 4 heads of 16, L 128, N 1e6, bfloat16", "_backward", capability)
         assert row["flops"] == {"half": 10 * 16}

@@ -29,6 +29,7 @@ EVERY = [*itertools.product(DTYPES, (16, 32, 64), (64, 512), CAPABILITIES), *ite
 NIGHTLY = [case for case in EVERY if case not in ORDINARY]
 SPILLING = {
     *itertools.product(("bf16", "fp32"), (64,), (80, 86, 89)),
+    *itertools.product(("bf16",), (16,), (80, 86, 89)),
     *itertools.product(("bf16", "fp32"), (128, 256), CAPABILITIES),
     *itertools.product(("fp64",), (32, 64, 128, 256), CAPABILITIES),
 }

@@ -140,14 +140,18 @@ def forward_constants(dtype: torch.dtype, device: torch.device, columns: int, wi
     return _constants(table, products(dtype), columns, width, value_width, queries)
 
 
+def _piece(products: Products, columns: int, width: int, value_width: int) -> int:
+    """The columns of the inputs whose gradients a program holds. For each piece all scores are made anew: few spills cost less."""
+    few = max(width, value_width) > 32 or products.kind == "double"
+    return min(padded(columns), 128 if products.kind == "half" else 32 if few else 64)
+
+
 def query_constants(products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
     """The constants of `_projected_backward`, which holds a piece of the gradients of a head's projections."""
-    piece = 32 if max(width, value_width) > 32 or products.kind == "double" else 64
-    return {"PIECE": min(padded(columns), piece), **_constants(_QUERIES, products, columns, width, value_width, queries)}
+    return {"PIECE": _piece(products, columns, width, value_width), **_constants(_QUERIES, products, columns, width, value_width, queries)}
 
 
 def input_constants(products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
     """The constants of `_projected_backward_inputs`, which holds a piece of the gradient of a tile of rows."""
-    piece = 32 if max(width, value_width) > 32 or products.kind == "double" else 64
     constants = _constants(_INPUTS, products, columns, width, value_width, queries)
-    return {"PIECE": min(padded(columns), piece), "TURNED": products.kind == "tf32x3", **constants}
+    return {"PIECE": _piece(products, columns, width, value_width), "TURNED": products.kind == "tf32x3", **constants}
