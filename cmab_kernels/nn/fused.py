@@ -158,6 +158,8 @@ def _collect(layer: Any, kind: type[nn.Module], leaves: Leaves, heads: int, tens
             return False
         tensors += (weight, bias) if biased else (weight,)
         if leaf is nn.LayerNorm:
+            if tensors[-1].dtype != tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
+                return False
             eps.add(module.eps)
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -119,6 +120,12 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
     return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
 
 
+def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
+    """Return whether all weights of these modules have one dtype, as the operators need: a model may keep its norms in float32."""
+    weights = (part.get("weight") for part in parts if part is not None)
+    return len({weight.dtype for weight in weights if weight is not None}) == 1
+
+
 def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
     """Return whether `projected_attention_state` is to read the inputs: always, but on a GPU that has no kernel for such heads."""
     return not inputs.is_cuda or any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])
@@ -148,7 +155,7 @@ class FeedForward(nn.Module):
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
         impl = fused_impl(latents)
-        if impl is None or n is None or e is None or c is None:
+        if impl is None or n is None or e is None or c is None or not of_one_dtype(n, e, c):
             features, gate = expand(norm(latents)).chunk(2, dim=-1)
             return latents + contract(features * F.gelu(gate))
         rows = latents.flatten(0, -2)
@@ -182,6 +189,8 @@ class _Attention(nn.Module):
         n, other = plain_parameters(norm, nn.LayerNorm), {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm)
         q, k, v, o = (plain_parameters(parts[name], nn.Linear) for name in ("query", "key", "value", "output"))
         if impl is None or n is None or other is None or q is None or k is None or v is None or o is None:
+            return None
+        if not of_one_dtype(n, other or n, q, k, v, o):
             return None
         return attention(
             *(latents, context, None, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
@@ -262,6 +271,8 @@ class CrossAttention(_Attention):
         norm: Any = plain_parameters(parts["context_norm"], nn.LayerNorm)
         key, value = (plain_parameters(parts[name], nn.Linear) for name in ("key", "value"))
         if norm is None or norm["bias"] is None or key is None or value is None or key["bias"] is not None or value["bias"] is not None:
+            return None
+        if not of_one_dtype(norm, key, value):
             return None
         return cast("Tensor", key["weight"]), cast("Tensor", value["weight"]), (norm["weight"], norm["bias"], parts["context_norm"].eps)
 

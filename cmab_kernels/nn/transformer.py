@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..layers import attention_layer, feed_forward_layer
-from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, fused_impl, is_additive, plain_parameters
+from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, fused_impl, is_additive, of_one_dtype, plain_parameters
 
 if TYPE_CHECKING:
     from typing import Self
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 """The methods of torch's layers that the operators stand for."""
+_SEVERAL_DTYPES = "its weights have several dtypes"
 _Masks = tuple[Tensor | None, bool, Tensor | None]
 
 
@@ -87,7 +88,8 @@ class _FusedLayer(nn.Module):
         )
         if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             return more
-        return self._why_no_operator(x)
+        inside = *parts[: 1 + self.norm_first], {"weight": attention.in_proj_weight}  # a norm that comes after the operator is torch's
+        return self._why_no_operator(x) if of_one_dtype(*inside) else _SEVERAL_DTYPES
 
     def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
         """Return why torch's own code must run the feed-forward network and its norm."""
@@ -99,7 +101,9 @@ class _FusedLayer(nn.Module):
             plain_parameters(norm, nn.LayerNorm),
             plain_parameters(made, type(made)) if isinstance(made, nn.Module) else {},
         )
-        return "a part of the feed-forward network does more than its kind, or has hooks" if None in parts else self._why_no_operator(x)
+        if None in parts:
+            return "a part of the feed-forward network does more than its kind, or has hooks"
+        return self._why_no_operator(x) if of_one_dtype(*parts[: 2 + self.norm_first]) else _SEVERAL_DTYPES
 
     def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
         """Return the operator's result, with `norm` before all else, inside the operator, or after it."""

@@ -230,6 +230,17 @@ def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
         close(module.update(inputs, latents, module.init_state(BATCH)).latents, expected)
 
 
+def test_norms_may_be_kept_in_float32() -> None:
+    module, (inputs, latents) = block(torch.float32), points(torch.float32)
+    expected = module(inputs, latents)
+    module.bfloat16()
+    for part in module.modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.float()
+    out = module(inputs.bfloat16(), latents.bfloat16())
+    assert out.dtype == torch.bfloat16 and ((out - expected).norm() / expected.norm()) < 0.1
+
+
 def test_layers_may_differ_in_heads() -> None:
     module, (inputs, latents) = block(), points()
     module.retrieve.self_attention.num_heads = 2

@@ -167,6 +167,14 @@ def test_torchs_own_code_runs_with_a_reason(name: str, operators: list[str]) -> 
     assert not operators
 
 
+def test_norms_may_be_kept_in_float32(operators: list[str]) -> None:
+    theirs, ours = pair(nn.TransformerEncoderLayer, dtype=torch.bfloat16, norm_first=True)
+    for layer in (theirs, ours):
+        layer.norm1.float()
+    given = inputs(theirs)[0].bfloat16()
+    assert torch.equal(ours(given), theirs(given)) and "several dtypes" in ours.why_torch(given) and not operators
+
+
 class Mean(nn.Module):
     """An attention with torch's arguments, and none of its attributes."""
 
