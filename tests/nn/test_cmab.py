@@ -129,9 +129,9 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
     assert sorted(calls[1:]) == ["attention"] * 3 + ["feed_forward"] * 3
 
 
-@pytest.mark.parametrize("width, inside", [(64, True), (65, False)])
+@pytest.mark.parametrize("width, inside", [(65, True), (256, True), (257, False)])
 def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel projects heads wider than 64 there, and the definition would hold all scores."""
+    """No kernel projects heads wider than 256 there, and the definition would hold all scores."""
     launch = pytest.importorskip("cmab_kernels.attention.projected.kernels.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
