@@ -84,12 +84,14 @@ class Remote(ModuleType):
 _REMOTE = pytest.StashKey[Remote]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Take the place of the extension before `conftest.py` asks it for its instruction sets."""
     name = "cmab_kernels._C"
     remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
     assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], "too late"
-    sys.modules[name] = config.stash[_REMOTE] = remote
-    config.add_cleanup(remote.close)
+    sys.modules[name] = early_config.stash[_REMOTE] = remote
+    early_config.add_cleanup(remote.close)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
