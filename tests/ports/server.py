@@ -48,6 +48,8 @@ class Packer(pickle.Pickler):
         self.tensors.append(item)
         storage = item.untyped_storage()
         place = (storage.data_ptr(), storage.nbytes())
+        if place[1] >= 2**31:
+            raise OverflowError(f"a memory of {place[1]} bytes is too large to be sent")
         self.places.add(place)
         layout = (item.storage_offset(), tuple(item.shape), item.stride())
         return place, item.dtype, layout, item.is_neg(), type(item) is not Tensor, item.requires_grad

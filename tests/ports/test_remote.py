@@ -87,6 +87,13 @@ def test_a_step_takes_the_memory_of_a_state_that_nobody_else_has(remote: Remote,
     assert ours.state.position == right.state.position
 
 
+def test_what_is_too_large_is_not_cut(remote: Remote) -> None:
+    """A tensor far inside of a memory that nobody has touched, as in tests of offsets beyond 32 bits."""
+    far = torch.UntypedStorage(2**31)
+    with pytest.raises(pytest.skip.Exception, match="2147483648 bytes"):
+        remote.apply_rows(query=torch.empty(0).set_(far, 2**28, (1, 1, 1, 1), (1, 1, 1, 1)))
+
+
 def test_what_the_extension_refuses(remote: Remote) -> None:
     with pytest.raises(TypeError, match="attention_forward"):
         remote.attention_forward(wrong=1)
