@@ -126,9 +126,20 @@ def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
     return len({weight.dtype for weight in weights if weight is not None}) == 1
 
 
+TRAINED_COLUMNS = 128
+"""Columns of inputs up to which a GPU's kernels project them in training: gradients of more columns come piece by piece, each with all
+scores anew."""
+
+
 def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
-    """Return whether `projected_attention_state` is to read the inputs: always, but on a GPU that has no kernel for such heads."""
-    return not inputs.is_cuda or any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])
+    """Return whether `projected_attention_state` is to read the inputs: always on a CPU; on a GPU where it has a kernel for such heads,
+    and in training for inputs of few columns."""
+    if not inputs.is_cuda:
+        return True
+    trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, inputs, *weights))
+    if trained and inputs.shape[-1] > TRAINED_COLUMNS:
+        return False
+    return any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])
 
 
 class FeedForward(nn.Module):
