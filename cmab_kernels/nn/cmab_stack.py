@@ -33,7 +33,7 @@ class CMABStack(nn.Module):
 
     Arguments, errors and streams are those of `CMAB`. A state is that of all blocks: out (K, B, H, L_B, dim / H), lse (K, B, H, L_B).
     Inputs are normed and projected inside the operator, so that memory does not grow with N, in training neither, except by the inputs'
-    own gradient (on a GPU for heads up to 256 wide: see `CMAB`).
+    own gradient (on a GPU within the sizes that `CMAB` names).
 
     `blocks` is a `torch.nn.ModuleList` of the `CMAB`s, with their parameters: `load_state_dict` takes `blocks.0.latents` and so on.
 
