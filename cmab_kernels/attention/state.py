@@ -11,6 +11,11 @@ from torch import Tensor
 
 from ..checks import wrong
 
+SURE_ROUNDING = 2.0**-3
+"""How much rounding may change a logit for a share of the mass to mean anything."""
+FAR_BELOW = 2.0**-10
+"""Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
+
 
 class AttentionState(NamedTuple):
     """The state of latent cross-attention over the keys seen so far.
@@ -29,7 +34,7 @@ class Removal(NamedTuple):
 
     state: AttentionState
     reliable: Tensor
-    """(B, H, L) bool: False where so much of a row's mass was removed that half or more of the digits are lost."""
+    """(B, H, L) bool: False where so much of a row's mass was removed that half or more of the digits are lost, or logits have none."""
 
 
 def empty_state(
@@ -77,6 +82,8 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
 
     lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where
     `part` has the fraction f of the mass, errors grow by 1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, those with 0 are empty.
+    Where logits have no digits after the point, f is in doubt: they may have been rounded otherwise when the keys were added. Rows are not
+    reliable there, unless `part` lies so far below that it had no weight.
     """
     if state.out.shape != part.out.shape:  # else they would be broadcast
         raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))
@@ -90,8 +97,9 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     growth = (-log_left).exp().unsqueeze(-1)
     out = growth * state.out.double() - growth * share.masked_fill(gone, 0.0).unsqueeze(-1) * part.out.double()
     out = out.masked_fill(gone.unsqueeze(-1), 0.0).to(state.out.dtype)
-    enough = left >= torch.finfo(state.out.dtype).eps ** 0.5
-    return Removal(AttentionState(out, lse), nothing_removed | (enough & ~nothing_there))
+    eps, size = torch.finfo(state.out.dtype).eps, state.lse.abs()
+    sure = (size <= SURE_ROUNDING / eps) | (gap < -FAR_BELOW * size)
+    return Removal(AttentionState(out, lse), nothing_removed | (sure & (left >= eps**0.5) & ~nothing_there))
 
 
 def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:

@@ -62,6 +62,8 @@ class Merger {
 
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
+  static constexpr double kSureRounding = 0x1p-3;  // of a logit, at most, for a share of the mass to mean anything
+  static constexpr double kFarBelow = 0x1p-10;     // of the lse: keys so far below it had no weight anyhow
 
   struct Buffers {
     Sums<double>* total;             // [rows]
@@ -80,8 +82,14 @@ class Merger {
     double left;
     const Mix mix = removed(sums, before, left);
     const double eps = shape_.dtype == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
-    reliable_[row] = sums.empty() || (before != -INFINITY && left >= std::sqrt(eps));
+    reliable_[row] = sums.empty() || (before != -INFINITY && left >= std::sqrt(eps) && is_sure(sums, before, eps));
     return mix;
+  }
+
+  // Whether rounding of logits, which may have been another when the keys were added, leaves the share in doubt.
+  static bool is_sure(const Sums<double>& sums, double before, double eps) {
+    const double size = std::fabs(before);
+    return size <= kSureRounding / eps || sums.reference + std::log(sums.sum) < before - kFarBelow * size;
   }
 
   // `held`: whether the incoming state has a part in the row.

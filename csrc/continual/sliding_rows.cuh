@@ -3,7 +3,7 @@
 //
 // A new token is added, the one that leaves is subtracted. When phi falls below half of its peak, or the values that
 // leave outweigh those that remain, rounding errors of the subtracted terms begin to show: the row is recomputed from
-// the window, as it is after every kSchedule tokens.
+// the window, as it is after every kSchedule tokens, and wherever logits are beyond the digits of their type.
 #pragma once
 
 #include "continual/schedule.h"
@@ -12,6 +12,11 @@
 namespace cmab::cuda {
 
 constexpr int kMostRemoved = 2;  // the largest ratio of values subtracted to values left
+
+// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
+// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
+template <class S>
+constexpr S kLargestSure = sizeof(S) == 4 ? S(0x1p20) : S(0x1p49);
 
 template <class T>
 class SlidingRows {
@@ -63,7 +68,7 @@ class SlidingRows {
   CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
 
   // Computes the new phi, c and peak of row i of a tile, and the factors `change` for its sums; true if phi has lost
-  // its digits.
+  // its digits, or c is too large for what was subtracted to be what had been added.
   CMAB_DEVICE bool slide_scale(int i, const S* old) {
     const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
     const S top = comes > before ? comes : before;
@@ -76,7 +81,7 @@ class SlidingRows {
     scale[0] = phi;
     scale[1] = top;
     scale[2] = phi > peak ? phi : peak;
-    return !(phi >= peak / 2);  // true for a NaN, too
+    return !(phi >= peak / 2 && std::fabs(top) <= kLargestSure<S>);  // true for a NaN, too
   }
 
   // change[0] * sum + change[1] * comes - change[2] * goes.

@@ -14,6 +14,11 @@ constexpr double kLeastOfPeak = 0.5;  // a row is recomputed if its sum is below
 constexpr double kMostRemoved = 2;    // or the values subtracted exceed this multiple of those left
 constexpr int64_t kSmallWindow = 4;   // up to this size rows are always recomputed: as fast, and exact
 
+// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
+// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
+template <class T>
+constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p20) : T(0x1p49);
+
 // Scratch for attending to a head's window.
 template <class T>
 struct WindowScratch {
@@ -178,7 +183,8 @@ class GuardedSums {
     bool all = true;
     for (int64_t r = 0; r < rows; r += lanes<V>()) {
       const V sum = load<V>(at_.sum + r), left = load<V>(at_.size + r) + load<V>(at_.added + r) * come;
-      const auto sound = (sum >= load<V>(at_.peak + r) * T(kLeastOfPeak)) &
+      const auto sure = magnitude(load<V>(at_.top + r)) <= kLargestSure<T>;
+      const auto sound = sure & (sum >= load<V>(at_.peak + r) * T(kLeastOfPeak)) &
                          (load<V>(at_.removed + r) * gone <= left * T(kMostRemoved)) & (left <= kLargest<T>);
       store(at_.kept + r, sound ? broadcast<V>(T(1)) : V{});
       all &= !any(~sound);

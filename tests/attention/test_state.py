@@ -190,3 +190,16 @@ def test_the_formula_flags_what_cancelled(dtype: torch.dtype) -> None:
     left = torch.finfo(dtype).eps ** 0.5 * torch.tensor([0.9, 1.1], dtype=torch.float64)
     part = whole._replace(lse=torch.log1p(-left).view(1, 1, 2))
     assert subtract_state(whole, part).reliable.flatten().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_removal_of_logits_without_digits_is_flagged(impl: str, dtype: torch.dtype) -> None:
+    """The code that added a key may have rounded its logit to a neighbour of the one that is removed."""
+    largest = 2.0 ** (40 if dtype == torch.float32 else 70)
+    query = torch.ones(1, 1, 1, 1, dtype=dtype)
+    key, value = largest * torch.tensor([1.0, 2.0**-8], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 3, dtype=dtype)
+    state = ck.attention_state(query, key, value, scale=1.0, impl=impl)
+    state = state._replace(lse=state.lse * (1 + torch.finfo(dtype).eps))
+    for token, reliable in ((0, False), (1, True)):
+        one = slice(token, token + 1)
+        assert ck.remove_from_state(state, query, key[:, :, one], value[:, :, one], scale=1.0, impl=impl).reliable.item() is reliable

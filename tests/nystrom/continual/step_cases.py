@@ -37,7 +37,7 @@ def wide(tokens: Tokens) -> Tokens:
 
 
 def start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
-    """Return the state of a window with m landmarks, or of exact attention for None. The position is a tensor, as on a GPU."""
+    """Return the state of a window with m landmarks, or of exact attention for None, as on a GPU."""
     if landmarks is None:
         state: Any = ck.continual_attention_init(*tokens, **options)
     elif fixed:
@@ -45,7 +45,12 @@ def start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options:
         state = ck.continual_nystrom_init(*tokens, landmarks=given, **options)
     else:
         state = ck.continual_nystrom_init(*tokens, landmarks, **options)
-    return state._replace(position=torch.full(tokens[1].shape[:2], tokens[1].shape[2]))
+    return as_on_a_gpu(state)
+
+
+def as_on_a_gpu(state: Any) -> Any:
+    """Return a state whose position is a tensor."""
+    return state._replace(position=torch.full(state.keys.shape[:2], state.position))
 
 
 def defined(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
@@ -64,6 +69,23 @@ def errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
     size = wanted.norm(dim=-1)
     size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
     return ((result.double() - wanted).norm(dim=-1) / size for result in results)
+
+
+def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], dtype: torch.dtype) -> None:
+    """Check the sums after a step in which the token leaves whose logit is the largest, beyond the digits of its dtype.
+
+    Its weight was added by other code, for which the logit is a neighbour of the one that is subtracted.
+    """
+    heads, window, size = 64, 5, 2.0 ** (20 if dtype == torch.float32 else 35)
+    query, key, value = (t.double() for t in tokens(1, heads, window + 1, 8, 3))
+    key = (size * key * 2.0 ** -torch.arange(0, 3 * window + 3, 3)[:, None]).to(dtype)
+    near, stream = (size * torch.randn(heads, 2, 8)).to(dtype), (query.to(dtype), key, value.to(dtype))
+    state = ck.continual_nystrom_init(*part(stream, 0, window), landmarks=(near, near))
+    top = state.sums[..., 4]
+    top.copy_(top.nextafter(torch.full_like(top, torch.inf)))
+    sums = step(state, part(stream, window, window + 1)).sums
+    right = (near.double() @ key[:, :, 1:].double().mT * 8**-0.5).softmax(-1) @ stream[2][:, :, 1:].double()
+    torch.testing.assert_close(sums[..., :3] / sums[..., 3:4], right.to(sums.dtype), rtol=1e-5, atol=1e-5)
 
 
 def compare(

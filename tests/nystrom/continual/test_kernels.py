@@ -27,7 +27,19 @@ from .memory_cases import (
     check_a_sole_owner_goes_on_in_its_own_memory,
     check_in_place_is_out_of_place,
 )
-from .step_cases import Tokens, compare, defined, errors, part, same, start, tokens, wide
+from .step_cases import (
+    Tokens,
+    as_on_a_gpu,
+    check_the_largest_of_huge_logits_leaves,
+    compare,
+    defined,
+    errors,
+    part,
+    same,
+    start,
+    tokens,
+    wide,
+)
 from .test_suite import TestContinualAttention as _ContinualAttention
 from .test_suite import TestFixedLandmarks as _FixedLandmarks
 
@@ -276,3 +288,8 @@ def test_reasons() -> None:
     assert "at most 512 wide, and value is 513" in str(kernels.unsupported(narrow, narrow, wider))
     assert "landmarks, and the state has 257" in str(kernels.unsupported(narrow, narrow, narrow, torch.zeros(1, 1, 257, 300)))
     assert "bfloat16" in str(kernels.unsupported(*[narrow.bfloat16()] * 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_largest_of_huge_logits_leaves(dtype: torch.dtype) -> None:
+    check_the_largest_of_huge_logits_leaves(lambda state, token: _step(as_on_a_gpu(state), token)[1], dtype)

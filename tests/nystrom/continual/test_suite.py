@@ -14,6 +14,8 @@ from cmab_kernels.nystrom import costs
 from cmab_kernels.testing import Measured, OperatorSuite, oracles
 from cmab_kernels.testing.suite import DTYPES
 
+from .step_cases import check_the_largest_of_huge_logits_leaves
+
 Results = tuple[Tensor, ...]
 WINDOW = 7
 
@@ -187,3 +189,8 @@ def test_flops_of_steps(fixed: bool, output: str) -> None:
         wanted = costs.executed_attention_operations(40, 8, 5, tokens, output == "retroactive", first)
         assert counter.get_total_flops() == 6 * wanted
         exact = new_exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_largest_of_huge_logits_leaves(impl: str, dtype: torch.dtype) -> None:
+    check_the_largest_of_huge_logits_leaves(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, dtype)

@@ -14,6 +14,10 @@ from .window import logits, row_of, span, window_sums
 MOST_REMOVED = tl.constexpr(2.0)
 """The largest ratio of values subtracted to values left."""
 
+LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**20), tl.constexpr(2.0**49)
+"""The log-scales up to which a subtraction is sure to take away what was added. The token that leaves may have been added by other code,
+for which its logit is a neighbour of ours: beyond these, that is another weight altogether."""
+
 
 @triton.jit
 def _slid(keep, add, drop, sums, comes, goes):
@@ -65,7 +69,8 @@ def slide(
     sums = _slid(keep[:, None], add[:, None], drop[:, None], before, value_in, value_out)
     remaining = tl.fma(add[:, None], tl.abs(value_in), tl.abs(sums))
     excess = tl.sum(tl.fma(drop[:, None], tl.abs(value_out), -MOST_REMOVED * remaining), 1)
-    sound = (phi >= 0.5 * peak) & (excess <= 0.0) & (excess >= -LARGEST)  # False for NaN, too
+    sure = tl.abs(top) <= (LARGEST_SURE if tl.float32 == OPERAND else LARGEST_SURE_IN_FLOAT64)
+    sound = sure & (phi >= 0.5 * peak) & (excess <= 0.0) & (excess >= -LARGEST)  # False for NaN, too
     stale = (row < rows) & (due | (row + shift >= rows) | (sound == 0))
 
     tl.debug_barrier()  # all rows are read
