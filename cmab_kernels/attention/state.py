@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import wrong
 
-SURE_ROUNDING = 2.0**-3
+SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit for a share of the mass to mean anything."""
 FAR_BELOW = 2.0**-10
 """Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
@@ -82,8 +82,8 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
 
     lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where
     `part` has the fraction f of the mass, errors grow by 1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, those with 0 are empty.
-    Where logits have no digits after the point, f is in doubt: they may have been rounded otherwise when the keys were added. Rows are not
-    reliable there, unless `part` lies so far below that it had no weight.
+    Where logits have next to no digits after the point, f is in doubt, as they may have been rounded otherwise when the keys were added:
+    rows are not reliable there, unless `part` lies so far below that it had no weight.
     """
     if state.out.shape != part.out.shape:  # else they would be broadcast
         raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))

@@ -62,7 +62,7 @@ class Merger {
 
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
-  static constexpr double kSureRounding = 0x1p-3;  // of a logit, at most, for a share of the mass to mean anything
+  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, for a share of the mass to mean anything
   static constexpr double kFarBelow = 0x1p-10;     // of the lse: keys so far below it had no weight anyhow
 
   struct Buffers {

@@ -17,7 +17,7 @@ constexpr int64_t kSmallWindow = 4;   // up to this size rows are always recompu
 // The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
 // added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
 template <class T>
-constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p20) : T(0x1p49);
+constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
 
 // Scratch for attending to a head's window.
 template <class T>

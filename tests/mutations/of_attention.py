@@ -110,6 +110,9 @@ IN_CPP = {
         "if (present.row[present.count - 1] == present.count - 1 && matrix.col_stride == 1 && width == padded &&",
         "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
     ),
+    "a removal of a huge logit that is reliable": Fault(
+        "csrc/attention/merge.h", "size <= kSureRounding / eps ||", "size < INFINITY ||", f"{STATE} -k digits"
+    ),
     "a removal of nothing that is not reliable": Fault(
         "csrc/attention/merge.h", "reliable_[row] = sums.empty() ||", "reliable_[row] =", f"{STATE} -k removal"
     ),
@@ -271,7 +274,7 @@ IN_PYTHON = {
         "tests/nn/test_cmab_stack.py::test_the_latents_of_every_block",
     ),
     "a removal that is reliable too long": Fault(
-        "cmab_kernels/attention/state.py", ".eps ** 0.5", ".eps", f"{STATE}::test_the_formula_flags_what_cancelled"
+        "cmab_kernels/attention/state.py", "left >= eps**0.5", "left >= eps", f"{STATE}::test_the_formula_flags_what_cancelled"
     ),
     "a batch that shares its neighbour's mask": Fault(
         "cmab_kernels/attention/reference.py",

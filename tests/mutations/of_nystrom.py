@@ -14,6 +14,12 @@ STEP_KERNELS = "tests/nystrom/continual/test_kernels.py"
 CUDA = "tests/nystrom/continual/test_cuda.py"
 
 IN_CPP = {
+    "a huge logit that is subtracted": Fault(
+        "csrc/continual/sums.h",
+        "<= kLargestSure<T>;",
+        "<= kLargest<T>;",
+        "tests/nystrom/continual/test_suite.py::test_the_largest_of_huge_logits_leaves",
+    ),
     "a guard that never asks": Fault(
         "csrc/continual/sums.h",
         "if (!is_sound(",
@@ -74,10 +80,16 @@ IN_CPP = {
 }
 
 IN_CUDA = {
+    "a huge logit that is subtracted in CUDA": Fault(
+        "csrc/continual/sliding_rows.cuh",
+        " && std::fabs(top) <= kLargestSure<S>",
+        "",
+        f"{CUDA}::test_the_largest_of_huge_logits_leaves",
+    ),
     "a peak that is not looked at": Fault(
         "csrc/continual/sliding_rows.cuh",
-        "return !(phi >= peak / 2);",
-        "return !(phi >= 0 * peak);",
+        "return !(phi >= peak / 2 &&",
+        "return !(phi >= 0 * peak &&",
         f"{CUDA}::test_weights_that_outweigh_the_rest",
     ),
     "a token that is subtracted twice": Fault(
@@ -193,6 +205,12 @@ IN_TRITON = {
         "        z, new = new, z\n",
         "        new = z\n",
         f"{STEP_KERNELS}::test_more_landmarks_than_registers_hold",
+    ),
+    "a huge logit that is subtracted in Triton": Fault(
+        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "sound = sure & ",
+        "sound = ",
+        f"{STEP_KERNELS}::test_the_largest_of_huge_logits_leaves",
     ),
     "no guard on phi": Fault(
         "cmab_kernels/nystrom/continual/kernels/rows.py",

@@ -14,7 +14,7 @@ from .window import logits, row_of, span, window_sums
 MOST_REMOVED = tl.constexpr(2.0)
 """The largest ratio of values subtracted to values left."""
 
-LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**20), tl.constexpr(2.0**49)
+LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
 """The log-scales up to which a subtraction is sure to take away what was added. The token that leaves may have been added by other code,
 for which its logit is a neighbour of ours: beyond these, that is another weight altogether."""
 
