@@ -22,20 +22,24 @@ THREADS = 2
 """Threads where neither a case nor the caller says how many, if torch has as many."""
 
 
-def measured(scans: Collection[str] = (), quick: bool = False, device: str = "cpu", threads: int | None = None) -> Run:
-    """Measures the cases of these scans, or of all, without the definition, which is no peer and takes longer than all else."""
+def measured(
+    scans: Collection[str] = (), quick: bool = False, device: str = "cpu", threads: int | None = None, groups: Collection[str] = ()
+) -> Run:
+    """Measures the cases of these scans and the cases of these names, or all, without the definition, which is no peer and takes longer
+    than all else."""
     versions = provenance.versions()
     measure_on(device)
     torch.set_num_threads(threads or min(THREADS, torch.get_num_threads()))
-    cases = [case for case in all_cases() if (case.scan in scans or not scans) and (case.quick or not quick)]
-    groups: dict[str, Group] = {}
+    every = not scans and not groups
+    cases = [case for case in all_cases() if (every or case.scan in scans or case.name in groups) and (case.quick or not quick)]
+    found: dict[str, Group] = {}
     start = time.monotonic()
     for case in cases:
-        groups[case.name] = measure(case, [name for name in case.implementations if name != DEFINITION], BUDGET[quick])
-        left = (time.monotonic() - start) * (len(cases) / len(groups) - 1)
-        _tell_progress(case.name, groups[case.name], f"{len(groups):>{len(str(len(cases)))}}/{len(cases)}", left)
-    figures = {} if quick or scans else _errors_of_a_million_additions()
-    rows = tuple(row for group in groups.values() for row in group.rows.values())
+        found[case.name] = measure(case, [name for name in case.implementations if name != DEFINITION], BUDGET[quick])
+        left = (time.monotonic() - start) * (len(cases) / len(found) - 1)
+        _tell_progress(case.name, found[case.name], f"{len(found):>{len(str(len(cases)))}}/{len(cases)}", left)
+    figures = _errors_of_a_million_additions() if every and not quick else {}
+    rows = tuple(row for group in found.values() for row in group.rows.values())
     run = Run(
         date=provenance.now(),
         commit=provenance.commit(),
@@ -49,10 +53,10 @@ def measured(scans: Collection[str] = (), quick: bool = False, device: str = "cp
         rates=provenance.rates(device, {row.threads for row in rows}),
         figures=figures,
         notes=[],
-        not_measured={f"{name}-{which}": why for name, group in groups.items() for which, why in group.problems.items()},
+        not_measured={f"{name}-{which}": why for name, group in found.items() for which, why in group.problems.items()},
         rows=rows,
     )
-    _tell_results(run, groups)
+    _tell_results(run, found)
     return run
 
 

@@ -1,20 +1,21 @@
-"""docs/measured.md, the headline table of the README and the plots: `python -m bench.report.measured [RUN.json]` writes them.
+"""docs/measured.md, the headline table of the README and the plots: `python -m bench.report.measured [page|avx2]` writes them.
 
-The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. An operator that is measured
-alone has a run of its own in bench/results/alone, for the tables that the run of all operators has no row of.
+The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. They come from two runs in
+bench/results: `page.json` has all that is shown, `avx2.json` the headline with both sides held to AVX2. Named as an argument, a run is
+measured anew first, on a quiet machine in about ten minutes and two.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cmab_kernels.measure import readable
 
-from ..runs import BadRun, Row, Run, Spread, beyond_results, load
+from .. import provenance, session
+from ..runs import Row, Run, Spread, beyond_results, load, save
 from . import plots
 from .marks import put
 
@@ -22,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "measured.md"
-PLOT = ROOT / "docs" / "measured.png"
-ALONE = {"prefix_attention_states": ROOT / "docs" / "prefixes.png"}
-"""Operators that are measured alone -> the plot of each."""
+PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
+"""Operators whose curves are drawn -> the plot of each."""
+WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
+"""The run of all that is shown; the run of which the headline shows ratios beside those, both sides held to AVX2."""
 BEGIN, END = "<!-- headline table: begin -->", "<!-- headline table: end -->"
 """The marks in the README between which the headline table stands."""
 
@@ -32,28 +34,27 @@ INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".m
 """The text of the page: what stands before the first heading, and a table under each. The first is the headline of the README."""
 
 PLACE = re.compile(r"\{([^}]+)\}")
-NARROW = RESULTS / "avx2.json"
-"""The quick run of which the headline shows ratios beside those of the newest full run: both sides held to AVX2."""
 
 
-def newest_run(results: Path = RESULTS) -> Run | None:
-    """The committed full run of the latest date; None if there is none."""
-    runs = []
-    for path in results.glob("*.json"):
-        with contextlib.suppress(BadRun):  # the record of another check
-            runs.append(load(path))
-    return max((run for run in runs if not run.quick), key=lambda run: run.when, default=None)
+def shown(tables: Sequence[str]) -> set[str]:
+    """The groups whose figures stand in these tables."""
+    return {place for table in tables for place in PLACE.findall(table) if place != "narrow" and not place.startswith("where")}
 
 
-def runs_alone(results: Path = RESULTS) -> list[Run]:
-    """The committed runs of single operators."""
-    return [load(results / "alone" / f"{operator}.json") for operator in ALONE]
+def measure(name: str) -> None:
+    """Measures a run of the page anew: `page` or `avx2`."""
+    if name == WHOLE.stem:
+        save(session.measured(scans=PLOTS, groups=shown(TABLES)), WHOLE)
+        return
+    held = {side: str(provenance.machine()[f"{side}_instruction_set"]).lower() for side in ("native", "torch")}
+    if set(held.values()) != {"avx2"}:
+        raise SystemExit(f"{held}, where both must be avx2: set CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2")
+    save(session.measured(groups=shown(TABLES[:1])), NARROW)
 
 
-def page(run: Run, alone: Sequence[Run], narrow: Run) -> str:
+def page(run: Run, narrow: Run) -> str:
     """The text of docs/measured.md."""
-    found = (next(filter(None, (filled(table, of, narrow) for of in (run, *alone))), "") for table in TABLES)
-    return INTRODUCTION + "\n".join(filter(None, found))
+    return INTRODUCTION + "\n".join(filter(None, (filled(table, run, narrow) for table in TABLES)))
 
 
 def headline(run: Run, narrow: Run) -> str:
@@ -124,17 +125,19 @@ def insert(text: str, new: str) -> str:
 
 
 def main() -> None:
-    run = load(Path(sys.argv[1])) if len(sys.argv) > 1 else newest_run()
-    if run is None:
-        raise SystemExit("there is no full run in bench/results: put the run.json of python -m cmab_kernels bench there")
-    alone, narrow = runs_alone(), load(NARROW)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report.measured", description="Writes docs/measured.md, its plots and the headline."
+    )
+    parser.add_argument("run", nargs="?", choices=(WHOLE.stem, NARROW.stem), help="a run to measure anew first")
+    if name := parser.parse_args().run:
+        measure(name)
+    run, narrow = load(WHOLE), load(NARROW)
     README.write_text(insert(README.read_text(), headline(run, narrow)))
-    PAGE.write_text(page(run, alone, narrow))
-    plots.picture(run, plots.FIRST, PLOT)
-    for of, (operator, plot) in zip(alone, ALONE.items(), strict=True):
-        plots.picture(of, operator, plot)
-    written = (README, PAGE, PLOT, *ALONE.values())
-    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(of.path.name for of in (run, *alone, narrow))}")
+    PAGE.write_text(page(run, narrow))
+    for operator, plot in PLOTS.items():
+        plots.picture(run, operator, plot)
+    written = (README, PAGE, *PLOTS.values())
+    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {WHOLE.name} and {NARROW.name}")
 
 
 if __name__ == "__main__":

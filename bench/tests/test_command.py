@@ -213,6 +213,13 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
     assert f"[1/{len(wanted)}] {wanted[0].name} " in told and "wrong: as planted" in told and "left" in told
 
 
+def test_a_session_measures_scans_and_groups(cases_measured):
+    (other, *_), (scan, *_) = scans()["merge_states"], scans()["iterative_pinv"]
+    run = session.measured([scan.scan], groups=[other.name])
+    assert {name for name, _ in cases_measured} == {other.name, *(case.name for case in scans()[scan.scan])}
+    assert not run.quick and not run.figures
+
+
 def test_a_full_session_measures_every_case(cases_measured, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(session, "errors_of_additions", lambda keys: {f"{keys} keys": 0.5})
     run = session.measured()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from bench.report import measured, plots
-from bench.runs import Run, beyond_results
+from bench.runs import Run, beyond_results, load
+from bench.scans import all_cases
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
 from . import synthetic
@@ -29,36 +31,50 @@ torch is its attention. {{where}}
 
 
 @pytest.fixture(scope="module")
-def newest() -> Run:
-    run = measured.newest_run()
-    assert run is not None
-    return run
+def whole() -> Run:
+    return load(measured.WHOLE)
 
 
-def test_the_page_is_of_the_newest_committed_run(newest: Run):
-    assert measured.PAGE.read_text() == measured.page(newest, measured.runs_alone(), measured.load(measured.NARROW)), STALE
+@pytest.fixture(scope="module")
+def narrow() -> Run:
+    return load(measured.NARROW)
 
 
-def test_the_readme_has_the_headline_of_the_newest_committed_run(newest: Run):
+def test_the_page_is_of_the_committed_runs(whole: Run, narrow: Run):
+    assert measured.PAGE.read_text() == measured.page(whole, narrow), STALE
+
+
+def test_the_readme_has_the_headline_of_the_committed_runs(whole: Run, narrow: Run):
     text = measured.README.read_text()
-    assert measured.insert(text, measured.headline(newest, measured.load(measured.NARROW))) == text, STALE
+    assert measured.insert(text, measured.headline(whole, narrow)) == text, STALE
 
 
-def test_the_plot_is_of_the_newest_committed_run(newest: Run):
-    with Image.open(measured.PLOT) as plot:
-        assert (plot.text["Run"], plot.text["Digest"]) == (newest.name, plots.digest(newest, plots.FIRST)), STALE
-
-
-@pytest.mark.parametrize("operator, path", measured.ALONE.items())
-def test_the_plot_of_an_operator_is_of_its_own_run(operator: str, path: Path):
-    (run,) = (run for run in measured.runs_alone() if run.name == operator)
+@pytest.mark.parametrize(("operator", "path"), measured.PLOTS.items())
+def test_plots_are_of_the_committed_run(operator: str, path: Path, whole: Run):
     with Image.open(path) as plot:
-        assert (plot.text["Run"], plot.text["Digest"]) == (run.name, plots.digest(run, operator)), STALE
+        assert (plot.text["Run"], plot.text["Digest"]) == (whole.name, plots.digest(whole, operator)), STALE
 
 
-def test_every_row_of_a_table_is_in_a_committed_run(newest: Run):
-    text = measured.page(newest, measured.runs_alone(), measured.load(measured.NARROW))
+def test_every_row_of_a_table_is_in_the_committed_runs(whole: Run, narrow: Run):
+    text = measured.page(whole, narrow)
     assert text.count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
+    assert whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() == measured.shown(measured.TABLES[:1])
+
+
+def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, Any]] = []
+    sets = {"native_instruction_set": "avx2", "torch_instruction_set": "AVX512"}
+    monkeypatch.setattr(measured.session, "measured", lambda **what: asked.append(what))
+    monkeypatch.setattr(measured, "save", lambda run, path: asked[-1].update(path=path.name))
+    monkeypatch.setattr(measured.provenance, "machine", lambda: sets)
+    with pytest.raises(SystemExit, match=r"torch': 'avx512'.* CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2"):
+        measured.measure("avx2")
+    sets["torch_instruction_set"] = "AVX2"
+    measured.measure("avx2")
+    measured.measure("page")
+    narrow, page = asked
+    assert narrow["path"] == "avx2.json" and page["path"] == "page.json" and set(page["scans"]) == set(plots.TITLES)
+    assert narrow["groups"] < page["groups"] <= {case.name for case in all_cases()}
 
 
 def test_labels_say_how_many_operations_are_saved():
@@ -73,16 +89,6 @@ def test_labels_say_how_many_operations_are_saved():
 
 def saved(folder: Path, name: str, **changes: object) -> Run:
     return synthetic.written(folder, synthetic.run(**{"quick": False} | changes), name)
-
-
-def test_the_newest_full_run_is_taken(tmp_path: Path):
-    assert measured.newest_run(tmp_path) is None
-    saved(tmp_path, "old", date="2026-01-01T00:00:00")
-    saved(tmp_path, "new", date="2026-01-02T00:00:00")
-    saved(tmp_path, "quick", date="2027-01-01T00:00:00", quick=True)
-    (tmp_path / "gpu.json").write_text('{"gpu_check": 2}')
-    found = measured.newest_run(tmp_path)
-    assert found is not None and found.name == "new"
 
 
 def test_a_table_says_what_it_shows(tmp_path: Path):
