@@ -37,7 +37,7 @@ def test_timings() -> None:
         if name == "flash-attention":
             assert "pip install flash-attn" in row["problem"]
         elif name == "wrong":
-            assert "wrong: relative RMS error" in row["problem"]
+            assert "wrong here: relative RMS error" in row["problem"]
         else:
             assert {"group", "seconds", "floor", "extra_memory", "error"} <= row.keys(), row
             assert ("speed_up" in row) == (name != "triton"), row

@@ -232,9 +232,9 @@ def test_layouts(layout: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    query, inputs = torch.zeros(1, 1, 1, 2, 65), torch.zeros(1, 3, 4)
-    assert "at most 64 wide" in str(kernels.unsupported(query, inputs, torch.zeros(1, 65, 4), torch.zeros(1, 8, 4)))
+    query, inputs = torch.zeros(1, 1, 1, 2, 257), torch.zeros(1, 3, 4)
+    assert "at most 256 wide" in str(kernels.unsupported(query, inputs, torch.zeros(1, 257, 4), torch.zeros(1, 8, 4)))
     narrow = query[..., :8]
-    assert "values 65" in str(kernels.unsupported(narrow, inputs, torch.zeros(1, 8, 4), torch.zeros(1, 65, 4)))
+    assert "values 257" in str(kernels.unsupported(narrow, inputs, torch.zeros(1, 8, 4), torch.zeros(1, 257, 4)))
     assert "bfloat16" in str(kernels.unsupported(narrow, inputs.bfloat16(), torch.zeros(1, 8, 4), torch.zeros(1, 8, 4)))
     assert kernels.unsupported(narrow, inputs, torch.zeros(1, 8, 4), torch.zeros(1, 8, 4)) is None
