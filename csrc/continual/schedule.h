@@ -11,6 +11,11 @@ namespace cmab {
 // After this many tokens a row of sums is recomputed in any case; from cmab_kernels/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 
+// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
+// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
+template <class T>
+constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
+
 // The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window
 // % landmarks segments of a window have one token more.
 template <class Int>

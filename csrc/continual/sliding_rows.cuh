@@ -13,11 +13,6 @@ namespace cmab::cuda {
 
 constexpr int kMostRemoved = 2;  // the largest ratio of values subtracted to values left
 
-// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
-// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
-template <class S>
-constexpr S kLargestSure = sizeof(S) == 4 ? S(0x1p18) : S(0x1p47);
-
 template <class T>
 class SlidingRows {
   using S = Sum<T>;

@@ -14,11 +14,6 @@ constexpr double kLeastOfPeak = 0.5;  // a row is recomputed if its sum is below
 constexpr double kMostRemoved = 2;    // or the values subtracted exceed this multiple of those left
 constexpr int64_t kSmallWindow = 4;   // up to this size rows are always recomputed: as fast, and exact
 
-// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
-// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
-template <class T>
-constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
-
 // Scratch for attending to a head's window.
 template <class T>
 struct WindowScratch {

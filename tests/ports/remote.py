@@ -48,7 +48,7 @@ class Remote(ModuleType):
         try:
             sent, tensors = server.pack((arguments, named), {})
         except OverflowError as error:
-            pytest.skip(str(error))
+            pytest.skip(str(error))  # which says how many bytes are too many to be sent
         except (RuntimeError, NotImplementedError):  # a tensor without memory, which the extension must refuse
             refused = getattr(self.here, name)(*arguments, **named)
             assert refused is None, f"{name} has taken a tensor without memory"

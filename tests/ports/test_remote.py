@@ -18,7 +18,7 @@ from ..attention.test_suite import TestLatentAttention as LatentAttention
 
 native = pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
 
-from .remote import Remote  # noqa: E402
+from .remote import Remote  # noqa: E402  after the skip of what it needs
 
 FAULTY = """
 import runpy, sys, types
