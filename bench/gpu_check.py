@@ -38,16 +38,20 @@ TO_FINISH = 10.0
 WORTH_BEGINNING = 30.0
 """Seconds below which no section is begun: workers take some to start."""
 
+COMPILERS = max(8, (os.cpu_count() or 8) - 2)
+"""Workers where nothing is timed and most of the time goes to compilers: one for each core, but for those that watch."""
+
 SECTIONS = {
-    "suite": Section("bench.gpu.suite:tasks", counted=90, workers=8),
+    "suite": Section("bench.gpu.suite:tasks", counted=90, workers=COMPILERS),
     "timings": Section("bench.gpu.timings:tasks", judged=False),
     "ridge_timings": Section("bench.gpu.timings:intention_tasks", judged=False),
     "nystrom_timings": Section("bench.gpu.timings:nystrom_tasks", judged=False),
     "continual_timings": Section("bench.gpu.timings:continual_tasks", judged=False),
+    "layer_timings": Section("bench.gpu.timings:layer_tasks", judged=False),
     "sanitizer": Section("bench.gpu.sanitizer:tasks", counted=LIMIT, workers=9),
-    "candidates": Section("bench.gpu.tune:candidate_tasks", counted=60, workers=12),
+    "candidates": Section("bench.gpu.tune:candidate_tasks", counted=60, workers=COMPILERS),
     "tune": Section("bench.gpu.tune:tasks", after="candidates"),
-    "tuned_suite": Section("bench.gpu.suite:tuned_tasks", counted=90, workers=8, after="tune"),
+    "tuned_suite": Section("bench.gpu.suite:tuned_tasks", counted=90, workers=COMPILERS, after="tune"),
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", judged=False, after="tune"),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", counted=40, judged=False),
 }

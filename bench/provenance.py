@@ -56,13 +56,15 @@ def dirty() -> bool:
     return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") != "unknown"
 
 
+COMPILED = ROOT / "bench" / "results" / "compiled"
+"""What torch and Triton compile in a run."""
 SOURCES = ("cmab_kernels/**/*.py", "csrc/**/*", "bench/**/*.py")
 
 
 def digest() -> str:
     """A hash of everything that is measured or measures, whether it is committed or not; tiles.json, which tuning writes, is not in it."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()}):
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file() and COMPILED not in path.parents}):
         found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:12]
 

@@ -13,12 +13,12 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from bench.devices import measure_on, normal
+from bench.devices import generator, measure_on, normal
 from bench.harness import measure
 from bench.rates import rates_of
 from bench.runs import is_ours, told
-from bench.scans import continual, intention, nystrom
-from bench.scans.attention import attention
+from bench.scans import continual, intention, layers, modules, nystrom, prefix, projected
+from bench.scans.attention import attention, update
 from bench.scans.case import COMPILED, Case, Results, declared
 from bench.scans.intention_peers import ALPHA, inverse_of, regularised
 
@@ -60,6 +60,21 @@ def continual_cases() -> Iterator[Case]:
     yield from (continual.step(heads=heads, fixed=False) for heads in (1, 64, 1024))
 
 
+def layer_cases() -> Iterator[Case]:
+    """Blocks and what they are made of, at the papers' sizes, trained and used."""
+    for backward in (False, True):
+        yield layers.stack(backward=backward)
+        yield layers.stack(32, 32, depth=2, backward=backward)
+        yield projected.projected(backward=backward)
+        yield modules.cross_attention(keys=MILLION, backward=backward)
+        yield layers.feed_forward(16_384, backward=backward)
+        yield layers.attention_layer(backward=backward)
+        yield prefix.attention_prefixes(1000, latents=8, heads=1, width=32, batch=16, backward=backward)
+    yield projected.projected(1, keys=MILLION)
+    yield modules.block()
+    yield from (update(removes=removes) for removes in (False, True))
+
+
 # ---- sections --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +97,10 @@ def continual_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     return [*of_cases(continual_cases, device), *of_cases(continual_cases, device, capture=False)]
 
 
+def layer_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    return of_cases(layer_cases, device, compiled=False)
+
+
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     """Ours again, where something was tuned meanwhile."""
     if not any(row.get("written") for row in before.get("tune", [])):
@@ -91,7 +110,7 @@ def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 def compiled_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     """Peers that take seconds to prepare."""
-    return of_cases(attention_cases, device, compiled=True)
+    return [*of_cases(attention_cases, device, compiled=True), *of_cases(layer_cases, device, compiled=True)]
 
 
 def of_cases(cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True) -> list[Task]:
@@ -135,7 +154,7 @@ def a_solve_a_token(batch: int = 256, length: int = 1024, width: int = 64) -> Ca
     ours = intention.layer(length, batch=batch, width=width, dtype=HALF)
 
     def inputs(seed: int) -> tuple[Tensor, Tensor]:
-        key, value = (normal(torch.Generator().manual_seed(seed + i), batch, 1, length, width, dtype=HALF) for i in range(2))
+        key, value = (normal(generator(seed + i), batch, 1, length, width, dtype=HALF) for i in range(2))
         return torch.nn.functional.normalize(key, dim=-1), value
 
     def mesa(i: tuple[Tensor, Tensor]) -> Results:
