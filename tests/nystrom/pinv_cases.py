@@ -113,7 +113,8 @@ def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, 
     """Check the inverses of matrices (count, m, m) whose rows are almost equal, against float64.
 
     The error of one evaluation is a matter of luck, for its roundings are multiplied by up to (13/4)^iterations: the largest over several
-    orders of the rows and columns counts, in which the same inverse is had with other sums.
+    orders of the rows and columns counts, in which the same inverse is had with other sums. Two terms have one sum in any order, and a
+    kernel that rounds their products together has another: there elements are moved by at most half an eps too, as such a rounding does.
     """
     matrices = (0.03 * torch.randn(count, m, m)).softmax(-1).to(dtype)
     right = oracles.iterative_pinv(matrices.double(), iterations)
@@ -122,7 +123,9 @@ def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, 
         return (inverse.double() - right).flatten(1).norm(dim=1) / right.flatten(1).norm(dim=1)
 
     def in_another_order(rows: Tensor, columns: Tensor) -> Tensor:
-        inverse = oracles.iterative_pinv(matrices.float()[:, rows][:, :, columns], iterations)
+        half = 0.5 * torch.finfo(torch.float32).eps if m == 2 else 0.0
+        moved = (matrices * (1 + half * (2 * torch.rand(matrices.shape, dtype=torch.float64) - 1))).float()
+        inverse = oracles.iterative_pinv(moved[:, rows][:, :, columns], iterations)
         return inverse[:, columns.argsort()][:, :, rows.argsort()]
 
     own = torch.stack([error(in_another_order(torch.randperm(m), torch.randperm(m))) for _ in range(ORDERS)]).amax(0)
