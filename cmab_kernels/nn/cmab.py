@@ -161,7 +161,12 @@ class CMAB(nn.Module):
 def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
     """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
     check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
-    check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
-    if latents.dim() == 3 and latents.shape[0] != inputs.shape[0]:
-        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"inputs have batch {inputs.shape[0]}"))
+    check_latents(latents, inputs.shape[0], "inputs have", weight)
     check_mask(key_padding_mask, inputs, inputs.shape[:2])
+
+
+def check_latents(latents: Tensor, batch: int, whose: str, weight: Tensor) -> None:
+    """Raise unless the latents fit the module's parameter `weight` (..., dim) and the batch of what is `whose`."""
+    check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
+    if latents.dim() == 3 and latents.shape[0] != batch:
+        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"{whose} batch {batch}"))

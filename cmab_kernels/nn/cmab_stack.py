@@ -15,7 +15,7 @@ from ..attention.state import subtract_state
 from ..checks import check_count, wrong
 from . import fused
 from .chunks import check_source, progress_bar, read_chunks
-from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs
+from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs, check_latents
 from .layers import plain_parameters, projects_inside
 from .stream import AttentionStream, follow_weights
 
@@ -81,9 +81,8 @@ class CMABStack(nn.Module):
 
         With `state` None there are no earlier inputs: the module's own stream is neither read nor written.
         """
-        check_inputs(new_inputs, self._blocks[0].latents, key_padding_mask, self._blocks[0].latents)
-        if state is not None:
-            self.stream._check(state)
+        latents = self._blocks[0].latents
+        check_inputs(new_inputs, latents, key_padding_mask, latents)
         return self._read(new_inputs, state, key_padding_mask)
 
     def unread(self, old_inputs: Tensor, state: AttentionState, *, key_padding_mask: Tensor | None = None) -> Removal:
@@ -132,7 +131,7 @@ class CMABStack(nn.Module):
         `ValueError` or `TypeError` for a state or latents that do not fit the module.
         """
         self.stream._check(state)
-        self._check(latents.new_empty(state.lse.shape[1], 0, latents.shape[-1]), latents, None)
+        check_latents(latents, state.lse.shape[1], "the state has", self._blocks[0].latents)
         return self._retrieve(latents, state, all_blocks)
 
     def encode(
@@ -219,6 +218,8 @@ class CMABStack(nn.Module):
         found = fused.read(blocks, inputs, state, key_padding_mask, (len(blocks),))
         if found is not None:
             return found
+        if state is not None:
+            self.stream._check(state)
         stacked = self._stacked()
         if stacked is None or not projects_inside(stacked[0], inputs, *stacked[1]):
             before = [None] * len(blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn import LayerNorm, Linear
 
 from ..attention import AttentionState
 from ..attention.state import check_state
@@ -125,10 +126,10 @@ def _callable(
 # ---- the parameters
 
 Leaves = Iterable[tuple[str, type[nn.Module], bool]]
-_FEED_FORWARD = (("norm", nn.LayerNorm, True), ("expand", nn.Linear, True), ("contract", nn.Linear, True))
-_PROJECTIONS = (*((name, nn.Linear, False) for name in ("query", "key", "value")), ("output", nn.Linear, True))
-_SELF_ATTENTION = (("norm", nn.LayerNorm, True), *_PROJECTIONS)
-_CROSS_ATTENTION = (("norm", nn.LayerNorm, True), ("context_norm", nn.LayerNorm, True), *_PROJECTIONS)
+_FEED_FORWARD = (("norm", LayerNorm, True), ("expand", Linear, True), ("contract", Linear, True))
+_PROJECTIONS = (*((name, Linear, False) for name in ("query", "key", "value")), ("output", Linear, True))
+_SELF_ATTENTION = (("norm", LayerNorm, True), *_PROJECTIONS)
+_CROSS_ATTENTION = (("norm", LayerNorm, True), ("context_norm", LayerNorm, True), *_PROJECTIONS)
 """The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
 _HALF: tuple[tuple[str, type[nn.Module], Leaves], ...] = (
     ("cross_attention", CrossAttention, _CROSS_ATTENTION),
@@ -147,18 +148,24 @@ def _collect(layer: Any, kind: type[nn.Module], leaves: Leaves, heads: int, tens
     """
     if plain_parameters(layer, kind) is None or layer.__dict__.get("num_heads", heads) != heads:
         return False
-    modules = layer._modules
-    for name, leaf, biased in leaves:
-        module: Any = modules[name]
+    modules = layer.__dict__["_modules"]
+    for name, leaf, biased in leaves:  # 34 times a block in every streaming update: each look-up is felt
+        module = modules[name]
         found = plain_parameters(module, leaf)
         if found is None:
             return False
         weight, bias = found["weight"], found["bias"]
-        if type(weight) not in _PLAIN or (type(bias) in _PLAIN) is not biased:
+        if type(weight) not in _PLAIN:
             return False
-        tensors += (weight, bias) if biased else (weight,)
-        if leaf is nn.LayerNorm:
-            if tensors[-1].dtype != tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
+        tensors.append(weight)
+        if biased:
+            if type(bias) not in _PLAIN:
+                return False
+            tensors.append(bias)
+        elif bias is not None:
+            return False
+        if leaf is LayerNorm:
+            if weight.dtype is not tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
                 return False
             eps.add(module.eps)
     return True
@@ -190,6 +197,8 @@ def _parameters(blocks: Sequence[Block]) -> Found:
             return None
         tensors.append(block.latents)
         for half in (compress, retrieve):
-            if not all(_collect(half._modules[name], kind, leaves, heads, tensors, eps) for name, kind, leaves in _HALF):
-                return None
+            layers = half._modules
+            for name, kind, leaves in _HALF:
+                if not _collect(layers[name], kind, leaves, heads, tensors, eps):
+                    return None
     return (tensors, eps.pop()) if len(eps) == 1 else None
