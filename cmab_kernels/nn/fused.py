@@ -165,7 +165,7 @@ def _collect(layer: Any, kind: type[nn.Module], leaves: Leaves, heads: int, tens
         elif bias is not None:
             return False
         if leaf is LayerNorm:
-            if weight.dtype is not tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
+            if tensors[-1].dtype is not tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
                 return False
             eps.add(module.eps)
     return True

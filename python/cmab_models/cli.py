@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -38,12 +39,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         run = _run(asked)
         COMMANDS[asked.command](run, asked)
-    except (ValueError, FileNotFoundError, ImportError, NotImplementedError, Diverged) as error:
+    except ModuleNotFoundError as error:
+        parser.exit(2, f'{parser.prog} {asked.command}: {error}: pip install "cmab-kernels[models]"\n')
+    except (ValueError, OSError, ImportError, NotImplementedError, Diverged) as error:
         parser.exit(2, f"{parser.prog} {asked.command}: {error}\n")
     except Interrupted as stop:
         parser.exit(130, f"\n{parser.prog} {asked.command}: {stop}\n")
     except KeyboardInterrupt:
-        parser.exit(130, f"\n{parser.prog} {asked.command}: interrupted; nothing was written\n")
+        parser.exit(130, f"\n{parser.prog} {asked.command}: interrupted\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,26 +90,38 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(asked: argparse.Namespace) -> Run:
     """Return the run that was asked for; `ValueError` names a setting that does not exist."""
-    settings: dict[str, Any] = {}
-    if asked.config is not None:
-        try:
-            settings.update(json.loads(asked.config.read_text()))
-        except (json.JSONDecodeError, TypeError, ValueError) as error:
-            raise ValueError(f"--config: {asked.config} is not a JSON object: {error}") from error
-    for text in asked.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--set {text}: KEY=VALUE is needed")
-        settings[key] = _value(value)
+    settings = _settings(asked.config, asked.set)
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     task = TASKS[asked.task]().changed({key: value for key, value in settings.items() if not key.startswith("model.")})
     if asked.system not in task.systems:
         raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
-    device = torch.device(asked.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: there is no GPU that torch can use")
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
-    return Run(asked.system, task, folder, asked.seed, str(device), model)
+    return Run(asked.system, task, folder, asked.seed, _device(asked.device), model)
+
+
+def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a file, overridden by those that are given as KEY=VALUE."""
+    settings: dict[str, Any] = {}
+    if config is not None:
+        try:
+            settings.update(json.loads(config.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--config: {config} is not a JSON object: {error}") from error
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--set {text}: KEY=VALUE is needed")
+        settings[key] = _value(value)
+    return settings
+
+
+def _device(text: str) -> str:
+    kind, _, number = text.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        raise ValueError(f"--device is {text!r}; it must be cpu, cuda, or such as cuda:1")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device is {text!r}; GPUs that torch can use: {torch.cuda.device_count()}")
+    return text
 
 
 def _value(text: str) -> Any:
@@ -194,7 +209,7 @@ def kept(run: Run) -> nn.Module:
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub tells that it reads a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is broken, or no {run.system}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{folder} is broken, or no {run.system}: {shorten(str(error), 300)}") from error
     return model.to(run.device).eval()
 
 

@@ -58,6 +58,14 @@ def test_events_one_by_one_get_the_predictions_of_all_at_once(kind: type[PointPr
 
 
 @pytest.mark.parametrize("kind", SIZES)
+def test_sequences_without_events_have_the_likelihood_of_none(kind: type[PointProcess]) -> None:
+    model, end = made(kind), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    with torch.no_grad():
+        found = model.log_prob(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.int64), end=end)
+        torch.testing.assert_close(found.survival, model.next_event(None).time.log_survival(end), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", SIZES)
 def test_the_intensity_between_events_is_that_of_the_stream(kind: type[PointProcess]) -> None:
     model, (times, marks) = made(kind), some_events()
     at = torch.tensor([0.1, 2.0, 50.0], dtype=torch.float64)

@@ -29,14 +29,14 @@ def test_departures_are_those_of_the_table() -> None:
     assert len(found.destinations) == 104
     assert list(found.destinations[:3]) == ["ABQ", "ACK", "ALB"]
     events = 0
-    for part in found[:3]:
+    for part in found[:2]:
         gaps = part.gaps()[part.there]
         assert gaps.min() >= 1
         assert torch.equal(gaps, gaps.round())
         assert (part.times[:, 0] <= DAY).all()
         assert (part.end >= part.times.max(1).values).all()
         events += int(part.lengths.sum())
-    assert 320_000 < events < 336_776 - 8_255
+    assert 320_000 * 7 / 8 < events < (336_776 - 8_255) * 7 / 8  # an eighth of the aircraft is in neither part
 
 
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,17 @@ def test_few_shots_are_not_judged_where_pixels_do_better(tmp_path: Path) -> None
     assert "nearest mean of the pixels has 0.92" in unlearned.reason
 
 
+def test_what_counting_has_is_told_of_departures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TASKS["departures"], "references", lambda task: {"last_mark": -3.0})
+    (claim,) = (claim for claim in CLAIMS if "departures" in claim.text)
+    runs = list(Experiment("departures", "departures", ("cmhp", "thp"), (0,)).runs(tmp_path))
+    for run, mark in zip(runs, (-2.5, -2.45), strict=True):
+        record(run, {"mark": mark})
+    verdict = judging.judged(claim, Results({"departures": runs}))
+    assert verdict.held is True
+    assert "counting what follows a mark has -3.000, 0.50 less than cmhp" in verdict.reason
+
+
 def test_the_page_tells_what_was_changed_of_a_task(tmp_path: Path) -> None:
     """By all runs: what one system has of its own is not said of the others."""
     each = Experiment("few", "few-shot", ("few-shot",), (0, 1), {"steps": 7, "ways": 3, "turn": 30.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from cmab_models import cli
 from cmab_models.neural_processes import Batch
-from cmab_models.tasks import TASKS, Task
+from cmab_models.tasks import TASKS, Task, seeded
 from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, train
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -110,11 +111,16 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     with pytest.raises(BadCheckpoint, match=r"slope = 1\.0, not 2\.0"):
         train(Run("cnp", toy(slope=2.0), tmp_path), resume=True)  # type: ignore[call-arg]
     written = run.checkpoint.read_bytes()
+    (tmp_path / "whole.pt").write_bytes(written)
     run.checkpoint.write_bytes(written[: len(written) // 2])
     with pytest.raises(BadCheckpoint, match="broken"):
         train(run, resume=True)
     torch.save({"weights": torch.zeros(3)}, run.checkpoint)
     with pytest.raises(BadCheckpoint, match="is no cmab_models checkpoint"):
+        train(run, resume=True)
+    other = torch.load(run.checkpoint.parent / "whole.pt")
+    torch.save(other | {"model": {}}, run.checkpoint)  # of a version whose models had other parameters
+    with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
         train(run, resume=True)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
     with pytest.raises(BadCheckpoint, match="broken"):
@@ -153,17 +159,64 @@ def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.Captur
     counts = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert counts == [*map(str, range(1, 11)), "20", "25"]
 
-    for arguments, message in (
-        (("train", *asked), "add --resume"),
-        (("train", "cnp", "--task", "lines", "--set", "slop=1"), "no setting 'slop'"),
-        (("train", "cnp", "--task", "lines", "--set", "slope"), "KEY=VALUE"),
-        (("train", "cnp", "--task", "lines", "--set", "steps=many"), "steps is 'many'; it must be of the kind of 6"),
-        (("train", "lbanp", "--task", "lines"), "lbanp cannot learn lines"),
-        (("evaluate", "cnp", "--task", "lines", "--seed", "5"), "train it first"),
-        (("train", "cnp", "--task", "lines", "--config", "no.json"), "no.json"),
-    ):
-        assert run_command(*arguments) == 2
-        assert message in capsys.readouterr().err
+    assert run_command("train", *asked) == 2
+    assert "add --resume" in capsys.readouterr().err
     (folder / "model" / "model.safetensors").write_bytes(b"nothing")
     assert run_command("evaluate", *asked) == 2
     assert "is broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "cnp", "--set", "slop=1"), "no setting 'slop'"),
+        (("train", "cnp", "--set", "slope"), "KEY=VALUE"),
+        (("train", "cnp", "--set", "steps=many"), "steps is 'many'; it must be of the kind of 6"),
+        (("train", "cnp", "--set", "steps=true"), "steps is True; it must be of the kind of 6"),
+        (("train", "cnp", "--set", "steps=0"), "steps is 0; it must be positive"),
+        (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate is nan; it must be positive"),
+        (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
+        (("train", "cnp", "--set", "model.dim=wide"), "cnp cannot be made with {'dim': 'wide'}"),
+        (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
+        (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
+        (("train", "cnp", "--folder", "a file"), "Not a directory"),
+        (("train", "cnp", "--config", "no.json"), "no.json"),
+        (("train", "cnp", "--config", "a file"), "is not a JSON object"),
+        (("train", "cnp", "--config", "."), "Is a directory"),
+        (("train", "lbanp"), "lbanp cannot learn lines"),
+        (("evaluate", "cnp", "--seed", "5"), "train it first"),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a file").write_text("[1]")
+    assert run_command(*arguments, "--task", "lines") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_said(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert run_command("train", "cnp", "--task", "lines", "--folder", str(tmp_path)) == 2
+    assert 'pip install "cmab-kernels[models]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("system", "task", "settings", "message"),
+    [
+        ("cnp", "gp-rbf", {"most_points": 6}, "most_points is 6; at least 7"),
+        ("cnp", "digits", {"size": 2}, "pixels are asked for of images of 2 x 2"),
+        ("nystromformer", "patches", {"side": 100}, "no photograph has bands of 8 patches so large"),
+        ("few-shot", "few-shot", {"ways": 100}, "ways is 100; there are 48 classes"),
+        ("inctnp", "wheel", {"memory": 5}, "memory is 5; an inctnp cannot forget"),
+        ("thp", "hawkes", {"end": 1e-9}, "end is 1e-09; no event came before"),
+    ],
+)
+def test_settings_that_no_data_fits(system: str, task: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made = TASKS[task]().changed(settings)
+        made.model(system)
+        made.batch(seeded(0))

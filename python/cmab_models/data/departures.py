@@ -30,7 +30,6 @@ class Departures(NamedTuple):
     """Windows of consecutive departures of an aircraft, split by aircraft. Marks are positions in `destinations`."""
 
     train: Events
-    valid: Events
     test: Events
     destinations: tuple[str, ...]
     """Codes of airports, in alphabetical order"""
@@ -38,7 +37,7 @@ class Departures(NamedTuple):
 
 @lru_cache(1)
 def departures(window: int = 128, shortest: int = 16) -> Departures:
-    """Return the streams of all aircraft: three quarters of them to train, an eighth to choose by, an eighth to test.
+    """Return the streams of aircraft: three quarters of all to train, an eighth to test. The others are in neither part.
 
     The streams are cut as `windows` says. Times are in minutes.
 
@@ -47,9 +46,9 @@ def departures(window: int = 128, shortest: int = 16) -> Departures:
     """
     streams, destinations = _streams()
     order = torch.randperm(len(streams), generator=torch.Generator().manual_seed(13))
-    parts = order.tensor_split([len(order) * 6 // 8, len(order) * 7 // 8])
-    train, valid, test = (windows([streams[i] for i in part.tolist()], YEAR, DAY, window, shortest) for part in parts)
-    return Departures(train, valid, test, destinations)
+    parts = order[: len(order) * 6 // 8], order[len(order) * 7 // 8 :]
+    train, test = (windows([streams[i] for i in part.tolist()], YEAR, DAY, window, shortest) for part in parts)
+    return Departures(train, test, destinations)
 
 
 def _streams() -> tuple[list[tuple[Tensor, Tensor]], tuple[str, ...]]:

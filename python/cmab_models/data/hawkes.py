@@ -63,6 +63,8 @@ class Hawkes:
         there = torch.stack(times, 1) < end
         lengths = there.sum(1)
         longest = int(lengths.max())
+        if not longest:
+            raise ValueError(f"end is {end}; no event came before")
         all_times, all_marks = (torch.stack(each, 1).where(there, 0)[:, :longest] for each in (times, marks))
         return Events(all_times, all_marks, lengths, torch.full((sequences,), end, dtype=torch.float64))
 

@@ -100,4 +100,6 @@ def values(images: Tensor) -> Tensor:
 def some_pixels(images: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return the places (B, count) of different random pixels of images (B, H, W, C), counted row by row."""
     batch, height, width, _ = images.shape
+    if count > height * width:
+        raise ValueError(f"{count} pixels are asked for of images of {height} x {width}")
     return torch.rand(batch, height * width, generator=generator).topk(count).indices

@@ -57,6 +57,8 @@ def bands(side: int, columns: int, *, held_out: bool) -> tuple[list[Tensor], Ten
                 rows = band[: band.shape[0] // side * side].unfold(0, side, side).unfold(1, side, side)
                 streams.append(rows.flatten(0, 1).flatten(1))
                 labels.append(label)
+    if not streams:
+        raise ValueError(f"side is {side}; no photograph has bands of {columns} patches so large")
     return streams, torch.tensor(labels)
 
 

@@ -67,4 +67,4 @@ def _found(folder: str, name: str) -> Path:
     for path in (Path(folder, name), Path(folder, f"{name}.gz")):
         if path.exists():
             return path
-    raise FileNotFoundError(f"{folder or 'no folder'} has no {name}: this data is downloaded by hand, see {__name__}")
+    raise FileNotFoundError(f"{folder or 'this folder'} has no {name}: this data is downloaded by hand, see {__name__}")

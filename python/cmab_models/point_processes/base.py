@@ -107,7 +107,7 @@ class PointProcess(Pretrained):
 
         survival = features.new_zeros(batch)
         if end is not None:
-            wait = _checked(end.double() - times.max(1).values)
+            wait = _checked(end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
             last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
             survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(features))
         time, correct = predicted.time.log_prob(gaps[there].to(features)), predicted.mark.logits.argmax(-1) == came

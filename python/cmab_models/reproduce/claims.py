@@ -52,6 +52,17 @@ def _regret(results: Results) -> Verdict:
     )
 
 
+def _departures(results: Results) -> Verdict:
+    """Judge that CMHP predicts destinations as well as a Transformer, and tell what counting has, here and where an aim was set."""
+    verdict, counted = within(results, "departures", "mark", "cmhp", "thp", 0.06), results.tasks["departures"].references()["last_mark"]
+    gain = results.spread("departures", "cmhp", "mark").mean - counted
+    told = (
+        f"counting what follows a mark has {counted:.3f}, {gain:.2f} less than cmhp; an aim of -2.35, set beside -2.68 by counting on "
+        "another selection of flights, is not reached"
+    )
+    return Verdict(verdict.held, f"{verdict.reason}; {told}")
+
+
 def _constant_memory(results: Results) -> Verdict:
     """Judge that memory does not grow with the context, from 10,000 points on."""
     costs = {cost.points: cost.mebibytes for cost in results.costs if cost.system == "cmanp" and cost.points >= 10_000}
@@ -109,11 +120,7 @@ CLAIMS: tuple[Claim, ...] = (
         WORKSHOP,
         lambda r: within(r, "hawkes", "time", "cmhp", "thp", 0.06),
     ),
-    Claim(
-        "CMHP predicts marks as well, within 0.06, on real departures.",
-        WORKSHOP,
-        lambda r: within(r, "departures", "mark", "cmhp", "thp", 0.06),
-    ),
+    Claim("CMHP predicts marks as well, within 0.06, on real departures.", WORKSHOP, _departures),
     Claim("Streaming costs the continual Nyströmformer no accuracy.", NYSTROM, _streamed_is_whole),
     Claim(
         "It comes within two points of full attention.",

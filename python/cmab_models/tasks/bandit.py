@@ -44,6 +44,8 @@ class WheelBandit(Task):
     """The radius after half of the plays; 0: the same."""
 
     def sizes(self, system: str) -> dict[str, Any]:
+        if system == "inctnp" and self.memory:
+            raise ValueError(f"memory is {self.memory}; an inctnp cannot forget: memory=0 remembers all")
         if system == "cnp":
             return {"dim_x": 2, "dim_y": wheel.ARMS}
         sizes = {"dim_x": 2, "dim_y": wheel.ARMS, "dim": 16, "num_heads": 1, "depth": 4}

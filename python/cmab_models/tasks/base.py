@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ TASKS: dict[str, type[Task]] = {}
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Base class of tasks. A task is a frozen dataclass: its fields are the numbers that `--set` changes, with the defaults of `reproduce`.
+    """Base class of tasks. A task is a frozen dataclass: its fields are the settings that `--set` changes.
 
     Randomness comes from the generators that are passed, so that a seed gives the same numbers on every run.
     """
@@ -67,20 +68,39 @@ class Task(ABC):
         raise NotImplementedError(f"{self.name} has no stream")
 
     def model(self, system: str, **changes: Any) -> nn.Module:
-        """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor."""
+        """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
+
+        `ValueError` for a system that cannot learn the task, and for changes that it cannot be made with.
+        """
         if system not in self.systems:
             raise ValueError(f"{system} cannot learn {self.name}; {', '.join(self.systems)} can")
-        return SYSTEMS[system](**(self.sizes(system) | changes))
+        kind, sizes = SYSTEMS[system], self.sizes(system)
+        _, *known = inspect.signature(kind.__init__).parameters
+        for name in changes.keys() - known:
+            raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
+        try:
+            return kind(**(sizes | changes))
+        except (TypeError, AssertionError, RuntimeError) as error:
+            if not changes:
+                raise
+            raise ValueError(f"{system} cannot be made with {changes}: {error}") from error
 
     def changed(self, settings: Mapping[str, Any]) -> Task:
-        """Return the task with other numbers; `ValueError` for a name that it does not have, or a value of another type."""
-        known = [field.name for field in fields(self)]
+        """Return the task with other settings.
+
+        `ValueError` for a name that it does not have, a value of another type, and a number that is not positive; it may be 0 where that
+        is the default.
+        """
+        known = {field.name: field.default for field in fields(self)}
         for name, value in settings.items():
             if name not in known:
                 raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(known)}")
-            kind = type(getattr(self, name))
-            if not isinstance(value, {float: (float, int), tuple: (tuple, list)}.get(kind, kind)):
-                raise ValueError(f"{name} is {value!r}; it must be of the kind of {getattr(self, name)!r}")
+            default = known[name]
+            kinds = (float, int) if type(default) is float else (type(default),)
+            if type(value) not in kinds:
+                raise ValueError(f"{name} is {value!r}; it must be of the kind of {default!r}")
+            if type(value) in (int, float) and not (value > 0 or value == default):
+                raise ValueError(f"{name} is {value!r}; it must be positive{'' if default else ', or 0'}")
         return replace(self, **settings)
 
 

@@ -115,6 +115,8 @@ class FewShotTask(ImageTask):
             raise ValueError(f"shots is {self.shots}; there are {self.most_shots()} examples of a class beside the query")
         images, labels = self._classes(held_out)
         classes = labels.unique()
+        if self.ways > len(classes):
+            raise ValueError(f"ways is {self.ways}; there are {len(classes)} classes")
         chosen = torch.stack([classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)])
         examples = [torch.stack([_some(labels == label, self.shots + 1, generator) for label in row]) for row in chosen.tolist()]
         sets = images[torch.stack(examples)]

@@ -73,6 +73,8 @@ class FunctionTask(Task):
 
 def sizes_of_sets(most: int, generator: torch.Generator) -> tuple[int, int]:
     """Return N ~ U[3, most - 3) and M ~ U[3, most - N), the numbers of points and targets of a batch."""
+    if most < 7:
+        raise ValueError(f"most_points is {most}; at least 7 are needed, 3 of them targets")
     context = int(torch.randint(3, most - 3, (), generator=generator))
     return context, int(torch.randint(3, most - context, (), generator=generator))
 

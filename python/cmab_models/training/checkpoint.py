@@ -6,9 +6,11 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 FORMAT = "cmab_models checkpoint, version 1"
 
@@ -52,4 +54,15 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     for name in run:
         if checkpoint.run.get(name) != run[name]:
             raise BadCheckpoint(f"{path} was trained with {name} = {checkpoint.run.get(name)!r}, not {run[name]!r}")
+    return checkpoint
+
+
+def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
+    """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also where it does not fit them."""
+    checkpoint = load(path, run)
+    try:
+        model.load_state_dict(checkpoint.model)
+        optimizer.load_state_dict(checkpoint.optimizer)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise BadCheckpoint(f"{path} is of another version of {run['system']}: {shorten(str(error), 300)}") from error
     return checkpoint

@@ -67,9 +67,7 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
     done, cpu, wall = 0, time.process_time(), time.perf_counter()
     if resume:
-        last = checkpoint.load(run.checkpoint, run.described())
-        model.load_state_dict(last.model)
-        optimizer.load_state_dict(last.optimizer)
+        last = checkpoint.resumed(run.checkpoint, run.described(), model, optimizer)
         done, cpu, wall = last.step, cpu - last.cpu_seconds, wall - last.wall_seconds
 
     def seconds() -> dict[str, float]:
