@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from cmab_kernels.extension import load
 from cmab_kernels.testing import OperatorSuite
 
 from .guards.walls import suites
 
 pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
 
+ROOT = Path(__file__).resolve().parents[1]
+CHOSEN = "native and not (portable or avx2 or avx512)"
+FAMILIES = ("attention", "intention", "layers", "nystrom", "properties")
 SUITES = {
-    f"{kind.__module__.removeprefix('tests.').removesuffix('.test_suite')}-{kind.__name__}": kind
-    for kind in suites()
-    if kind.test_accuracy and "normal" in kind.laws
+    f"{kind.__module__.removeprefix('tests.').removesuffix('.test_suite')}-{kind.__name__}": kind for kind in suites() if kind.test_accuracy
 }
 
 
@@ -29,19 +36,23 @@ def suite(request: pytest.FixtureRequest) -> Iterator[OperatorSuite]:
     found.teardown_method()
 
 
-def _check(suite: OperatorSuite, dtype: torch.dtype, shape: int) -> None:
-    suite.check_accuracy("native", dtype, "normal", suite.inputs(dtype, "normal", suite.shapes[shape]))
-
-
 def test_accuracy(narrow_isa: str, suite: OperatorSuite) -> None:
-    """Results and gradients in float32 are within the bounds of the oracle."""
-    _check(suite, torch.float32 if torch.float32 in suite.dtypes else suite.dtypes[0], 0)
+    """Results and gradients are within the bounds of the oracle, for all dtypes and laws that the suite has."""
+    for dtype, law in itertools.product(suite.dtypes, suite.laws):
+        suite.check_accuracy("native", dtype, law, suite.inputs(dtype, law, suite.shapes[0]))
+
+
+def test_huge_logits(narrow_isa: str, suite: OperatorSuite) -> None:
+    """So they are with logits up to 2^60, of operators that have logits."""
+    for order in ("rising", "falling", "mixed") if any(suite.logits) else ():
+        suite.test_huge_logits("native", torch.float32, order)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_accuracy_in_every_shape(narrow_isa: str, suite: OperatorSuite, dtype: torch.dtype) -> None:
-    """The same for all shapes and dtypes that the suite has."""
-    if dtype in suite.dtypes:
-        for shape in range(len(suite.shapes)):
-            _check(suite, dtype, shape)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vectors", load().instruction_sets()[:-1])
+def test_all_native_tests(vectors: str, family: str) -> None:
+    """The ordinary tests of native kernels, but for those that choose their vectors themselves, in a process that has these vectors."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/{family}", "-k", CHOSEN]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "CMAB_KERNELS_ISA": vectors})
+    assert run.returncode == 0
