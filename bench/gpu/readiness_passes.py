@@ -261,7 +261,7 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_backward": lambda launch: _scores(launch, 2),
     "_backward_keys": _scores_of_keys,
     "_backward_in_parts": _scores_in_parts,
-    "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["D"]),
+    "_sum_runs": lambda launch: _runs(launch, launch.options["cut"][0], launch.options["ROWS"] * launch.options["D"]),
     "_windows": _windows,
     "_scan": lambda launch: _scanned(launch, launch.options["sizes"][2], sum(t.nbytes for t in launch.args if t is not None)),
     "_send_back": _send_back,

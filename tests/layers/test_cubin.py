@@ -74,7 +74,7 @@ def test_feed_forward(name: str, width: int, capability: int, tmp_path: Path) ->
 def test_attention(name: str, width: int, capability: int, tmp_path: Path) -> None:
     with as_if_on(capability):
         found = _attention(DTYPES[name], width)
-    assert set(found) >= {*ATTENTION, "_forward", "_row_terms", "_sum_runs"}
+    assert set(found) >= {*ATTENTION, "_forward", "_row_terms"}
     assert _faults(found, ATTENTION, capability, tmp_path) == []
 
 

@@ -177,10 +177,13 @@ def _backward(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Process one run of keys for one block of queries, held in registers; store the run's share of dQ in its slot of dquery.
+
+    AT_ONCE says that a set is one run, so that the share is dQ itself.
 
     dK and dV are complete only if one block holds all queries: otherwise `_backward_keys` computes them.
     """
@@ -260,6 +263,8 @@ def _backward(
     if QUERY:
         row = block * BLOCK_L + tl.arange(0, BLOCK_L)
         columns = tl.arange(0, D_PAD)
+        if AT_ONCE:
+            dq = (dq * scale_).to(dquery.dtype.element_ty)
         tl.store(rows_at(dquery, slot_head.to(tl.int64) * L + row, D, D_PAD), dq, mask=(row < L)[:, None] & (columns < D)[None, :])
 
 
@@ -354,11 +359,13 @@ def attention_backward(
             (cut.runs, cut.most_runs),
             scale,
         )
-        shares = None if dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
+        at_once = cut.runs == 1 and cu_seqlens is None and N > 0
+        shares = dquery if at_once or dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
         options = {"D": D, "E": E, "ALIGN": alignment(query, key, value), **tiles._asdict()}
         if products.kind == "tf32x3" and any(needs):
             piece = piece_of_columns(query.device, max(D, E))
-            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, PIECE=piece, **options, enable_fp_fusion=False)
+            of_parts = {"PIECE": piece, "AT_ONCE": at_once, "enable_fp_fusion": False}
+            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, **options, **of_parts)
             dkey = dvalue = None
         options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
         blocks = triton.cdiv(L, tiles.BLOCK_L)
@@ -367,8 +374,8 @@ def attention_backward(
             _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **(options | passing))
             dkey = dvalue = None
         if products.kind != "tf32x3" and not (shares is None and dkey is None and dvalue is None):
-            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
-        if shares is not None and dquery is not None:
+            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, AT_ONCE=at_once, **options)
+        if shares is not None and dquery is not None and not at_once:
             sum_runs(shares, offsets, dquery, *numbers[1:])
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

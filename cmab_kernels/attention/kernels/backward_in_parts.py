@@ -182,10 +182,12 @@ def _backward_in_parts(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
     ALIGN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """dK and dV of one run of keys, and its share of dQ in its slot of dquery, for all queries, BLOCK_L at a time.
 
     The columns of a tile are multiplied PIECE at a time; or if it is None all at once, and tiles of the queries and of dout stay at hand.
+    AT_ONCE says that a set is one run, so that the share is dQ itself.
     """
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -272,5 +274,6 @@ def _backward_in_parts(
             if dquery is not None:
                 pointers = rows_from(dquery, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
-                tl.store(pointers, dq + tl.load(pointers, mask=inside & (start > first_key), other=0.0), mask=inside)
+                dq += tl.load(pointers, mask=inside & (start > first_key), other=0.0)
+                tl.store(pointers, tl.where(AT_ONCE & (end == last), dq * scale_, dq), mask=inside)
             tl.debug_barrier()  # what has been stored is added to by other threads

@@ -125,28 +125,33 @@ def _sum_runs(
     cut: tl.int32,
     scale: tl.float64,
     D: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """dQ of one row: the shares of all runs, added in the order of the runs."""
+    """dQ of ROWS rows of a head: the shares of all runs, added in the order of the runs."""
     DTYPE: tl.constexpr = run_dquery.dtype.element_ty
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     B, H, L, N = sizes
     runs, most_runs = cut
-    row = tl.program_id(0) % L
-    head = tl.program_id(0) // L % H
-    batch = tl.program_id(0) // L // H
+    blocks = tl.cdiv(L, ROWS)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(0) // blocks % H
+    batch = tl.program_id(0) // blocks // H
     first, last = set_bounds(offsets, batch, N)
     count = count_runs(last - first, most_runs)
     stride = tl.cast(H, tl.int64) * L
     start = first_slot(offsets, batch, N, runs) * stride + tl.cast(head, tl.int64) * L + row
     columns = tl.arange(0, D_PAD)
-    total = tl.zeros([D_PAD], DTYPE)
+    inside = (row < L)[:, None] & (columns < D)[None, :]
+    total = tl.zeros([ROWS, D_PAD], DTYPE)
     for chunk in range(0, count, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
-        shares = rows_at(run_dquery, start + run * stride, D, D_PAD)
-        total += tl.sum(tl.load(shares, mask=(run < count)[:, None] & (columns < D)[None, :], other=0.0), 0)
-    total = unless_bad(total * tl.full([1], scale, DTYPE), offsets, B)
-    tl.store(dquery + (tl.program_id(0).to(tl.int64) * D + columns), total.to(dquery.dtype.element_ty), mask=columns < D)
+        at = (run * stride)[:, None] + start[None, :]
+        shares = run_dquery + (at[:, :, None] * D + columns[None, None, :])
+        total += tl.sum(tl.load(shares, mask=(run < count)[:, None, None] & inside[None, :, :], other=0.0), 0)
+    total = unless_bad(total * tl.full([1, 1], scale, DTYPE), offsets, B)
+    stored = (tl.cast(batch, tl.int64) * H + head) * L + row
+    tl.store(rows_at(dquery, stored, D, D_PAD), total.to(dquery.dtype.element_ty), mask=inside)
 
 
 def row_terms(
@@ -159,9 +164,10 @@ def row_terms(
     B, H, L, E = out.shape
     douts = out.new_empty((B, H, L, E), dtype=operand)
     rows = triton.cdiv(L, block) * block
+    of_program = max(1024 // triton.next_power_of_2(max(E, 16)), 16)
     high, low, delta = out.new_empty((3, B, H, rows), dtype=sums)
     _row_terms(
-        triton.cdiv(B * H * rows, 16),
+        triton.cdiv(B * H * rows, of_program),
         dout,
         dlse,
         out,
@@ -176,7 +182,7 @@ def row_terms(
         scale,
         1 / scale if scale else 0.0,
         E=E,
-        ROWS=16,
+        ROWS=of_program,
         enable_fp_fusion=False,  # fused with the first addition across lanes, a product gives each lane of a row another sum
     )
     return douts, high, low, delta
@@ -187,4 +193,5 @@ def sum_runs(
 ) -> None:
     """Fill dQ (B, H, L, D) with the sums of the shares (slots, H, L, D) of all runs."""
     B, H, L, D = dquery.shape
-    _sum_runs(B * H * L, shares, offsets, dquery, sizes, cut, scale, D=D, CHUNK=32)
+    rows = max(256 // triton.next_power_of_2(max(D, 16)), 1)
+    _sum_runs(B * H * triton.cdiv(L, rows), shares, offsets, dquery, sizes, cut, scale, D=D, ROWS=rows, CHUNK=32)
