@@ -47,7 +47,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """The source of random numbers for `normal`, on the device that is measured: a CPU takes seconds for what a GPU reads in a millisecond."""
+    """The source of random numbers for `normal`, on the device that is measured: a CPU draws for seconds what a GPU reads in 1 ms."""
     return torch.Generator(device()).manual_seed(seed)
 
 
