@@ -221,7 +221,7 @@ def block_stack_backward(
     """
     slopes = dy.contiguous()
     dx, dinputs = x.new_empty(x.shape), None if inputs is None or not needs[1] else inputs.new_empty(inputs.shape)
-    dattended = None if attended is None else out.new_empty(out.shape[0], out.shape[2], x.shape[2])
+    dattended = None if attended is None else torch.empty_like(out)
     wanted = [i for i, need in enumerate(needs[4:]) if need and (attended is None or i % _OF_BLOCK not in _READING)]
     gradients: list[Tensor | None] = [None] * len(parameters)
     for i in wanted:
@@ -239,4 +239,4 @@ def block_stack_backward(
         dattended=dattended,
         gradients=tuple(gradients),
     )
-    return dx, dinputs, dattended if dattended is None else dattended.unflatten(-1, (heads, -1)).transpose(1, 2), *gradients
+    return dx, dinputs, dattended, *gradients

@@ -187,9 +187,7 @@ class Backward {
     for (int row = 0; row < rows; ++row) {
       const T* dout = dout_.at<T>(head.b, head.h, first + row);
       const T* out = out_ + row_index(head, first + row) * width;
-      double parts[4] = {-*dlse_.at<double>(head.b, head.h, first + row)};  // a single sum would wait for itself
-      for (int e = 0; e < width; ++e) parts[e % 4] += double(dout[e * dout_.stride[3]]) * out[e];
-      delta[row] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      delta[row] = dot(dout, dout_.stride[3], out, width) - *dlse_.at<double>(head.b, head.h, first + row);
     }
     const QueryRows rows_in{rows_of(in_, in_.query, head.b, head.h, first),
                             dout_.at<T>(head.b, head.h, first),
@@ -253,10 +251,11 @@ class Backward {
   void add_query_parts(const Head& head, int64_t block, char* scratch) const {
     const int rows = rows_of_block(block), width = in_.shape.key_width;
     const Sum sum(in_.shape, kernel_.block, scratch);
-    std::fill_n(sum.total, rows * width, 0.0);
+    if (!head.key_pieces) std::fill_n(sum.total, rows * width, 0.0);
     for (int64_t piece = 0; piece < head.key_pieces; ++piece) {
-      kernel_.read(in_.shape, rows, state(head, piece, block), sum.part);
-      for (int i = 0; i < rows * width; ++i) sum.total[i] += sum.part[i];
+      kernel_.read(in_.shape, rows, state(head, piece, block), piece ? sum.part : sum.total);
+      if (piece)
+        for (int i = 0; i < rows * width; ++i) sum.total[i] += sum.part[i];
     }
     const int64_t at = row_index(head, block * kernel_.block) * width;
     for (int i = 0; i < rows * width; ++i)

@@ -28,6 +28,7 @@ inline void pack_rows(DType dtype, const Matrix& matrix, int rows, int width, do
     for (int row = 0; row < rows; ++row)
       copy_row(from + row * matrix.row_stride, matrix.col_stride, width, padded, to + row * padded);
   });
+  if (factor == 1) return;
   for (int i = 0; i < rows * padded; ++i) to[i] = T(to[i] * factor);
 }
 

@@ -88,7 +88,10 @@ inline void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int widt
       V square[kLanes];
 #pragma GCC unroll 16
       for (int r = 0; r < kLanes; ++r)
-        square[r] = row + r < rows ? scaled(load_first<V>(from + (row + r) * row_stride + d, count), factor) : V{};
+        square[r] = row + r < rows ? load_first<V>(from + (row + r) * row_stride + d, count) : V{};
+      if (factor != 1)
+#pragma GCC unroll 16
+        for (int r = 0; r < kLanes; ++r) square[r] = scaled(square[r], factor);
       transpose(square);
       for (int c = 0; c < count; ++c) store(columns + (d + c) * stride + row, square[c]);
     }

@@ -32,6 +32,17 @@ inline Matrix rows_of(const Inputs& in, const Operand& operand, int64_t b, int64
           operand.stride[3]};
 }
 
+// The sum of a[e a_step] b[e], in double: as four sums, since a single one would wait for itself.
+template <class T>
+inline double dot(const T* a, int64_t a_step, const T* b, int width) {
+  double parts[4] = {};
+  int e = 0;
+  for (; e + 4 <= width; e += 4)
+    for (int i = 0; i < 4; ++i) parts[i] += double(a[(e + i) * a_step]) * b[e + i];
+  for (int i = 0; e < width; ++e, ++i) parts[i] += double(a[e * a_step]) * b[e];
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
 inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t first, int64_t count) {
   const int64_t row = set.first + first;
   const uint8_t* ignored =

@@ -46,7 +46,7 @@ double multiplications(const AttentionLayer& in) {
 }
 
 Heads heads_of(const AttentionLayer& in, const void* data, int width, int64_t rows) {
-  return {data, in.heads, width, rows};
+  return {const_cast<void*>(data), in.heads, width, rows};
 }
 
 // y = x + output(out) for some rows of all sets, on the calling thread.
@@ -65,13 +65,14 @@ void project_output(const LinearKernels& kernel, const AttentionLayer& in, const
       });
 }
 
-// The gradient of the output projection: dout (B, L, H E) in the type of sums, and those of its parameters.
+// The gradient of the output projection: dout (B, H, L, E) in the type of sums, and those of its parameters.
 void output_backward(const LinearKernels& kernel, const AttentionLayer& in, const Matrix& dy, const void* out,
                      const WeightGradients& gradient, void* dout) {
   using Parameters = OutputParameters<true>;
   const int depth = in.heads * in.value_width;
   const DType sums = state_type(in.dtype);
   const Heads heads = heads_of(in, out, in.value_width, in.latents);
+  const Heads dheads = heads_of(in, dout, in.value_width, in.latents);
   ParameterSums parts(kernel, in.dtype, in.batch * in.latents);
   const int weight = parts.add(gradient.weight, in.width, depth), bias = parts.add(gradient.bias, 1, in.width);
   const int threads = useful_threads(2 * output_multiplications(in), in.threads);
@@ -85,7 +86,7 @@ void output_backward(const LinearKernels& kernel, const AttentionLayer& in, cons
             }
             if (parts.needed(bias)) kernel.add_rows(mine.x, count, in.width, parts.of(piece, bias).data);
             kernel.multiply(mine.x, count, in.width, parameters.packed, depth, nullptr, false, mine.heads);
-            kernel.store(mine.heads, count, depth, sums, offset(dout, row * depth, sums), depth);
+            dheads.store(kernel, sums, mine.heads, row, count);
           });
 }
 
@@ -94,11 +95,11 @@ void output_backward(const LinearKernels& kernel, const AttentionLayer& in, cons
 // The rows that make queries, and keys and values too where there is no context.
 Source latents_of(const AttentionLayer& in, const AttentionKept& kept, const AttentionLayerGradients& gradients) {
   const int depth = in.heads * in.key_width, width = in.heads * in.value_width;
-  Source source{in.dtype, in.x, in.batch * in.latents, in.width, nullptr, &in.norm, {}};
-  source.branches.push_back({&in.query, depth, kept.query, gradients.query});
+  Source source{in.dtype, in.x, 0, in.batch * in.latents, in.width, nullptr, &in.norm, {}};
+  source.branches.push_back({&in.query, depth, heads_of(in, kept.query, in.key_width, in.latents), gradients.query});
   if (in.crosses) return source;
-  source.branches.push_back({&in.key, depth, kept.key, gradients.key});
-  source.branches.push_back({&in.value, width, kept.value, gradients.value});
+  source.branches.push_back({&in.key, depth, heads_of(in, kept.key, in.key_width, in.keys), gradients.key});
+  source.branches.push_back({&in.value, width, heads_of(in, kept.value, in.value_width, in.keys), gradients.value});
   return source;
 }
 
@@ -106,24 +107,26 @@ Source context_of(const AttentionLayer& in, const AttentionKept& kept, const Att
   const int depth = in.heads * in.key_width, width = in.heads * in.value_width;
   return {in.dtype,
           in.context,
+          0,
           in.batch * in.keys,
           in.context_width,
           in.ignored,
           &in.context_norm,
-          {{&in.key, depth, kept.key, gradients.key}, {&in.value, width, kept.value, gradients.value}}};
+          {{&in.key, depth, heads_of(in, kept.key, in.key_width, in.keys), gradients.key},
+           {&in.value, width, heads_of(in, kept.value, in.value_width, in.keys), gradients.value}}};
 }
 
-Operand heads_apart(const AttentionLayer& in, void* rows, int64_t count, int width) {
-  return {rows, {count * in.heads * width, width, int64_t(in.heads) * width, 1}};
+Operand operand(const AttentionLayer& in, void* heads, int64_t rows, int width) {
+  return {heads, {in.heads * rows * width, rows * width, width, 1}};
 }
 
 Inputs attention_inputs(const AttentionLayer& in, const AttentionKept& kept) {
   Inputs inputs{};
   inputs.shape = {state_type(in.dtype), in.key_width, in.value_width, in.scale};
   inputs.batch = in.batch, inputs.heads = in.heads, inputs.queries = in.latents, inputs.keys = in.keys;
-  inputs.query = heads_apart(in, kept.query, in.latents, in.key_width);
-  inputs.key = heads_apart(in, kept.key, in.keys, in.key_width);
-  inputs.value = heads_apart(in, kept.value, in.keys, in.value_width);
+  inputs.query = operand(in, kept.query, in.latents, in.key_width);
+  inputs.key = operand(in, kept.key, in.keys, in.key_width);
+  inputs.value = operand(in, kept.value, in.keys, in.value_width);
   inputs.ignored = in.ignored;
   inputs.ignored_stride[0] = in.keys, inputs.ignored_stride[1] = 1;
   inputs.threads = in.threads;
@@ -184,7 +187,7 @@ void attention_layer_backward(const AttentionLayer& in, const Matrix& dy, const 
   void* const dvalue = static_cast<char*>(dkey) + bytes(keys, depth);
   output_backward(kernel, in, dy, kept.out, gradients.output, dout);
   double no_dlse = 0;
-  attention_backward(attention_inputs(in, kept), heads_apart(in, dout, in.latents, in.value_width), {&no_dlse, {}},
+  attention_backward(attention_inputs(in, kept), operand(in, dout, in.latents, in.value_width), {&no_dlse, {}},
                      kept.out, kept.lse, {dquery, dkey, dvalue});
   const Heads of_key = heads_of(in, dkey, in.key_width, in.keys);
   const Heads of_value = heads_of(in, dvalue, in.value_width, in.keys);

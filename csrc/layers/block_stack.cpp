@@ -44,8 +44,8 @@ class Sums {
   const size_t bytes_;
 };
 
-// What a pass over the inputs reads beside them: the queries (K, copies, M, C), and the weights (K, 2 C, C) and biases
-// (K, 2 C) of keys and values with the norm folded in.
+// What a pass over the inputs reads beside them: the queries (K, copies, H, M, D), and the weights (K, 2 C, C) and
+// biases (K, 2 C) of keys and values with the norm folded in.
 struct Folded {
   void *query, *weight, *bias;
 
@@ -81,13 +81,15 @@ void for_each_projection(const Extents& n, const BlockReading& reading, const Bl
 Source queries_of(const BlockStack& in, const Extents& n, int64_t k, void* query, const WeightGradients& gradient) {
   const BlockReading& reading = in.readings[k];
   const Matrix rows{in.blocks[k].block, n.width, 1};
+  const Heads heads{query, int(n.heads), n.head_width(), n.latents};
   return {n.dtype,
           rows,
+          0,
           n.latents,
           int(n.width),
           nullptr,
           &reading.norm,
-          {{&reading.query, int(n.width), query, gradient}}};
+          {{&reading.query, int(n.width), heads, gradient}}};
 }
 
 // Fills the queries, weights and biases of block k.
@@ -117,9 +119,9 @@ void prepare(const LinearKernels& kernel, const BlockStack& in, const Extents& n
   });
 }
 
-// Rows (K B, M, C), `set_stride` apart, as heads.
-Operand heads_apart(const Extents& n, const void* rows, int64_t set_stride) {
-  return {const_cast<void*>(rows), {set_stride, n.head_width(), n.width, 1}};
+// Heads (K B, H, M, D), whose sets are `set_stride` apart.
+Operand heads_of(const Extents& n, const void* heads, int64_t set_stride) {
+  return {const_cast<void*>(heads), {set_stride, n.latents * n.head_width(), n.head_width(), 1}};
 }
 
 ProjectedInputs pass_over(const BlockStack& in, const Extents& n, const Folded& folded) {
@@ -127,7 +129,7 @@ ProjectedInputs pass_over(const BlockStack& in, const Extents& n, const Folded& 
   Inputs& attention = call.attention;
   attention.shape = {n.sums, n.head_width(), n.head_width(), in.blocks[0].scale};
   attention.batch = n.batch, attention.heads = n.heads, attention.queries = n.latents, attention.keys = in.rows;
-  attention.query = heads_apart(n, folded.query, n.copies() == n.batch ? n.set() : 0);
+  attention.query = heads_of(n, folded.query, n.copies() == n.batch ? n.set() : 0);
   attention.ignored = in.ignored;
   std::copy_n(in.ignored_stride, 2, attention.ignored_stride);
   attention.threads = in.blocks[0].threads;
@@ -279,8 +281,8 @@ class Backward {
     if (!in_.reads) return;
     prepare(kernel_, in_, n_, memory);
     double no_dlse = 0;
-    projected_attention_backward(pass_over(in_, n_, memory), heads_apart(n_, memory.dattended, n_.set()),
-                                 {&no_dlse, {}}, out, lse, {memory.dquery, to_.inputs, memory.dweight, memory.dbias});
+    projected_attention_backward(pass_over(in_, n_, memory), heads_of(n_, memory.dattended, n_.set()), {&no_dlse, {}},
+                                 out, lse, {memory.dquery, to_.inputs, memory.dweight, memory.dbias});
     for (int64_t k = 0; k < n_.depth; ++k) {
       unfold(memory, k);
       before_reading(memory, k);

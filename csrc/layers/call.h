@@ -53,8 +53,8 @@ struct AttentionLayer {
   int threads;
 };
 
-// What the forward pass keeps, contiguous: query (B, L, H D), key (B, N, H D), value (B, N, H E) and out (B, H, L, E)
-// in the type of sums; lse (B, H, L).
+// What the forward pass keeps, contiguous: query (B, H, L, D), key (B, H, N, D), value (B, H, N, E) and out (B, H, L,
+// E) in the type of sums; lse (B, H, L).
 struct AttentionKept {
   void *query, *key, *value, *out;
   double* lse;
@@ -73,7 +73,7 @@ void attention_layer_backward(const AttentionLayer&, const Matrix& dy, const Att
                               const AttentionLayerGradients&);
 
 // The same for attention whose result `out` is there already: y = x + output(out), with only the fields of `in` that
-// this needs; here some rows of y, which may be x, on the calling thread. Its gradient fills dout (B, L, H E), in the
+// this needs; here some rows of y, which may be x, on the calling thread. Its gradient fills dout (B, H, L, E), in the
 // type of sums; that of x is dy.
 void attended_rows(const AttentionLayer& in, const Rows&, const void* out, void* y);
 void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
@@ -113,7 +113,7 @@ struct AttentionWeightGradients {
 struct LatentBlockGradients {
   void* x;         // (batch * latents, width), contiguous; not null
   void* block;     // (batch * block_latents, width), contiguous, to be added up over the batch; not null
-  void* attended;  // (batch * block_latents, heads * D), in the type of sums
+  void* attended;  // contiguous, in the type of sums
   WeightGradients output;
   FeedForwardWeightGradients feed_forward[4];
   AttentionWeightGradients attention[3];
@@ -141,9 +141,9 @@ struct BlockReadingGradients {
   WeightGradients norm, context_norm, query, key, value;
 };
 struct BlockStackGradients {
-  void* x;         // (batch * latents, width), contiguous; not null
-  void* inputs;    // (batch, rows, width), contiguous, or null
-  void* attended;  // that of `out`, as rows (K * batch * block_latents, width) in the type of sums; null if it was read
+  void* x;                                   // (batch * latents, width), contiguous; not null
+  void* inputs;                              // (batch, rows, width), contiguous, or null
+  void* attended;                            // that of `out`, contiguous, in the type of sums; null if it was read
   std::vector<LatentBlockGradients> blocks;  // `block` is the sum over the batch here; x and attended are not used
   std::vector<BlockReadingGradients> readings;
 };

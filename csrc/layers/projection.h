@@ -9,20 +9,56 @@
 namespace cmab::cpu {
 namespace {
 
-// A linear layer of the rows, `width` columns of result, and where that result (rows, width) or, going back, its
-// gradient is, in the type of sums.
+// Heads (batch, heads, rows, width), contiguous, in the type of sums, which are read and written as rows (batch * rows,
+// heads * width): a head in one piece is what attention reads fastest.
+struct Heads {
+  void* data;
+  int heads, width;
+  int64_t rows;
+
+  // With zeros in the rows past the last, as LinearKernels::load writes them.
+  void load(const LinearKernels& kernel, DType sums, int64_t row, int count, RowTile to) const {
+    for_each_set(row, count, [&](int64_t at, int done, int some) {
+      kernel.load_heads(sums, offset(data, at * width, sums), width, rows * width, heads, width, some,
+                        {offset(to.data, done * to.stride, sums), to.stride});
+    });
+    const int64_t row_bytes = to.stride * element_bytes(sums), past = (kRowStep - count % kRowStep) % kRowStep;
+    std::memset(static_cast<char*>(to.data) + count * row_bytes, 0, past * row_bytes);
+  }
+
+  void store(const LinearKernels& kernel, DType sums, RowTile from, int64_t row, int count) const {
+    for_each_set(row, count, [&](int64_t at, int done, int some) {
+      kernel.store_heads({offset(from.data, done * from.stride, sums), from.stride}, some, heads, width, sums,
+                         offset(data, at * width, sums), width, rows * width);
+    });
+  }
+
+ private:
+  // Calls function(first of these rows in memory, rows done, rows) for those of each batch element.
+  template <class Function>
+  void for_each_set(int64_t row, int count, Function function) const {
+    for (int done = 0; done < count;) {
+      const int64_t batch = (row + done) / rows, at = (row + done) % rows;
+      const int some = int(std::min<int64_t>(count - done, rows - at));
+      function(batch * heads * rows + at, done, some);
+      done += some;
+    }
+  }
+};
+
+// A linear layer of the rows, `width` columns of result, and where that result is.
 struct Branch {
   const Weights* weights;
   int width;
-  void* result;
+  Heads result;
   WeightGradients gradient;
 };
 
-// Rows that are normed and projected to one or more branches.
+// Rows that are normed and projected to one or more branches, of whose results they are those from `first` on.
 struct Source {
   DType dtype;
   Matrix rows;
-  int64_t count;
+  int64_t first, count;
   int width;
   const uint8_t* ignored;
   const NormWeights* norm;
@@ -42,10 +78,8 @@ struct Source {
 // Some of the rows, and their results.
 inline Source part_of(Source source, const Rows& rows) {
   source.rows = rows_from(source.rows, rows.first, source.dtype);
-  source.count = rows.count;
+  source.first += rows.first, source.count = rows.count;
   if (source.ignored) source.ignored += rows.first;
-  for (Branch& branch : source.branches)
-    branch.result = offset(branch.result, rows.first * branch.width, state_type(source.dtype));
   return source;
 }
 
@@ -106,32 +140,10 @@ inline void project(const LinearKernels& kernel, const Source& source) {
           const Branch& branch = source.branches[i];
           kernel.multiply(normed, count, source.width, parameters.packed[i], branch.width, parameters.bias[i], false,
                           mine.branch);
-          kernel.store(mine.branch, count, branch.width, sums, offset(branch.result, row * branch.width, sums),
-                       branch.width);
+          branch.result.store(kernel, sums, mine.branch, source.first + row, count);
         }
       });
 }
-
-// Heads (batch, heads, rows, width), contiguous, in the type of sums, which are read as rows (batch * rows, heads *
-// width).
-struct Heads {
-  const void* data;
-  int heads, width;
-  int64_t rows;
-
-  // With zeros in the rows past the last, as LinearKernels::load writes them.
-  void load(const LinearKernels& kernel, DType sums, int64_t row, int count, RowTile to) const {
-    for (int done = 0; done < count;) {
-      const int64_t batch = (row + done) / rows, at = (row + done) % rows;
-      const int some = int(std::min<int64_t>(count - done, rows - at));
-      kernel.load_heads(sums, offset(data, (batch * heads * rows + at) * width, sums), width, rows * width, heads,
-                        width, some, {offset(to.data, done * to.stride, sums), to.stride});
-      done += some;
-    }
-    const int64_t row_bytes = to.stride * element_bytes(sums), past = (kRowStep - count % kRowStep) % kRowStep;
-    std::memset(static_cast<char*>(to.data) + count * row_bytes, 0, past * row_bytes);
-  }
-};
 
 // Adds up the gradients of the rows and of all parameters, given those of the branches' results as heads. drows =
 // residual (without data: 0) + the gradient through the branches.

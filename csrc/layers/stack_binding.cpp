@@ -240,10 +240,8 @@ void stack_backward(Arguments& in) {
   BlockStackGradients to{};
   to.x = in.contiguous("dx", "BLC", dtype).data;
   to.inputs = in.optional_contiguous("dinputs", "BNC", dtype).data;
-  const TensorView dattended = in.optional_contiguous("dattended", "SMC", sums);
-  in.require(dattended.data ? dattended.shape[0] == int64_t(stack.blocks.size()) * stack.blocks[0].batch : stack.reads,
-             "dattended", "has another shape");
-  to.attended = dattended.data;
+  to.attended = part(in.optional_contiguous("dattended", "SHMD", sums), "dattended").data;
+  in.require(to.attended || stack.reads, "dattended", "is None");
   Tensors read(in, "gradients", dtype, true);
   in.require(read.blocks() == int64_t(stack.blocks.size()), "gradients", "are those of another number of blocks");
   to.blocks.resize(read.blocks()), to.readings.resize(read.blocks());

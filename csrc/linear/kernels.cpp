@@ -10,13 +10,11 @@ namespace {
 
 template <class T>
 constexpr LinearKernels table() {
-  return {Tiles<T>::stride,           Tiles<T>::bytes,          Products<T>::packed_bytes,
-          Normaliser<T>::stats_bytes, Products<T>::pack,        Tiles<T>::load,
-          Tiles<T>::load_heads,       Tiles<T>::store,          Products<T>::multiply,
-          Products<T>::add_products,  Tiles<T>::add_rows,       Tiles<T>::add_tile,
-          Normaliser<T>::normalise,   Normaliser<T>::backward,  Folding<T>::fold,
-          Folding<T>::unfold,         Activations<T>::activate, Activations<T>::backward,
-          Tiles<T>::sum_parts};
+  return {Tiles<T>::stride,   Tiles<T>::bytes,          Products<T>::packed_bytes, Normaliser<T>::stats_bytes,
+          Products<T>::pack,  Tiles<T>::load,           Tiles<T>::load_heads,      Tiles<T>::store_heads,
+          Tiles<T>::store,    Products<T>::multiply,    Products<T>::add_products, Tiles<T>::add_rows,
+          Tiles<T>::add_tile, Normaliser<T>::normalise, Normaliser<T>::backward,   Folding<T>::fold,
+          Folding<T>::unfold, Activations<T>::activate, Activations<T>::backward,  Tiles<T>::sum_parts};
 }
 
 }  // namespace

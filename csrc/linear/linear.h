@@ -60,6 +60,8 @@ struct LinearKernels {
   // Reads rows whose columns are heads, `width` wide, that lie apart.
   void (*load_heads)(DType, const void* from, int64_t row_stride, int64_t head_stride, int heads, int width, int count,
                      RowTile to);
+  void (*store_heads)(RowTile, int count, int heads, int width, DType, void* to, int64_t row_stride,
+                      int64_t head_stride);
   void (*store)(RowTile, int count, int width, DType, void* to, int64_t row_stride);
 
   // to = rows times the packed matrix, + bias (width,) unless null; or to += that.

@@ -84,6 +84,8 @@ struct Products {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i)
           square[i] = c + i < width ? load_first<V>(from + (c + i) * col_stride + d, count) : V{};
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + (c + kLanes + i) * col_stride + d);
         transpose(square);
         for (int i = 0; i < count; ++i) store(to + (d + i) * kColumns + c, square[i]);
       }

@@ -74,6 +74,16 @@ struct Tiles {
     });
   }
 
+  static void store_heads(RowTile from, int count, int heads, int width, DType dtype, void* to, int64_t row_stride,
+                          int64_t head_stride) {
+    with_pointer<T>(dtype, to, [&](auto* target) {
+      for (int head = 0; head < heads; ++head)
+        for (int row = 0; row < count; ++row)
+          for (int d = 0; d < width; ++d)
+            narrow(row_of<T>(from, row)[head * width + d], target + row * row_stride + head * head_stride + d);
+    });
+  }
+
   static void store(RowTile from, int count, int width, DType dtype, void* to, int64_t row_stride) {
     with_pointer<T>(dtype, to, [&](auto* target) {
       for (int row = 0; row < count; ++row)
@@ -98,11 +108,15 @@ struct Tiles {
 
   static void sum_parts(const void* parts, size_t step, int pieces, int64_t count, DType dtype, void* to) {
     with_pointer<T>(dtype, to, [&](auto* target) {
-      for (int64_t i = 0; i < count; ++i) {
-        T sum = 0;
-        for (int piece = 0; piece < pieces; ++piece)
-          sum += reinterpret_cast<const T*>(static_cast<const char*>(parts) + piece * step)[i];
-        narrow(sum, target + i);
+      constexpr int kTogether = 64;
+      for (int64_t first = 0; first < count; first += kTogether) {
+        const int some = int(least(kTogether, count - first));
+        T sums[kTogether] = {};
+        for (int piece = 0; piece < pieces; ++piece) {
+          const T* part = reinterpret_cast<const T*>(static_cast<const char*>(parts) + piece * step) + first;
+          for (int i = 0; i < some; ++i) sums[i] += part[i];
+        }
+        for (int i = 0; i < some; ++i) narrow(sums[i], target + first + i);
       }
     });
   }

@@ -143,8 +143,7 @@ class Backward {
     for (int row = 0; row < rows; ++row) {
       const T* dout = dout_.at<T>(b, unit.h, first + row);
       const T* out = out_ + (at + row) * width;
-      delta[row] = -*dlse_.at<double>(b, unit.h, first + row);
-      for (int e = 0; e < width; ++e) delta[row] += double(dout[e * dout_.stride[3]]) * out[e];
+      delta[row] = dot(dout, dout_.stride[3], out, width) - *dlse_.at<double>(b, unit.h, first + row);
     }
     const QueryRows from{rows_of(in_.attention, in_.attention.query, b, unit.h, first),
                          dout_.at<T>(b, unit.h, first),

@@ -127,7 +127,7 @@ IN_CPP = {
         "csrc/attention/backward.cpp", "* in_.keys + head.set.first + key;", "* in_.keys + key;", f"{NATIVE}::test_packed_sets"
     ),
     "a lost gradient through lse": Fault(
-        "csrc/attention/backward.cpp", "{-*dlse_.at<double>(head.b, head.h, first + row)};", "{};", f"{NATIVE}::test_widths"
+        "csrc/attention/backward.cpp", " - *dlse_.at<double>(head.b, head.h, first + row);", ";", f"{NATIVE}::test_widths"
     ),
     "a gradient of an ignored key, in bfloat16": Fault(
         "csrc/attention/bf16_backward.h", "_mm512_maskz_loadu_ps(kept ? mask : 0, row + c)", "_mm512_maskz_loadu_ps(mask, row + c)", BF16

@@ -122,8 +122,8 @@ IN_CPP = {
     ),
     "rows of a second set taken for the first one's": Fault(
         "csrc/layers/projection.h",
-        "(batch * heads * rows + at) * width, sums)",
-        "(batch * rows + at) * width, sums)",
+        "function(batch * heads * rows + at, done, some);",
+        "function(batch * rows + at, done, some);",
         f"{SUITE}::TestAttentionLayer::test_accuracy -k native",
     ),
     "a branch whose gradient replaces the others'": Fault(
