@@ -67,25 +67,30 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
-        command.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}")
-        command.add_argument("--config", type=Path, metavar="FILE", help='a JSON file with the settings of --set: {"steps": 100}')
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
-            "and overrides --config",
-        )
-        command.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
-        command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
-        command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
+        _add_run(command)
         if name == "train":
             command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
         if name == "plot":
             command.add_argument("--output", type=Path, help="the picture to write: .png, .pdf or .svg (default: FOLDER/TASK.png)")
     return parser
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that all commands have: which run is meant."""
+    command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
+    command.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}")
+    command.add_argument("--config", type=Path, metavar="FILE", help='a JSON file with the settings of --set: {"steps": 100}')
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
+        "and overrides --config",
+    )
+    command.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
+    command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
+    command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
 
 def _run(asked: argparse.Namespace) -> Run:

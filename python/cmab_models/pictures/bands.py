@@ -30,14 +30,14 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     grid = torch.linspace(-2, 2, 200).view(1, -1, 1)
     made, rows = plt.subplots(len(models), len(SHOWN), figsize=(3 * len(SHOWN), 2.4 * len(models)), sharey=True, squeeze=False)
     for row, (name, model) in zip(rows, cast("Mapping[str, NeuralProcess]", models).items(), strict=True):
-        state = None
+        state, device = None, next(model.parameters()).device
         with torch.no_grad():
             for i in range(max(SHOWN)):
-                state = model.condition(x[:, i : i + 1], y[:, i : i + 1], state)
+                state = model.condition(x[:, i : i + 1].to(device), y[:, i : i + 1].to(device), state)
                 if i + 1 in SHOWN:
                     axes = row[SHOWN.index(i + 1)]
                     _band(axes, grid, prior.posterior(x[:, : i + 1], y[:, : i + 1], grid), TRUTH, "exact posterior")
-                    _band(axes, grid, model.predict(state, grid), colour(name), name)
+                    _band(axes, grid, model.predict(state, grid.to(device)), colour(name), name)
                     axes.plot(x[0, : i + 1, 0], y[0, : i + 1, 0], "k.", markersize=4)
                     axes.set(title=f"{i + 1} point{'s' if i else ''}", ylim=(-3, 3))
         row[0].legend(frameon=False, fontsize=7, loc="upper left")
@@ -47,6 +47,6 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 
 def _band(axes: Any, grid: Tensor, predicted: Any, shade: str, label: str) -> None:
-    x, mean, deviation = grid[0, :, 0], predicted.mean[0].flatten(), predicted.stddev[0].flatten()
+    x, mean, deviation = grid[0, :, 0], predicted.mean[0].flatten().cpu(), predicted.stddev[0].flatten().cpu()
     axes.fill_between(x, mean - 2 * deviation, mean + 2 * deviation, color=shade, alpha=0.15, linewidth=0)
     axes.plot(x, mean, color=shade, linewidth=1.5, label=label)

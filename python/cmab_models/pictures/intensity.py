@@ -34,9 +34,10 @@ def figure(task: EventTask, models: Mapping[str, nn.Module]) -> Figure:
     if isinstance(task, HawkesTask):
         above.plot(at, Hawkes().intensity(times, marks, at).sum(1), color=TRUTH, linewidth=1, label="exact")
     for name, model in cast("Mapping[str, PointProcess]", models).items():
+        before, kinds, asked = (part.to(next(model.parameters()).device) for part in (times, marks, at))
         with torch.no_grad():
-            curve = model.intensity(times, marks, at) * task.period
-            given = model.log_prob(times.unsqueeze(0), marks.unsqueeze(0)).mark[0, -SHOWN:].exp()
+            curve = model.intensity(before, kinds, asked).cpu() * task.period
+            given = model.log_prob(before.unsqueeze(0), kinds.unsqueeze(0)).mark[0, -SHOWN:].exp().cpu()
         above.plot(at / task.period, curve, color=colour(name), linewidth=1.2, label=name)
         below.plot(events, given, "o", color=colour(name), markersize=4, alpha=0.7)
     above.plot(events, torch.zeros_like(events), "|", color="k", markersize=10, clip_on=False)
