@@ -1,7 +1,7 @@
 """A bandit that updates on every reward, and forgets old ones: machines whose best arm changes half-way.
 
 A CMANP learns from random machines what a few pulls say about the arms. Then two agents play new machines: after every pull the reward goes
-into a state of constant size, and one of them also takes out the reward of a hundred pulls ago, without reading the others again. When the
+into a state of constant size, and one of them also takes out the reward of sixty pulls ago, without reading the others again. When the
 arms change, the one that forgets finds the new best arm; the other believes its past.
 """
 
@@ -24,7 +24,7 @@ def machines(count: int, pulls: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(steps: int) -> CMANP:
-    """A model that has seen machines after one pull to a hundred."""
+    """A model that has seen machines after one pull, and after any number up to a few more than are remembered."""
     model = CMANP(ARMS, 1, dim=16, num_latents=8, num_heads=1, depth=2, embedding_depth=2, bound_std=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(steps):
