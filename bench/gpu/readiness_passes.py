@@ -232,6 +232,14 @@ def _matrix_tiles(launch: Launch) -> Pass:
     return Pass("multiply-add", o["BLOCK_R"] * o["TILE"] * o["PIECE"], passes, left.nbytes + right.nbytes)
 
 
+def _shares(launch: Launch) -> Pass:
+    """A chunk of shares of a block of columns, of each of the gradients that the launch adds up."""
+    o = launch.options
+    sizes = zip(o["counts"], o["widths"], strict=True)
+    passes = sum(triton.cdiv(count, o["CHUNK"]) * triton.cdiv(width, o["BLOCK"]) for count, width in sizes)
+    return Pass("element of a share", o["CHUNK"] * o["BLOCK"], passes, sum(t.nbytes for t in launch.args if t is not None))
+
+
 def _matrix_steps(launch: Launch, length: int, elements: int, moved: int) -> Pass:
     """STEPS matrices, or keys, of a run: `elements` of each."""
     steps = launch.options["STEPS"]
@@ -291,6 +299,7 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_part": lambda launch: _layer_rows(launch, launch.options["HEADS"] * launch.options["WIDTH"], launch.options["C"]),
     "_project_back": lambda launch: _layer_rows(launch, launch.options["HEADS"] * launch.options["FIRST"], launch.options["C"]),
     "_matrix_gradient": _matrix_tiles,
+    "_add_shares": _shares,
     "_prefix_sums": _ridge_steps,
     "_send_sums_back": _ridge_steps,
     "_scan_matrices": _scanned_matrices,

@@ -37,7 +37,7 @@ SLOW = [pytest.param("fp64", marks=pytest.mark.nightly)]
 ATTENTION = {"_forward", "_row_terms", "_backward"}
 PREFIXES = {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries"}
 PROJECTED = {"_projected_forward", "_row_terms", "_projected_backward", "_projected_backward_inputs"}
-MATRICES = {"_matrix_gradient"}
+MATRICES = {"_matrix_gradient", "_add_shares"}
 FEED_FORWARD = {"_feed_forward", "_feed_forward_back", *MATRICES}
 ATTENTION_LAYER = {"_project", "_join", "_part", "_project_back", *MATRICES}
 IN_PARTS = {"_forward", "_row_terms", "_backward_in_parts"}

@@ -369,6 +369,18 @@ IN_TRITON = {
         "far = (tl.abs(logarithm) < 0)",
         "tests/attention/test_kernels_large.py::test_a_lone_largest_score_has_weight_one",
     ),
+    "a gradient of one run without the scale": Fault(
+        "cmab_kernels/attention/kernels/backward.py",
+        "dq = (dq * scale_).to(dquery.dtype.element_ty)",
+        "dq = dq.to(dquery.dtype.element_ty)",
+        f"{KERNELS}::test_shapes",
+    ),
+    "a gradient of one run in chunks without the scale": Fault(
+        "cmab_kernels/attention/kernels/backward_in_parts.py",
+        "tl.where(AT_ONCE & (end == last), dq * scale_, dq)",
+        "dq",
+        f"{KERNELS}::test_shapes",
+    ),
     "shares of runs that replace each other": Fault(
         "cmab_kernels/attention/kernels/rows.py",
         "total += tl.sum(tl.load(shares",

@@ -7,17 +7,19 @@ would take 3 products of C by H D for each row, half as many as all that the bac
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...attention.kernels import attention_backward, attention_forward
 from ...triton_common import on_device
-from .launch import aligned, gradients
+from .launch import aligned
 from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
+from .shares import gradients
 
 
 def _split(rows: Tensor, heads: int) -> Tensor:
     """Rows (B, N, H D) as heads (B, H, N, D), a view."""
-    return rows.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return rows.view(*rows.shape[:2], heads, rows.shape[2] // heads).transpose(1, 2)
 
 
 def _rows(x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], eps: float, context_eps: float) -> tuple[Rows, Rows | None]:
@@ -67,8 +69,8 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
             *matrix_gradient(dy, plain_rows(out.contiguous()), needs[12:14]),
         ]
         made = list(zip((parameters[4], parameters[6], parameters[8]), dheads, strict=True))
-        of_rows = _of_rows(dy, own, other, context is None, made, needs)
-    return gradients([*of_rows, *of_matrices], x)
+        dx, dcontext, *norms = _of_rows(dy, own, other, context is None, made, needs)
+        return gradients([dx, dcontext], [*norms, *of_matrices], x)
 
 
 def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
@@ -79,14 +81,14 @@ def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
 
 
 def _of_rows(dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """The gradients of x, of the context, and of the weights and biases of their norms; `is_own` where x is its own context."""
+    """The gradients of x and of the context, and shares of those of their norms; `is_own` where x is its own context."""
     dx = dcontext = None
     norms: list[Any] = [None] * 4
     if any((needs[0], *needs[2:4])):
         dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, (needs[0], *needs[2:4]))
     if other is not None and is_own and any((needs[0], *needs[2:4])):
         dx, *dnorm = project_back(other, made[1:], dx, (needs[0], *needs[2:4]))
-        norms[:2] = [None if a is None else a + b for a, b in zip(norms, dnorm, strict=False)]
+        norms[:2] = [None if a is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]
     elif other is not None and any((needs[1], *needs[4:6])):
         dcontext, *norms[2:] = project_back(other, made[1:], None, (needs[1], *needs[4:6]))
     return [dx, dcontext, *norms]

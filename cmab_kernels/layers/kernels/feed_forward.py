@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ...triton_common import kernel, load_tile, on_device, product, rows_at, rows_from
 from .activation import activated, slopes
-from .launch import aligned, back_constants, forward_constants, gradients, sums_of
+from .launch import aligned, back_constants, forward_constants
 from .projections import matrix_gradient, plain_rows, rows_of
 from .rows import back_to_columns, project_rows, row_norms, store_row_gradients, vector
+from .shares import gradients, shares_of
 
 
 @kernel()
@@ -147,7 +148,7 @@ def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     constants = {"F": F, **forward_constants(x, C, F), **_kind(activation)}
     with on_device(x):
-        _feed_forward(triton.cdiv(R, constants["BLOCK_R"]), *aligned(x, *parameters), y, R, eps, **constants)
+        _feed_forward(-(-R // constants["BLOCK_R"]), *aligned(x, *parameters), y, R, eps, **constants)
     return y
 
 
@@ -157,23 +158,23 @@ def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tens
     needs = [need and t is not None for need, t in zip(needs, (x, *parameters), strict=True)]
     with on_device(x):
         dy, x, *parameters = aligned(dy, x, *parameters[:5])
-        *of_rows, acts, dhidden = _back(dy, x, parameters, eps, activation, needs)
+        dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, activation, needs)
         rows = rows_of(x, None, parameters[:2], eps)
         of_matrices = matrix_gradient(dhidden, rows, needs[3:5]), matrix_gradient(dy, plain_rows(acts), needs[5:])
-    return gradients([*of_rows, *of_matrices[0], *of_matrices[1]], x)
+        return gradients([dx], [*norms, *of_matrices[0], *of_matrices[1]], x)
 
 
 def _back(
     dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, activation: str, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dnorm_weight, dnorm_bias, acts, dhidden), each None unless it is needed."""
+    """(dx, shares of dnorm_weight and dnorm_bias, acts, dhidden), each None unless it is needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]
     constants = {"F": F, **back_constants(x, C, F), **_kind(activation)}
-    programs = triton.cdiv(R, constants["BLOCK_R"])
+    programs = -(-R // constants["BLOCK_R"])
     dx = torch.empty_like(x) if needs[0] else None
-    norms = [sums_of(x, programs, C) if need else None for need in needs[1:3]]
+    norms = [shares_of(x, programs, C) if need else None for need in needs[1:3]]
     acts = x.new_empty(R, F) if needs[5] or needs[6] else None
     dhidden = x.new_empty(R, expand_weight.shape[0]) if needs[3] or needs[4] else None
     _feed_forward_back(programs, dy, x, *parameters, dx, *norms, acts, dhidden, R, eps, **constants)
-    return dx, *(share if share is None else share.sum(0) for share in norms), acts, dhidden
+    return dx, *norms, acts, dhidden

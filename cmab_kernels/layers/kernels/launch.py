@@ -1,13 +1,12 @@
 """What the kernels of layers can run, the precision of their products, and the sizes of their blocks."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dtypes import state_dtype
-from ...tiles import padded
+from ...tiles import chosen_once, padded
 from ...triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
 
 WIDEST_ROW = 256
@@ -40,16 +39,6 @@ def aligned(*tensors: Tensor | None) -> list[Any]:
 
 def _is_aligned(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def sums_of(x: Tensor, *shape: int) -> Tensor:
-    """Memory for sums over x."""
-    return x.new_empty(shape, dtype=state_dtype(x.dtype))
-
-
-def gradients(results: Sequence[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
-    """The gradients in the dtype of x; an empty tensor for each that is None."""
-    return tuple(x.new_empty(0) if t is None else t.to(x.dtype) for t in results)
 
 
 def shares_of_rows(blocks: int, tiles: int) -> int:
@@ -108,11 +97,16 @@ _MATRIX: Table = {
 }
 
 
-def _constants(table: Table, x: Tensor, backward: bool, width: int, features: int) -> dict[str, Any]:
-    chosen = products(x.dtype, backward)
-    tiles = next(tiles for most, tiles in table[chosen.kind].items() if width <= most)
+_TABLES = {"forward": _FORWARD, "back": _BACK, "matrix": _MATRIX}
+
+
+@chosen_once
+def _constants(pass_: str, dtype: torch.dtype, width: int, features: int, tf32: bool) -> dict[str, Any]:
+    """Constants of a pass; they depend on `tf32`, whether torch allows it."""
+    chosen = products(dtype, pass_ != "forward")
+    tiles = next(tiles for most, tiles in _TABLES[pass_][chosen.kind].items() if width <= most)
     return {
-        "DTYPE": triton_dtype(state_dtype(x.dtype)),
+        "DTYPE": triton_dtype(state_dtype(dtype)),
         "OPERAND": triton_dtype(chosen.operand),
         "PRECISION": chosen.input_precision,
         **tiles.at_most(width, features)._asdict(),
@@ -121,14 +115,14 @@ def _constants(table: Table, x: Tensor, backward: bool, width: int, features: in
 
 def forward_constants(x: Tensor, C: int, M: int) -> dict[str, Any]:
     """The constants of a forward pass from rows of C columns to M features, or back to such rows."""
-    return {"C": C, **_constants(_FORWARD, x, False, C, M)}
+    return {"C": C, **_constants("forward", x.dtype, C, M, allows_tf32())}
 
 
 def back_constants(x: Tensor, C: int, M: int) -> dict[str, Any]:
     """The constants of its backward pass."""
-    return {"C": C, **_constants(_BACK, x, True, C, M)}
+    return {"C": C, **_constants("back", x.dtype, C, M, allows_tf32())}
 
 
 def matrix_constants(x: Tensor, M: int, C: int) -> dict[str, Any]:
     """The constants of the gradient of a matrix (M, C)."""
-    return {"M": M, "C": C, **_constants(_MATRIX, x, True, min(C, WIDEST_ROW), M)}
+    return {"M": M, "C": C, **_constants("matrix", x.dtype, min(C, WIDEST_ROW), M, allows_tf32())}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import kernel, load_tile, product, rows_at, rows_from
-from .launch import aligned, back_constants, forward_constants, matrix_constants, shares_of_rows, sums_of
+from .launch import aligned, back_constants, forward_constants, matrix_constants, shares_of_rows
 from .rows import (
     back_to_columns,
     kept_rows,
@@ -25,6 +25,7 @@ from .rows import (
     store_row_gradients,
     vector,
 )
+from .shares import shares_of
 
 
 @triton.jit
@@ -335,7 +336,7 @@ def project(rows: Rows, projections: Sequence[Projection]) -> list[Tensor]:
     given = [t for (weight, bias), result in zip(projections, made, strict=True) for t in (*aligned(weight, bias), result)]
     constants = forward_constants(x, x.shape[2], max(sizes))
     constants |= dict(zip(("FIRST", "SECOND", "THIRD"), (*sizes, 0, 0), strict=False))
-    programs = triton.cdiv(rows.number, constants["BLOCK_R"])
+    programs = -(-rows.number // constants["BLOCK_R"])
     _project(programs, x, mask, norm_weight, norm_bias, *given, *absent * 3, rows.number, eps, **constants)
     return made
 
@@ -344,7 +345,7 @@ def join(out: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """x (B, L, C) plus the output projection of heads (B, H, L, E)."""
     (B, H, L, E), C, y = out.shape, x.shape[2], torch.empty_like(x)
     constants = forward_constants(x, C, H * E) | {"HEADS": H, "WIDTH": E}
-    _join(triton.cdiv(B * L, constants["BLOCK_R"]), out, *aligned(weight, bias), x, y, B * L, max(L, 1), **constants)
+    _join(-(-B * L // constants["BLOCK_R"]), out, *aligned(weight, bias), x, y, B * L, max(L, 1), **constants)
     return y
 
 
@@ -353,31 +354,30 @@ def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
     (B, L, C), E = dy.shape, weight.shape[1] // heads
     douts = dy.new_empty(B, heads, L, E)
     constants = back_constants(dy, C, heads * E) | {"HEADS": heads, "WIDTH": E}
-    _part(triton.cdiv(B * L, constants["BLOCK_R"]), dy, *aligned(weight), douts, B * L, max(L, 1), **constants)
+    _part(-(-B * L // constants["BLOCK_R"]), dy, *aligned(weight), douts, B * L, max(L, 1), **constants)
     return douts
 
 
 def project_back(
     rows: Rows, projections: Sequence[tuple[Tensor, Tensor]], dy: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, plus `dy`, and of weight and bias of the norm, from weights and gradients of heads (B, H, N, D)."""
+    """The gradient of x, plus `dy`, and shares of those of its norm's weight and bias, from weights and gradients of heads (B, H, N, D)."""
     x, mask, norm_weight, norm_bias, eps = rows
     sizes = [dheads.shape[3] for _, dheads in projections]
     heads, given = projections[0][1].shape[1], [t for weight, dheads in projections for t in (*aligned(weight), dheads)]
     constants = back_constants(x, x.shape[2], heads * max(sizes))
     constants |= {"HEADS": heads, **dict(zip(("FIRST", "SECOND", "THIRD"), (*sizes, 0, 0), strict=False))}
-    programs = triton.cdiv(rows.number, constants["BLOCK_R"])
+    programs = -(-rows.number // constants["BLOCK_R"])
     dx = torch.empty_like(x) if needs[0] else None
-    shares = [sums_of(x, programs, x.shape[2]) if need else None for need in needs[1:]]
+    dnorm_weight, dnorm_bias = (shares_of(x, programs, x.shape[2]) if need else None for need in needs[1:])
     absent = [None] * (2 * (3 - len(projections)))
     lengths = rows.number, max(x.shape[1], 1)
-    _project_back(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, *shares, *lengths, eps, **constants)
-    dnorm_weight, dnorm_bias = (share if share is None else share.sum(0) for share in shares)
+    _project_back(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps, **constants)
     return dx, dnorm_weight, dnorm_bias
 
 
 def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight (M, C) and bias (M,) of a projection, from those of its results.
+    """Shares of the gradients of weight (M, C) and bias (M,) of a projection, from those of its results.
 
     `left` and the x of `right` are rows (B, N, M) and (B, N, C), or heads (B, H, N, D) with M = H D.
     """
@@ -386,13 +386,13 @@ def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tens
     (LEFT, M), (RIGHT, C) = _heads(left), _heads(right.x)
     constants = matrix_constants(left, M, C) | {"LEFT": LEFT, "RIGHT": RIGHT}
     count = left.numel() // M
-    tiles = triton.cdiv(M, constants["TILE"]) * triton.cdiv(C, constants["PIECE"])
-    shares = shares_of_rows(triton.cdiv(count, constants["BLOCK_R"]), tiles)
-    dweight, dbias = (sums_of(left, shares, *shape) if need else None for shape, need in zip(((M, C), (M,)), needs, strict=True))
+    tiles = -(-M // constants["TILE"]) * -(-C // constants["PIECE"])
+    shares = shares_of_rows(-(-count // constants["BLOCK_R"]), tiles)
+    dweight, dbias = (shares_of(left, shares, *shape) if need else None for shape, need in zip(((M, C), (M,)), needs, strict=True))
     lengths = tuple(max(t.shape[-2], 1) for t in (left, right.x))
     given = left, right.x, right.mask, right.norm_weight, right.norm_bias
     _matrix_gradient(shares * tiles, *given, dweight, dbias, count, lengths, shares, right.eps, **constants)
-    return (None if dweight is None else dweight.sum(0)), (None if dbias is None else dbias.sum(0))
+    return dweight, dbias
 
 
 def _heads(rows: Tensor) -> tuple[int, int]:
