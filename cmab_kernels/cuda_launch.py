@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .extension import load_cuda
-from .tracing import traced_as_constant
+from .tracing import specialised, traced_as_constant
 
 CUDA = load_cuda()
 MAX_WIDTH = CUDA.MAX_WIDTH
@@ -22,12 +22,18 @@ def capability(index: int | None) -> tuple[int, int]:
 
 
 @traced_as_constant
-def gpu_problem(index: int | None, shared_bytes: int = 0) -> str | None:
-    """The reason why the GPU of this index cannot run a kernel whose blocks take `shared_bytes` of shared memory; None if it can."""
+def _kernel_problem(index: int | None, shared_bytes_of: str, sizes: tuple[int, ...]) -> str | None:
     problem, available = _properties(index)
+    shared_bytes = getattr(CUDA, shared_bytes_of)(*sizes)
     if problem is None and available < shared_bytes:
         return f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has {available // 1024}"
     return problem
+
+
+def gpu_problem(index: int | None, shared_bytes_of: str, *sizes: int) -> str | None:
+    """The reason why the GPU of this index cannot run a kernel, None if it can; the extension's function of this name gives the bytes of
+    shared memory that a block of it takes for these sizes. A compiler traces no function of the extension, so it sees a constant."""
+    return _kernel_problem(index, shared_bytes_of, tuple([specialised(size) for size in sizes]))
 
 
 @cache

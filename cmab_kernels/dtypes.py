@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .tracing import traced_as_constant
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -11,6 +13,7 @@ _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 """What `torch.backends.cuda.matmul.fp32_precision` reads, which takes ten times as long; None before torch 2.9."""
 
 
+@traced_as_constant
 def allows_tf32() -> bool:
     """Whether torch may multiply float32 in tf32 on a GPU."""
     return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32

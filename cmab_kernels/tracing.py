@@ -28,6 +28,11 @@ def traced_as_constant(function: _F) -> _F:
     return function
 
 
+def specialised(size: int) -> int:
+    """A size as a number: a compiler that traces it as a symbol compiles for this value."""
+    return len(range(size))
+
+
 def under_transform() -> bool:
     """Whether a transform of `torch.func` (vmap, grad, ...) is on."""
     return _under_transform()

@@ -70,18 +70,18 @@ def test_csrc_leaves_the_device_alone() -> None:
 
 def test_a_driver_older_than_the_runtime_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 0)
-    problem = cuda_launch.gpu_problem(0)
+    problem = cuda_launch.gpu_problem(0, "step_shared_bytes", 64, 0, False)
     assert problem is not None and "driver version is insufficient" in problem
 
 
 def test_shared_memory_is_judged_by_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 99 KiB in a block, only wide systems in float64, and their steps with many landmarks, do not run."""
     Gpus(monkeypatch, 99 * KIB)
-    assert cuda_launch.gpu_problem(0, 99 * KIB) is None
-    problem = cuda_launch.gpu_problem(0, 99 * KIB + 1)
-    assert problem is not None and "100 KiB" in problem and "99" in problem
+    assert cuda_launch.gpu_problem(0, "solve_shared_bytes", 96, 130, True) is None
+    problem = cuda_launch.gpu_problem(0, "solve_shared_bytes", 97, 130, True)
+    assert problem is not None and "113 KiB" in problem and "99" in problem
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: 1 // 0)
-    assert cuda_launch.gpu_problem(0) is None, "properties are asked for once"
+    assert cuda_launch.gpu_problem(0, "step_shared_bytes", 64, 0, False) is None, "properties are asked for once"
     fits = cuda_launch.CUDA
     assert max(fits.solve_shared_bytes(order, 130, False) for order in range(1, 129)) <= 99 * KIB
     ridge = [fits.ridge_shared_bytes(width, columns, wide) for width in range(1, 97) for columns in (1, 64, 200) for wide in (False, True)]

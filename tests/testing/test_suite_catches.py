@@ -276,3 +276,13 @@ def test_a_check_without_parameters_is_not_there() -> None:
     assert without.test_masks is None and without.test_more_than_65535_matrices is None and without.test_layouts is not None
     again = type("Again", (without,), {"mask": "mask"})
     assert again.test_masks is PoolSuite.test_masks
+
+
+def test_a_check_of_its_own_is_there_again() -> None:
+    """What a class without parameters has overridden, such as one that declares no operator, its subclasses with parameters inherit."""
+
+    def test_masks(self: PoolSuite, impl: str, hidden: tuple[int, int]) -> None: ...
+
+    without = type("Without", (PoolSuite,), {"mask": None, "test_masks": test_masks})
+    assert without.test_masks is None
+    assert type("Again", (without,), {"mask": "mask"}).test_masks is test_masks

@@ -27,7 +27,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | N
     if landmarks is not None and landmarks.shape[-2] > CUDA.MAX_LANDMARKS:
         return f"it has at most {CUDA.MAX_LANDMARKS} landmarks, and the state has {landmarks.shape[-2]}"
     number = 0 if landmarks is None else landmarks.shape[-2]
-    return gpu_problem(key.device.index, CUDA.step_shared_bytes(value.shape[-1], number, key.dtype == torch.float64))
+    return gpu_problem(key.device.index, "step_shared_bytes", value.shape[-1], number, key.dtype == torch.float64)
 
 
 def continual_nystrom_step(

@@ -55,23 +55,23 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     {}
     """
 
-    _without_parameters: ClassVar[frozenset[str]] = frozenset()
+    _without_parameters: ClassVar[dict[str, Callable[..., None]]] = {}
+    """Check that is removed for want of parameters -> its function, which a subclass with parameters has again."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.gpu:
             cls._move_to_gpu()
-        values, hidden = cls().parameters(), set(cls._without_parameters)
+        values, hidden = cls().parameters(), dict(cls._without_parameters)
         for name, check in inspect.getmembers(OperatorSuite, inspect.isfunction):
             if not name.startswith("test_"):
                 continue
-            if any(not values[parameter] for parameter in _parameters(check)):
-                setattr(cls, name, None)
-                hidden.add(name)
-            elif name in hidden:
-                setattr(cls, name, check)
-                hidden.remove(name)
-        cls._without_parameters = frozenset(hidden)
+            own = getattr(cls, name) or hidden.pop(name, None)
+            if own and any(not values[parameter] for parameter in _parameters(check)):
+                hidden[name], own = own, None
+            if own is not getattr(cls, name):
+                setattr(cls, name, own)
+        cls._without_parameters = hidden
 
     @classmethod
     def _move_to_gpu(cls) -> None:

@@ -84,6 +84,8 @@ class Declaration:
     """The name of a bool argument (B, `masked`), True = ignore; None if there is none."""
     masked: ClassVar[str] = "N"
     """The letter of the dimension that is masked."""
+    masked_length: ClassVar[int] = 200
+    """The length of that dimension in the checks of masks, at least 128."""
     mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
     """dtype -> the relative error allowed for a row of a result with masked keys; a thousand times as much for gradients"""
     layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
@@ -267,6 +269,7 @@ class Declaration:
     def parameters(self) -> dict[str, Sequence[Any]]:
         """Return the values of each parameter of the checks, by the name that it has in their signatures."""
         letters = "".join(dict.fromkeys("".join(self.arguments.values())))
+        n = self.masked_length
         outer = [letter for letter in letters if letter in self.empty]
         return {
             "impl": self.impls,
@@ -279,7 +282,7 @@ class Declaration:
             "argument": list(self.graded),
             "expanded": [letter for letter in letters[:2] if self.arguments and letter in self.extents],
             "emptied": ["".join(x for i, x in enumerate(outer) if bits >> i & 1) for bits in range(2 ** len(outer))] if outer else [],
-            "hidden": [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (0, 199), (1, 200)] if self.mask else [],
+            "hidden": [(0, 64), (64, 128), (128, n), (0, n), (3, n - 3), (0, n - 1), (1, n)] if self.mask else [],
             "poison": [torch.nan, torch.inf] if self.batch else [],
             "bit_shape": range(max(len(self.bits), 1)) if self.batch else [],
             "bit_dtype": [d for d in self.dtypes if self.gpu or d in (torch.float32, torch.bfloat16)],

@@ -35,17 +35,17 @@ class Numerics(Declaration):
     def test_masks(self, impl: str, hidden: tuple[int, int]) -> None:
         """With various ranges of keys masked, or all: NaN and infinity under the mask reach no result and no gradient."""
         assert self.mask
-        start, stop = hidden
-        inputs = self.inputs(extents={self.masked: 200, self.batch: 2})
-        mask = torch.zeros(2, 200, dtype=torch.bool, device=self.device)
+        (start, stop), length = hidden, self.masked_length
+        inputs = self.inputs(extents={self.masked: length, self.batch: 2})
+        mask = torch.zeros(2, length, dtype=torch.bool, device=self.device)
         mask[0, start:stop] = True
         clean, spoilt = dict(inputs), dict(inputs)
         hides = [name for name in inputs if self.masked in self.arguments[name]]
         for name in hides:
             first, dim = self.axis_of(name, self.batch), self.axis_of(name, self.masked)
             under = mask if first == 0 else mask.any(0, keepdim=True)
-            under = under.view([under.shape[0], *(200 if i == dim else 1 for i in range(1, inputs[name].dim()))])
-            odd = torch.arange(200, device=self.device).view([200 if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
+            under = under.view([under.shape[0], *(length if i == dim else 1 for i in range(1, inputs[name].dim()))])
+            odd = torch.arange(length, device=self.device).view([length if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
             clean[name] = inputs[name].masked_fill(under, 0.0)
             spoilt[name] = clean[name].masked_fill(under & odd, torch.inf).masked_fill(under & ~odd, torch.nan)
         masked = {self.mask: mask}

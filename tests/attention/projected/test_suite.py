@@ -22,7 +22,8 @@ EPS = 1e-3
 def offsets(inputs: Any) -> Tensor:
     """Return the offsets of three sets, of which the second is empty."""
     length = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() > 1 else 5
-    return torch.tensor([0, 2 * length // 5, 2 * length // 5, length])
+    device = inputs.device if isinstance(inputs, Tensor) else None
+    return torch.tensor([0, 2 * length // 5, 2 * length // 5, length], device=device)
 
 
 def joined(weight: Any, dim: int = 0) -> Any:

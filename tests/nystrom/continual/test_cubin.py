@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -39,6 +41,32 @@ def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape:
     state = start(part(stream, 0, window), landmarks)
     (launched,) = record(lambda: step(state, *part(stream, window, window + count), retroactive))
     return launched
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("landmarks, retroactive", [(16, False), (16, True), (None, False), (None, True)])
+@pytest.mark.parametrize("count, held", [(1, False), (80, False), (1, True)])
+def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: int, held: bool) -> None:
+    """Of tokens of any strides; beside it torch only allocates memory. `held`: of a state whose memory others may read."""
+    stream = tokens(2, 3, 64 + count, 64, 64)
+    step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
+    state, new = start(part(stream, 0, 64), landmarks), part(stream, 64, 64 + count)
+    assert not any(token.is_contiguous() for token in new)
+    others = list(state) if held else []
+    with _Operations() as operations:
+        assert len(record(lambda: step(state, *new, retroactive))) == 1
+    assert operations.called - {"new_empty", "empty_like", "empty"} == {"_local_scalar_dense"}, others  # the scale, on the CPU
 
 
 def _check(launched: Launch, capability: int, folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from ....triton_common import kernel
 from ...kernels.blocks import SQUARES
 from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
 from .rows import slide
-from .window import admit, before_and_after, move_ring, oldest_row, row_of, span
+from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of
 
 RENEWED = before_and_after("queries", "keys", "values", "sums", "position", "landmark_queries", "landmark_keys", "inverse")
 
@@ -36,7 +36,11 @@ def _nystrom_step(
     landmark_keys_to,
     inverse_to,
     position_to,
+    query_strides: tl.int64,
+    key_strides: tl.int64,
+    value_strides: tl.int64,
     scale: tl.float64,
+    heads: tl.int32,
     tokens: tl.int32,
     window: tl.int32,
     capacity_from: tl.int32,
@@ -59,7 +63,8 @@ def _nystrom_step(
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    query, key, value = query + head * tokens * D, key + head * tokens * D, value + head * tokens * E
+    query, key = tokens_of(query, query_strides, head, heads), tokens_of(key, key_strides, head, heads)
+    value = tokens_of(value, value_strides, head, heads)
     queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
     sums, sums_before = sums_to + head * m * (E + 3), sums_from + head * m * (E + 3)
     landmark_queries, landmark_keys = landmark_queries_to + head * m * D, landmark_keys_to + head * m * D
@@ -81,10 +86,10 @@ def _nystrom_step(
         position += 1
         oldest = tl.where(oldest + 1 < capacity_to, oldest + 1, 0)
         newest, gone = row_of(window - 1, oldest, capacity_to), row_of(-1, oldest, capacity_to)
-        admit(query, queries, newest, gone, D)
-        spoilt = admit(key, keys, newest, gone, D)
-        spoilt += admit(value, values, newest, gone, E)
-        query, key, value = query + D, key + D, value + E
+        admit(query, query_strides, queries, newest, gone, D)
+        spoilt = admit(key, key_strides, keys, newest, gone, D)
+        spoilt += admit(value, value_strides, values, newest, gone, E)
+        query, key, value = query + query_strides[2], key + key_strides[2], value + value_strides[2]
         tl.debug_barrier()
         segment = tl.where(fixed != 0, 0, segment_ending(position, window, m))
         if segment > 0:

@@ -55,13 +55,19 @@ def move_ring(source, target, position, window, capacity_from, capacity_to, widt
 
 
 @triton.jit
-def admit(token, ring, newest, gone, width):
+def tokens_of(tokens, strides, head, heads):
+    """A pointer to the first token of a head in (B, H, t, *)."""
+    return tokens + (head // heads * strides[0] + head % heads * strides[1])
+
+
+@triton.jit
+def admit(token, strides, ring, newest, gone, width):
     """Write a token into row `newest` of a ring. Return how many elements of row `gone`, of the token that has left, are not finite."""
     count = 0
     for column in range(0, width, COLUMNS):
         columns = span(column, COLUMNS)
         there = columns < width
-        tl.store(ring + newest * width + columns, tl.load(token + columns, mask=there), mask=there)
+        tl.store(ring + newest * width + columns, tl.load(token + columns * strides[3], mask=there), mask=there)
         old = tl.load(ring + gone * width + columns, mask=there, other=0.0)
         count += tl.sum((old - old != 0.0).to(tl.int32), 0)
     return count

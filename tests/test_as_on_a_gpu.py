@@ -1,0 +1,64 @@
+"""What a machine without a GPU can see of one: how a compiler traces the choice of an implementation, and tensors left on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cmab_kernels import backends
+from cmab_kernels.testing import OperatorSuite
+
+from .declarations import declarations
+
+SHAPES = {
+    "attention": ((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
+    "attention.prefix": ((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
+    "attention.projected": ((1, 3, 5, 8), (2, 9, 7), (24, 7), (24, 7)),
+    "layers": ((18, 8),),
+    "nystrom": ((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
+    "nystrom.continual": ((2, 3, 1, 8), (2, 3, 1, 8), (2, 3, 1, 8), (2, 3, 4, 8)),
+    "intention": ((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
+    "intention.solve": ((6, 8, 8), (6, 8, 4)),
+}
+"""Operator set -> the shapes of the tensors by which an implementation is chosen."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of compute capability 9.0, as far as the choice of implementations asks."""
+    cuda_launch, triton_common = (
+        pytest.importorskip(f"cmab_kernels.{module}", exc_type=ImportError) for module in ("cuda_launch", "triton_common")
+    )
+    monkeypatch.setattr(cuda_launch, "_properties", lambda index: (None, 227 * 1024))
+    monkeypatch.setattr(cuda_launch, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(triton_common, "_gpu_problem", lambda index: None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "family, impl", [(family, impl) for family in backends.SETS for impl in ("auto", *backends.FAMILIES[family]) if impl != "native"]
+)
+def test_a_compiler_traces_the_choice(family: str, impl: str, dynamic: bool, gpu: None) -> None:
+    """In one graph, whatever the sizes: a compiler traces no function of an extension."""
+    torch._dynamo.reset()
+    chosen = []
+
+    def choose(*tensors: Tensor) -> Tensor:
+        chosen.append(backends.choose(family, impl, *tensors))
+        return tensors[0] + 1
+
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, device="cuda") for shape in SHAPES[family]]
+        assert torch.compile(choose, fullgraph=True, dynamic=dynamic, backend="eager")(*tensors).device.type == "cuda"
+    assert chosen[0] in backends.FAMILIES[family] and chosen[0] != "native"
+
+
+@pytest.mark.parametrize("declaration", declarations(), ids=lambda each: each.__qualname__)
+def test_a_declaration_makes_its_tensors_where_its_inputs_are(declaration: type[OperatorSuite]) -> None:
+    """On the meta device, which is not the CPU either."""
+    suite = declaration()
+    inputs = {name: tensor.to("meta") for name, tensor in suite.inputs(suite.dtypes[0]).items()}
+    with torch.no_grad():
+        assert {result.device.type for result in suite.call("auto", **inputs)} == {"meta"}
