@@ -309,5 +309,5 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
 }
 """Name of a kernel -> what one pass through its main loop does."""
 
-LEFT_OUT = ("_vet",)
-"""Kernels without figures: the check of a packed set's offsets, a launch that reads a few numbers."""
+LEFT_OUT = ("_vet", "_subtract")
+"""Kernels without figures, which read a few numbers: the check of a packed set's offsets, and a state without some of its keys."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends import choose, is_available, kernel
 from ..checks import as_autocast, check_key_value, check_mask, check_operands, fixed, over_batch, wrong
 from ..dtypes import state_dtype
-from ..tracing import is_direct
+from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
 from .state import AttentionState, Removal, check_state, merged, subtract_state
 
@@ -135,15 +135,10 @@ def remove_from_state(
     """
     inputs = _inputs(query, key, value, key_padding_mask, None, scale)
     _check_incoming(state, inputs)
-    if is_direct(
-        choose("attention", impl, inputs.query, inputs.key, inputs.value),
-        *state,
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        inputs.key_padding_mask,
-    ):
-        out, lse, reliable = kernel("attention", "native", "attention_removal")(
+    chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
+    tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
+    if chosen != "reference" and not is_differentiated(*tensors) and is_plain(*tensors):
+        out, lse, reliable = kernel("attention", chosen, "attention_removal")(
             inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, *state, inputs.scale
         )
         return Removal(AttentionState(out, lse), reliable)

@@ -19,6 +19,7 @@ from cmab_kernels.attention import kernels, schema
 from cmab_kernels.attention.kernels import runs
 from cmab_kernels.attention.kernels.launch import backward_keys_tiles
 from cmab_kernels.attention.kernels.rows import sum_runs
+from cmab_kernels.attention.state import AttentionState, subtract_state
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 from cmab_kernels.testing.cubin import as_if_on
 from cmab_kernels.triton_common import Products
@@ -132,6 +133,24 @@ def test_many_runs() -> None:
     shares, dquery = torch.randn(cut.slots, 2, 3, 5, dtype=torch.float64), torch.empty(1, 2, 3, 5, dtype=torch.float64)
     sum_runs(shares, None, dquery, (1, 2, 3, 70_000), (cut.runs, cut.most_runs), 0.5)
     assert cut.slots > 64 and torch.allclose(dquery[0], 0.5 * shares.sum(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
+def test_removal(left: str) -> None:
+    """The state without keys is what its formula gives, edges included."""
+    q, k, v = _inputs(2, 3, 70, 9, 4, 5, torch.float64)
+    gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
+    out, lse = kernels.attention_forward(q, k, v, None, None, None, None, 0.5)
+    if left == "nothing there":
+        out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+    if left == "nan":
+        lse[1, 2, 0] = math.nan
+    part = AttentionState(*kernels.attention_forward(q, k[:, :, gone], v[:, :, gone], None, None, None, None, 0.5))
+    *ours, reliable = kernels.attention_removal(q, k[:, :, gone], v[:, :, gone], None, out, lse, 0.5)
+    state, wanted = subtract_state(AttentionState(out, lse), part)
+    assert torch.equal(reliable, wanted)
+    for mine, right in zip(ours, state, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
 @pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 
 import cmab_kernels
 import cmab_kernels as ck
+from cmab_kernels.attention.state import subtract_state
 from cmab_kernels.testing import OperatorSuite, oracles
 from cmab_kernels.triton_common import Kernel
 
@@ -53,6 +55,7 @@ EVERY = {
     *PROJECTED,
     "_backward_keys",
     "_backward_in_parts",
+    "_subtract",
     "_sum_runs",
     "_merge",
     "_vet",
@@ -125,6 +128,24 @@ def test_attention_of_one_row() -> None:
 @pytest.mark.parametrize("emptied", ["B", "N", "L", "LN"])
 def test_attention_of_nothing(emptied: str) -> None:
     in_orders(lambda: attention.TestAttentionState().test_empty_extents("triton", emptied), on_machine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_removal(dtype: torch.dtype) -> None:
+    """Rows of two programs: one of them loses all of its mass, one had none, and one loses nothing."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, rows, 17, dtype=dtype) for rows in (18, 5, 5))
+    state, part = ck.attention_state(query, key, value), ck.attention_state(query, key[:, :, :2], value[:, :, :2])
+    state.lse[0, 0, 3], state.lse[0, 0, 4] = part.lse[0, 0, 3] - 1, -math.inf
+
+    def check() -> None:
+        removal = ck.remove_from_state(state, query, key[:, :, :2], value[:, :, :2], impl="triton")
+        right = subtract_state(state, part)
+        assert torch.equal(removal.reliable, right.reliable)
+        for ours, wanted in zip(removal.state, right.state, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+    assert in_orders(check, on_machine) == {"_forward", "_subtract"}
 
 
 # ---- states of all prefixes

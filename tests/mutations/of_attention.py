@@ -369,6 +369,12 @@ IN_TRITON = {
         "far = (tl.abs(logarithm) < 0)",
         "tests/attention/test_kernels_large.py::test_a_lone_largest_score_has_weight_one",
     ),
+    "a removal of nothing that takes something": Fault(
+        "cmab_kernels/attention/kernels/removal.py",
+        "share = tl.where(nothing_removed, 0.0, tl.exp(",
+        "share = tl.where(nothing_there, 0.0, tl.exp(",
+        f"{KERNELS}::test_removal",
+    ),
     "a gradient of one run without the scale": Fault(
         "cmab_kernels/attention/kernels/backward.py",
         "dq = (dq * scale_).to(dquery.dtype.element_ty)",

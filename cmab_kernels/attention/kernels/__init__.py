@@ -4,6 +4,7 @@
 - `forward`  the state of each run of keys, and the merge
 - `rows`     what the gradients need of each query
 - `backward` one pass over the keys, without atomics
+- `removal`  a state without some of its keys
 - `launch`   precision of the matrix products, and block sizes
 
 Exponentials are base 2 with the scale folded into the product. Scores, sums and states are float32, or float64 for float64 inputs.
@@ -12,5 +13,6 @@ Exponentials are base 2 with the scale folded into the product. Scores, sums and
 from ...triton_common import unsupported
 from .backward import attention_backward
 from .forward import attention_forward
+from .removal import attention_removal
 
-__all__ = ["attention_backward", "attention_forward", "unsupported"]
+__all__ = ["attention_backward", "attention_forward", "attention_removal", "unsupported"]
