@@ -305,6 +305,12 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
 
 
 @triton.jit
+def quotient(x, y):
+    """x / y rounded to nearest, where y is a number: the `/` of float32 numbers is off by up to two units in the last place."""
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, tl.full([1], y, tl.float32))
+
+
+@triton.jit
 def _operand(tile, OPERAND: tl.constexpr):
     """The tile converted to the dtype OPERAND for `tl.dot`.
 
@@ -330,21 +336,30 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied as two: what it is rounded to, and the rest.
+    """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied in parts: what it is rounded to, and the rest.
 
-    That keeps 16 bits in bfloat16. An infinity has a NaN for its rest, as in `product_of_parts`.
+    Two parts hold 22 bits in float16, and three hold all 24 in bfloat16. An infinity has NaNs for its rest, as in `product_of_parts`.
     """
     if a.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
-        high = a.to(OPERAND)
-        low = tl.dot((a - high.to(a.dtype)).to(OPERAND), b)
-        result = tl.dot(high, b, tl.where(low > -3.4e38, low, -3.4e38))
+        high, middle, low = _half_parts(a, OPERAND)
+        rest = tl.dot(middle, b, tl.dot(low, b)) if tl.bfloat16 == OPERAND else tl.dot(middle, b)
+        result = tl.dot(high, b, tl.where(rest > -3.4e38, rest, -3.4e38))
     elif b.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
-        high = b.to(OPERAND)
-        low = tl.dot(a, (b - high.to(b.dtype)).to(OPERAND))
-        result = tl.dot(a, high, tl.where(low > -3.4e38, low, -3.4e38))
+        high, middle, low = _half_parts(b, OPERAND)
+        rest = tl.dot(a, middle, tl.dot(a, low)) if tl.bfloat16 == OPERAND else tl.dot(a, middle)
+        result = tl.dot(a, high, tl.where(rest > -3.4e38, rest, -3.4e38))
     else:
         result = product(a, b, OPERAND, PRECISION)
     return result
+
+
+@triton.jit
+def _half_parts(x, OPERAND: tl.constexpr):
+    """Three numbers of a half type that add up to x: what x is rounded to, what its rest is rounded to, and what that leaves."""
+    high = x.to(OPERAND)
+    rest = x - high.to(x.dtype)
+    middle = rest.to(OPERAND)
+    return high, middle, (rest - middle.to(x.dtype)).to(OPERAND)
 
 
 @triton.jit
@@ -361,9 +376,12 @@ def product_of_parts(a_high, a_low, b_high, b_low):
 
 @triton.jit
 def parts(x):
-    """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer."""
+    """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer.
+
+    Matrix units cut off the last 13 bits of a number: half a unit of the others makes that a rounding of the 13 bits that they have to 11.
+    """
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return high, x - high
+    return high, ((x - high).to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -26,11 +26,11 @@ def _far(rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("impl", impls("attention"))
 def test_keys_far_apart(impl: str) -> None:
-    query, key = (torch.randn(1, 1, n, 8, device=DEVICE).half().requires_grad_() for n in (4, 3))
+    query, key, value = (torch.randn(1, 1, n, 8, device=DEVICE).half().requires_grad_() for n in (4, 3, 3))
     far = _far(key.detach()).requires_grad_()
     found = []
     for keys in (key, far):
-        state = ck.attention_state(query, keys, key, impl=impl)
+        state = ck.attention_state(query, keys, value, impl=impl)
         found.append((*state, *torch.autograd.grad(state.out.sum(), (query, keys))))
     assert all(torch.equal(ours, right) for ours, right in zip(*found, strict=True))
 
@@ -46,17 +46,18 @@ def test_rows_far_apart(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys, largest", [(300_000, 0.0), (1500, 3e19)])
 def test_sums(impl: str, dtype: torch.dtype, keys: int, largest: float) -> None:
-    """Sums over many keys, and over one whose squares leave float32: their error is 1e-13 of what their terms add up to."""
+    """Sums over many keys, and over one whose squares leave float32: their error is 1e-13 of what their terms add up to.
+
+    The right sums are those of 100 keys at a time: one product over all keys, added up in one chain, is itself off by as much.
+    """
     key, value = (torch.randn(3, 2, keys, 16, device=DEVICE).to(dtype) for _ in range(2))
     if largest:
         key[1, 1, keys // 3] = largest
     state = ck.ridge_state(key, value, impl=impl)
-    wide, other = key.double(), value.double()
-    for ours, right, terms in (
-        (state.gram, wide.mT @ wide, wide.abs().mT @ wide.abs()),
-        (state.moment, wide.mT @ other, wide.abs().mT @ other.abs()),
-    ):
-        assert ((ours - right).abs() <= 1e-13 * terms).all()
+    left, *rights = (rows.double().unflatten(2, (-1, 100)) for rows in (key, key, value))
+    for ours, right in zip((state.gram, state.moment), rights, strict=True):
+        terms = (left.abs().mT @ right.abs()).sum(2)
+        assert ((ours - (left.mT @ right).sum(2)).abs() <= 1e-13 * terms).all()
     assert torch.equal(state.gram, state.gram.mT)
 
 

@@ -449,7 +449,7 @@ IN_TRITON = {
     ),
     "projected keys rounded to a half type": Fault(
         "cmab_kernels/triton_common.py",
-        "result = tl.dot(a, high, tl.where(low > -3.4e38, low, -3.4e38))",
+        "result = tl.dot(a, high, tl.where(rest > -3.4e38, rest, -3.4e38))",
         "result = tl.dot(a, high)",
         f"{PROJECTED_KERNELS}::test_half_products",
     ),

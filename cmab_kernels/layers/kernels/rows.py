@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ...triton_common import load_tile, product, rows_at, rows_from
+from ...triton_common import load_tile, product, quotient, rows_at, rows_from
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED:
     if NORMED:
         for column in range(0, C, PIECE):
             mean += tl.sum(load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(DTYPE), 1)
-        mean = mean / C
+        mean = quotient(mean, C)
         variance = tl.zeros([row.shape[0]], DTYPE)
         for column in range(0, C, PIECE):
             piece = load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(DTYPE)

@@ -91,11 +91,11 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_multiplied_as_such(tmp_path: Path) -> None:
-    """In each of two loops: scores in two products, values and weighted values in one; the projection of keys alone in three of tf32."""
+    """In each of two loops: scores in three products, values and weighted values in one; the projection of keys alone in three of tf32."""
     with as_if_on(90):
         figures = compiled(_launches(torch.bfloat16, 16, 64)["_projected_forward"], 90, tmp_path)
     operands = re.findall(r"tt\.dot .* : tensor<\d+x\d+x(\w+)> \*", figures.ttir)
-    assert (operands.count("bf16"), operands.count("f32")) == (8, 6)
+    assert (operands.count("bf16"), operands.count("f32")) == (10, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -8,7 +8,7 @@ Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD of a v
 import triton
 import triton.language as tl
 
-from ....triton_common import load_tile, product, rows_at, tile_at
+from ....triton_common import load_tile, product, quotient, rows_at, tile_at
 
 CHUNK = tl.constexpr(64)
 """The most columns of a key or a value at hand at once: wider heads are cut into chunks."""
@@ -48,7 +48,7 @@ def row_norms(
     if NORMED:
         for column in range(0, C, COLUMNS):
             mean += tl.sum(_row_columns(inputs, strides, batch, start, keep, column, C, ROWS, COLUMNS, ALIGN).to(DTYPE), 1)
-        mean = mean / C
+        mean = quotient(mean, C)
         variance = tl.zeros([ROWS], DTYPE)
         for column in range(0, C, COLUMNS):
             rows = _row_columns(inputs, strides, batch, start, keep, column, C, ROWS, COLUMNS, ALIGN).to(DTYPE)
