@@ -117,12 +117,12 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
     torch.manual_seed(generator.initial_seed())
     task.before_step(model, done)
     batch = tree_map(lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, task.batch(generator))
-    for group in optimizer.param_groups:
-        group["lr"] = task.learning_rate * 0.5 * (1 + math.cos(math.pi * done / task.steps))
+    (group,) = optimizer.param_groups
+    group["lr"] = task.learning_rate * 0.5 * (1 + math.cos(math.pi * done / task.steps))
     optimizer.zero_grad(set_to_none=True)
     loss = task.loss(model, batch)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+    norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
     value = float(loss.detach())
     if not math.isfinite(value) or not math.isfinite(float(norm)):
         raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; try a smaller learning_rate")
