@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = [
     "tests/test_info.py",
     "tests/test_backends.py",
-    "tests/test_doctests.py",
     "tests/nn",
     *sorted(map(str, Path("tests").glob("**/test_suite.py"))),
 ]
+NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference"]
+"""What the sample imports beside the package, torch and NumPy."""
 
 
 # ---- Triton
@@ -77,12 +78,12 @@ def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
     """In an environment of its own, with the native extension of this one, which depends on Python only."""
     python = tmp_path / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
-    install = [python, "-m", "pip", "install", "--no-cache-dir", *wanted, "pytest", "hypothesis", "pytest-xdist"]
+    install = [python, "-m", "pip", "install", "--no-cache-dir", *wanted, *NEEDED]
     installed = subprocess.run(install, capture_output=True, text=True)
     if "No matching distribution" in installed.stderr:
         pytest.skip(f"pip finds no {wanted[0]} here: {installed.stderr.strip().splitlines()[-1]}")
     assert installed.returncode == 0, installed.stderr
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
-    chosen = "not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or nn or info or doc)"
+    chosen = "not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or nn or info)"
     run = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", *SAMPLE, "-k", chosen], cwd=ROOT, env=environment)
     assert run.returncode == 0
