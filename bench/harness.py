@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,7 +71,7 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
                 group.problems[name] = str(problem)
         if examined:
             copies = [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))]
-            calls = {name: timed_call(case.implementations[name], copies, capture) for name in examined}
+            calls = {name: timed_call(case.implementations[name], copies, capture and name not in case.uncaptured) for name in examined}
             samples, repeats = take_samples(calls, budget)
             group.samples = {name: [sample / case.steps.get(name, 1) for sample in samples[name]] for name in calls}
             group.rows = _rows(case, examined, group.samples, repeats)
@@ -84,7 +86,8 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
     if reason := case.refusal(name):
         raise Problem(reason)
     try:
-        before = case if name.endswith(COMPILED) else case.small()  # what compiles for a shape must have done so
+        compiles = name.endswith(COMPILED) or device() == "cuda"  # for a shape, which must have been done
+        before = case if compiles else case.small()
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = _counted(case, name, inputs)
     except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
@@ -114,9 +117,17 @@ def _counted(case: Case, name: str, inputs: Any) -> tuple[Results, int]:
 
 def count_flops(run: Callable[[], Results]) -> tuple[Results, int]:
     """Results, and the floating-point operations of the matrix products and factorisations that torch's counter sees."""
-    with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+    counter.mod_tracker = _NoModules()
+    with counter:
         results = run()
     return results, counter.get_total_flops()
+
+
+class _NoModules(nullcontext[None]):
+    """In place of torch's tracker of modules, whose hooks fail where autograd goes through a module that was given a parameter."""
+
+    parents = frozenset({"Global"})
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **_: Any) -> int:
@@ -179,17 +190,25 @@ def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a call. What it needs besides, compiled kernels and handles, it gets from a first call on a side stream."""
+    """The replay of a call. What it needs besides, compiled kernels and handles, it gets from a first call on a side stream.
+
+    A stream that goes on puts other tensors in the place of those of its state, whose memory the graph goes on reading: it is kept.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    read = [thing for thing in gc.get_objects() if type(thing) is Tensor and thing.is_cuda]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return partial(_replay, graph, read)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
+    graph.replay()
 
 
 def take_samples(calls: Mapping[str, Callable[[], Any]], budget: float) -> tuple[dict[str, list[float]], dict[str, int]]:

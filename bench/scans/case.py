@@ -74,6 +74,8 @@ class Case:
     """Implementation -> steps that one call of it does, where that is not one."""
     counted: Mapping[str, str] = field(default_factory=dict)
     """What is compiled -> what does the same products, so that they can be counted."""
+    uncaptured: tuple[str, ...] = ()
+    """Peers that no graph of a GPU may capture: torch's batched factorisations there end the process (MAGMA's)."""
     refusal: Callable[[str], str | None] = everything_runs
     """Implementation -> why it cannot be measured here; None when it can."""
     smaller: Mapping[str, Any] = field(default_factory=dict)

@@ -191,10 +191,9 @@ def stack(
 
 def cases() -> Iterator[Case]:
     for backward in (False, True):
-        if kernels("attention_layer", definition=False):  # on a GPU there is none yet
-            yield from (feed_forward(rows, backward=backward, quick=rows == 2048) for rows in (8, 128, 2048, 16_384))
-            yield from (attention_layer(keys=keys, backward=backward, quick=keys == 128) for keys in (8, 128, 512, 2048))
-            yield attention_layer(batch=1, backward=backward)
+        yield from (feed_forward(rows, backward=backward, quick=rows == 2048) for rows in (8, 128, 2048, 16_384))
+        yield from (attention_layer(keys=keys, backward=backward, quick=keys == 128) for keys in (8, 128, 512, 2048))
+        yield attention_layer(batch=1, backward=backward)
         yield stack(backward=backward, quick=True)
         yield stack(32, 32, depth=2, backward=backward, quick=True)
         yield stack(8, 16, heads=1, depth=4, backward=backward, quick=True)

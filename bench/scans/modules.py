@@ -40,8 +40,8 @@ def torch_attention(features: int, heads: int, dtype: torch.dtype = torch.float3
 
 
 def called(module: nn.Module) -> Attend:
-    """A module without the hooks of a call, which torch's counter of FLOPs cannot follow under autograd."""
-    return lambda *tokens: module.forward(tokens[0], tokens[-1], tokens[-1], need_weights=False)[0]
+    """What a module makes of tokens, or of a query and its context."""
+    return lambda *tokens: module(tokens[0], tokens[-1], tokens[-1], need_weights=False)[0]
 
 
 def with_weights(module: nn.Module, weights: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,30 @@ def test_flops_of_peers_are_those_of_the_products(case: Case, name: str):
     results, flops = harness.count_flops(lambda: case.implementations[name](inputs))
     assert flops == products * 2 * scores * case.sizes["D"]
     assert harness.relative_error(results, case.expected(inputs)[name]) < 1e-5
+
+
+def test_flops_are_counted_through_a_module_that_is_given_a_parameter():
+    """With its gradients, which torch's tracker of modules does not let through."""
+    inner = torch.nn.Linear(4, 3, bias=False)
+    latents = torch.nn.Parameter(torch.randn(5, 4))
+
+    def run():
+        out = inner(latents)
+        return out.detach(), *torch.autograd.grad(out.sum(), [latents, inner.weight])
+
+    assert harness.count_flops(run)[1] == 3 * 2 * 5 * 4 * 3
+
+
+def test_what_no_graph_may_capture_is_called(no_memory: None, monkeypatch: pytest.MonkeyPatch):
+    """And no implementation is captured where a call forbids it."""
+    captured = []
+    monkeypatch.setattr(
+        harness, "timed_call", lambda implementation, copies, capture: captured.append(capture) or partial(implementation, copies[0])
+    )
+    case = replace(FORWARD, uncaptured=(SDPA,))
+    harness.measure(case, [SDPA, NAIVE], budget=0.01)
+    harness.measure(case, [SDPA, NAIVE], budget=0.01, capture=False)
+    assert captured == [False, True, False, False]
 
 
 @pytest.fixture
