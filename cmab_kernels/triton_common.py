@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ class Kernel:
     def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """The function that launches the compiled kernel, and what it is to be called with before and after `arguments`."""
         source, options = self.source(*arguments, **constants)
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = compiled_kernel(source, target, options)
         launcher = compiled.run  # loads the kernel
         assert not launcher.global_scratch_size, "no kernel takes memory beside its arguments"
         loaded = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
@@ -152,6 +153,28 @@ class Kernel:
         aligned = [p.num for p in self.jit.params if str(signature[p.name]).startswith("*") and p.name not in self._anywhere]
         options = {name: value for name, value in constants.items() if name not in signature}
         return ASTSource(self.jit, signature, constexprs, {(number,): [["tt.divisibility", 16]] for number in aligned}), options
+
+
+_HOPPER = GPUTarget("cuda", 90, 32)
+_LOSES_DESCRIPTORS = (12, 8)
+"""The ptxas that Triton 3.6 takes for Hopper, and older ones."""
+_PTX = 88
+"""The PTX of the ptxas that it takes for Blackwell. 12.8 cannot read it, so nothing in Triton's cache that says so was compiled by it."""
+_compiling = Lock()
+
+
+def compiled_kernel(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
+    """`triton.compile`, on Hopper with the newer ptxas that Triton brings for Blackwell.
+
+    ptxas 12.8 drops the definitions of some descriptors where tiles of two layouts come to lie at one address of shared memory: products
+    are wrong, or the address is illegal (cmab_kernels/testing/descriptors.py).
+    """
+    knobs = triton.knobs.nvidia
+    if target != _HOPPER or tuple(map(int, knobs.ptxas.version.split("."))) > _LOSES_DESCRIPTORS:
+        return triton.compile(source, target=target, options=options)
+    with _compiling, knobs.scope():
+        knobs.ptxas = knobs.ptxas_blackwell.path
+        return triton.compile(source, target=target, options=options | {"ptx_version": _PTX})
 
 
 def _gathering(launch: Callable[..., None], first: int) -> Callable[..., None]:

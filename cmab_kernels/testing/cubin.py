@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from ..backends import FAMILIES
 from ..tiles import forget
-from ..triton_common import Kernel
+from ..triton_common import Kernel, compiled_kernel
+from .descriptors import lost_descriptors
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -71,6 +71,8 @@ class Figures(NamedTuple):
     matrix: int
     instructions: Counter[str]
     ttir: str
+    lost: list[str]
+    """Matrix instructions of Hopper whose descriptors hold no address."""
 
     def count(self, *names: str) -> int:
         """Return the number of instructions whose name starts with one of `names`: `FFMA`, `MUFU.EX2`, ..."""
@@ -123,7 +125,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
 def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
     """Compile a launch for one compute capability; the object file is written into `folder`."""
     code, options = launch.kernel.source(*launch.args, **launch.options)
-    kernel = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    kernel = compiled_kernel(code, GPUTarget("cuda", capability, 32), options)
     cubin = folder / f"{launch.kernel.__name__}.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     registers = re.findall(r"REG:(\d+)", cuobjdump("--dump-resource-usage", cubin))[-1]
@@ -148,6 +150,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
         sum(count for name, count in instructions.items() if "MMA" in name.split(".")[0]),
         instructions,
         code.ttir,
+        lost_descriptors(code.sass),
     )
 
 
@@ -162,7 +165,7 @@ def faults(figures: Figures, matrix: bool) -> list[str]:
         found.append(f"{figures.tensor_columns} columns of tensor memory, and a multiprocessor has {TENSOR_COLUMNS}: it cannot be launched")
     if matrix and not figures.matrix:
         found.append("no matrix instruction")
-    return found + narrow_offsets(figures.ttir)
+    return found + figures.lost + narrow_offsets(figures.ttir)
 
 
 def narrow_offsets(ttir: str) -> list[str]:

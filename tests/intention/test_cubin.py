@@ -68,6 +68,13 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
     assert _check(found, capability, tmp_path) == []
 
 
+@pytest.mark.parametrize("width, value_width", [(33, 7), (64, 1)])
+def test_narrow_values_lose_no_descriptor(width: int, value_width: int, tmp_path: Path) -> None:
+    """Tiles of wide keys and of narrow values have different layouts."""
+    found = _launches(torch.float32, width, 90, value_width)
+    assert _check([one for one in found if one.kernel.__name__ == "_gram"], 90, tmp_path) == []
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, width, capability", NIGHTLY)
 def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:

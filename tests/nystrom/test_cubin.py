@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,10 @@ import torch
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
@@ -69,6 +74,16 @@ def test_the_largest_matrices_stay_in_registers(tmp_path: Path) -> None:
     assert _check(launched, 90, tmp_path) == [] and compiled(launched, 90, tmp_path).count("HGMMA")
 
 
+def test_landmark_values_lose_no_descriptor(tmp_path: Path) -> None:
+    assert _check(_launches("fp32", 64)["_landmark_values"], 90, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", GRADIENTS)
+def test_gradients_lose_no_descriptor(kernel: str, tmp_path: Path) -> None:
+    assert compiled(_launches("fp32", 64)[kernel], 90, tmp_path).lost == []
+
+
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("name", DTYPES)
 def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
@@ -112,6 +127,17 @@ def test_spills_are_seen(tmp_path: Path) -> None:
     launched = _launches("fp32", 17)["_pinv"]
     launched.options.update(num_warps=1)
     assert any("spilled" in fault for fault in _check(launched, 90, tmp_path))
+
+
+def test_lost_descriptors_are_seen(tmp_path: Path) -> None:
+    """The check reports what ptxas 12.8 does to the landmark values, whose tiles share addresses with squares."""
+
+    def by_default(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
+        return triton.compile(source, target=target, options=options)
+
+    with mock.patch("cmab_kernels.testing.cubin.compiled_kernel", by_default):
+        found = _check(_launches("fp32", 64)["_landmark_values"], 90, tmp_path)
+    assert found and all("no address in the descriptor" in fault for fault in found)
 
 
 def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:

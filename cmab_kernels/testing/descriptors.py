@@ -1,0 +1,81 @@
+"""The descriptors of Hopper's matrix instructions in a disassembly: whether each says where the kernel's shared memory is.
+
+ptxas 12.8 drops the definitions of some (bench/NOTES.md): products are then wrong, or the address is illegal.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) *([^;]*);")
+_DATA = re.compile(r"F[A-Z]|MUFU|LD[GS]|H[A-Z]|D[A-Z]|I2F")
+"""Instructions whose result is no address: floating point, and loads from memory but for constants and spilled registers."""
+
+
+class Made(IntEnum):
+    """What the value of a register was made of."""
+
+    NUMBERS = 0
+    ADDRESS = 1
+    """Or of the address of the block's shared memory, which follows from its number in a cluster."""
+    NOTHING = 2
+    """Or of data, or of a register that nothing has written."""
+
+
+def lost_descriptors(sass: str) -> list[str]:
+    """Return the matrix instructions with a descriptor that is not made of the address of shared memory, as sentences.
+
+    Instructions are followed in their order, the body of a loop once.
+    """
+    made = {"R1": Made.NUMBERS}  # the stack
+    found = []
+    for at, name, text in _INSTRUCTION.findall(sass):
+        operands = [operand.strip().replace(".reuse", "") for operand in text.split(",")]
+        if name.startswith("HGMMA"):
+            lost = [first for first in _descriptors(operands) if _of(made, _words(first, 2)) != Made.ADDRESS]
+            found += [f"{name} at {at}: no address in the descriptor {first}" for first in lost]
+        else:
+            _follow(made, name, operands)
+    return found
+
+
+def _descriptors(operands: list[str]) -> Iterator[str]:
+    """The first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in registers."""
+    given = next(operand for operand in operands if operand.startswith("gdesc"))
+    first = int(given.split("[UR")[1].split("]")[0])
+    if operands.index(given) == 1:
+        yield f"UR{first}"
+    yield f"UR{first + 2}"
+
+
+def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
+    """Note what the instruction writes: registers, or with STL a place on the stack."""
+    if re.fullmatch(r"U?P\w+", operands[0]):  # a predicate that it writes as well
+        operands = operands[1:]
+    if not operands or not re.match(r"U?R\d|\[R1\b", operands[0]):
+        return
+    words = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+    target, *given = [_words(operand, words) for operand in operands]
+    if name.startswith(("STL", "LDL")):
+        made.update({to: _of(made, [source]) for to, source in zip(target, given[0], strict=True)})
+    elif _DATA.match(name):
+        made.update(dict.fromkeys(target, Made.NOTHING))
+    elif "SR_CgaCtaId" in operands:
+        made.update(dict.fromkeys(target, Made.ADDRESS))
+    elif not operands[0].startswith("["):
+        sources = given if name.startswith("UIADD3.64") else [_words(operand, 1) for operand in operands[1:]]
+        made.update(dict.fromkeys(target, _of(made, [word for source in sources for word in source])))
+
+
+def _of(made: dict[str, Made], words: Iterable[str]) -> Made:
+    """What is made of these: of nothing, if one of them is."""
+    return max((made.get(word, Made.NOTHING) for word in words if re.match(r"U?R\d|\[", word)), default=Made.NUMBERS)
+
+
+def _words(operand: str, count: int) -> list[str]:
+    """The registers, or places on the stack, of an operand of this many words."""
+    place = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", operand)
+    if place:
+        return [f"[{int(place[1] or '0', 16) + 4 * word}]" for word in range(count)]
+    register = re.search(r"(?<!\w)(U?R)(\d+)", operand)
+    return [f"{register[1]}{int(register[2]) + word}" for word in range(count)] if register else [operand] * count
