@@ -124,6 +124,8 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     state = (out, lse) if given == "state" else (None, None)
     attention.attention_forward(q, k, v, mask, offsets, *state, 0.25)
     attention.attention_backward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
+    if given == "state":
+        attention.attention_removal(q, k, v, mask, *state, 0.25)
 
 
 def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None:

@@ -28,7 +28,7 @@ from ...triton_common import (
 from .backward_in_parts import _backward_in_parts
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
-from .rows import load_rows, row_terms, sum_runs
+from .rows import load_rows, row_terms, scale_of_share, sum_runs
 from .runs import cut_keys, locate, vetted
 
 IN_PLACE = ("half",)
@@ -165,7 +165,7 @@ def _backward(
     high,
     low,
     delta,
-    dquery,
+    shares,
     dkey,
     dvalue,
     strides: tl.int64,
@@ -177,20 +177,19 @@ def _backward(
     BLOCK_L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process one run of keys for one block of queries, held in registers; store the run's share of dQ in its slot of dquery.
+    """Process one run of keys for one block of queries, held in registers; store its share of dQ in its slot of `shares`.
 
-    AT_ONCE says that a set is one run, so that the share is dQ itself.
+    Where each set is one run, the share is dQ.
 
     dK and dV are complete only if one block holds all queries: otherwise `_backward_keys` computes them.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
-    QUERY: tl.constexpr = dquery is not None
+    QUERY: tl.constexpr = shares is not None
     B, H, L, N = sizes
     blocks = tl.cdiv(L, BLOCK_L)
     block = tl.program_id(0) % blocks
@@ -262,10 +261,9 @@ def _backward(
         )
     if QUERY:
         row = block * BLOCK_L + tl.arange(0, BLOCK_L)
-        columns = tl.arange(0, D_PAD)
-        if AT_ONCE:
-            dq = (dq * scale_).to(dquery.dtype.element_ty)
-        tl.store(rows_at(dquery, slot_head.to(tl.int64) * L + row, D, D_PAD), dq, mask=(row < L)[:, None] & (columns < D)[None, :])
+        inside = (row < L)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+        row = slot_head.to(tl.int64) * L + row
+        tl.store(rows_at(shares, row, D, D_PAD), dq * scale_of_share(scale_, offsets, cut), mask=inside)
 
 
 @kernel("query", "key", "value", "mask", "high", "low", "delta")
@@ -360,12 +358,13 @@ def attention_backward(
             scale,
         )
         at_once = cut.runs == 1 and cu_seqlens is None and N > 0
-        shares = dquery if at_once or dquery is None else query.new_empty((cut.slots, H, L, D), dtype=sums)
+        shares = dquery
+        if dquery is not None and not (at_once and dquery.dtype == sums):
+            shares = query.new_empty((cut.slots, H, L, D), dtype=sums)
         options = {"D": D, "E": E, "ALIGN": alignment(query, key, value), **tiles._asdict()}
         if products.kind == "tf32x3" and any(needs):
             piece = piece_of_columns(query.device, max(D, E))
-            of_parts = {"PIECE": piece, "AT_ONCE": at_once, "enable_fp_fusion": False}
-            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, **options, **of_parts)
+            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, PIECE=piece, **options, enable_fp_fusion=False)
             dkey = dvalue = None
         options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
         blocks = triton.cdiv(L, tiles.BLOCK_L)
@@ -373,9 +372,11 @@ def attention_backward(
             passing = backward_keys_tiles(products, query.device, max(D, E))._asdict()
             _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **(options | passing))
             dkey = dvalue = None
-        if products.kind != "tf32x3" and not (shares is None and dkey is None and dvalue is None):
-            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, AT_ONCE=at_once, **options)
+        if products.kind != "tf32x3" and not (dquery is None and dkey is None and dvalue is None):
+            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
         if shares is not None and dquery is not None and not at_once:
             sum_runs(shares, offsets, dquery, *numbers[1:])
+        elif shares is not dquery and dquery is not None:
+            dquery.copy_(shares)
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

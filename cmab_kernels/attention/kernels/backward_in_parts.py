@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ...triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
 from .forward import LOG2_E
+from .rows import scale_of_share
 from .runs import locate
 
 CHUNK_BYTES = tl.constexpr(32 * 1024)
@@ -169,7 +170,7 @@ def _backward_in_parts(
     high,
     low,
     delta,
-    dquery,
+    shares,
     dkey,
     dvalue,
     strides: tl.int64,
@@ -182,12 +183,11 @@ def _backward_in_parts(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
     ALIGN: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
-    """dK and dV of one run of keys, and its share of dQ in its slot of dquery, for all queries, BLOCK_L at a time.
+    """dK and dV of one run of keys, and its share of dQ in its slot of `shares`, for all queries, BLOCK_L at a time.
 
     The columns of a tile are multiplied PIECE at a time; or if it is None all at once, and tiles of the queries and of dout stay at hand.
-    AT_ONCE says that a set is one run, so that the share is dQ itself.
+    Where each set is one run, the share is dQ.
     """
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -232,7 +232,7 @@ def _backward_in_parts(
                     (queries, keys, values, douts),
                     mask,
                     strides[3],
-                    (dquery, dkey, dvalue),
+                    (shares, dkey, dvalue),
                     terms,
                     sizes,
                     first,
@@ -255,7 +255,7 @@ def _backward_in_parts(
                     (queries, keys, values, douts),
                     mask,
                     strides[3],
-                    (dquery, dkey, dvalue),
+                    (shares, dkey, dvalue),
                     terms,
                     sizes,
                     first,
@@ -271,9 +271,10 @@ def _backward_in_parts(
                     PIECE,
                     True,
                 )
-            if dquery is not None:
-                pointers = rows_from(dquery, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
+            if shares is not None:
+                pointers = rows_from(shares, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
                 dq += tl.load(pointers, mask=inside & (start > first_key), other=0.0)
-                tl.store(pointers, tl.where(AT_ONCE & (end == last), dq * scale_, dq), mask=inside)
+                dq = tl.where(end == last, dq * scale_of_share(scale_, offsets, cut), dq)
+                tl.store(pointers, dq, mask=inside)
             tl.debug_barrier()  # what has been stored is added to by other threads
