@@ -30,6 +30,26 @@ def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
         return slope @ key.abs(), slope.mT @ query.abs(), weight.mT @ dout.abs()
 
 
+def norm_terms(terms: Tensor, rows: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `attention_terms` would say of the gradients of rows, weight and bias of a layer norm, from those of the normed rows."""
+    if weight is None:
+        return terms, terms.sum((0, 1)), terms.sum((0, 1))
+    with torch.no_grad():
+        centred = rows - rows.mean(-1, keepdim=True)
+        factor = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        sizes, scaled = (centred * factor).abs(), terms * weight.abs()
+        through = factor * (scaled + scaled.mean(-1, keepdim=True) + sizes * (scaled * sizes).mean(-1, keepdim=True))
+        return through, (terms * sizes).sum((0, 1)), terms.sum((0, 1))
+
+
+def share_of_terms(dtype: torch.dtype) -> float:
+    """Return the share of the terms' size that a gradient is measured by where they cancel: a twentieth.
+
+    Kernels for half types add the terms in float32, where each is rounded to 32 eps of float32 at most.
+    """
+    return min(0.05, 32 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps)
+
+
 def largest_score(query: Tensor, key: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> float:
     """Return the largest absolute logit |q' k| / sqrt(D) of unmasked keys; the error of a rounded logit is up to eps times this."""
     if key.numel() == 0 or query.numel() == 0:

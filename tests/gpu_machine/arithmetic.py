@@ -119,8 +119,13 @@ def _fma_half(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 @opcode("div")
 def div(team: Team, one: Instruction) -> None:
-    """`div.full` and `div.approx` are at most 2 units in the last place off on hardware; here they are rounded correctly."""
-    _compute(team, one, operator.truediv if one.kind in FLOATS else _quotient)
+    """`div.full` and `div.approx` are at most 2 units in the last place off on hardware, unless they divide by a power of two."""
+
+    def rough(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(np.frexp(np.abs(b))[0] == 0.5, a / b, floats.off_by_two(a / b))
+
+    divided = rough if team.block.rough and one.has("full", "approx") else operator.truediv
+    _compute(team, one, divided if one.kind in FLOATS else _quotient)
 
 
 @opcode("rem")
@@ -178,7 +183,7 @@ def _extreme(team: Team, one: Instruction, plain: Callable[..., Any], without_na
     _compute(team, one, of_signed_zeros)
 
 
-# ---- functions of one number; on hardware they are off by some units in the last place, here they are rounded correctly
+# ---- functions of one number
 
 
 @opcode("ex2")
@@ -207,7 +212,10 @@ def rcp(team: Team, one: Instruction) -> None:
 
 
 def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below."""
+    """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below.
+
+    Approximations in float32 are some units in the last place off on hardware, and so on a rough machine, but for powers of two.
+    """
     kind, ftz = one.kind, one.has("ftz")
     x = team.number(one.operands[1], kind, ftz and kind == "f32")
     result = np.asarray(function(np.asarray(x, np.float64)))
@@ -215,6 +223,8 @@ def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.
         result = (result.view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
     if kind != "f64":
         result = result.astype(np.float32)
+        if team.block.rough and one.has("approx"):
+            result = np.where(np.frexp(result)[0] == 0.5, result, floats.off_by_two(result))
     team.put_number(one.operands[0], flush(result) if ftz and kind == "f32" else result, kind)
 
 

@@ -25,10 +25,12 @@ class Machine:
 
     With `lenient`, shared memory that nobody wrote is NaN and may be read, and races there show only where bits depend on the order: csrc
     computes with elements above a matrix's diagonal, and beyond the last row and column, and then leaves the results out.
+
+    With `rough`, approximations in float32 (`ex2`, `lg2`, `rsqrt`, `div.full`) are up to two units in the last place off, as on hardware.
     """
 
-    def __init__(self, seed: int = 0, lenient: bool = False) -> None:
-        self.memory, self.seed, self.lenient = Global(), seed, lenient
+    def __init__(self, seed: int = 0, lenient: bool = False, rough: bool = False) -> None:
+        self.memory, self.seed, self.lenient, self.rough = Global(), seed, lenient, rough
         self.ran: list[tuple[str, int]] = []
         """The kernels that were launched, each with a number that stands for all results so far, bit by bit."""
 
@@ -46,7 +48,7 @@ class Machine:
         with np.errstate(all="ignore"):
             for number in numbers if self.seed == 0 else random.permutation(numbers):
                 special = _special(int(number), sizes, threads)
-                block = Block(kernel, program, special, given, self.memory)
+                block = Block(kernel, program, special, given, self.memory, self.rough)
                 block.place_variables(shared_bytes, self.lenient)
                 try:
                     _run(block, _teams(block, threads, None if self.seed == 0 else random))

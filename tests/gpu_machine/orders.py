@@ -15,11 +15,12 @@ def in_orders(
 ) -> set[str]:
     """Run a check within `place(machine)` in several orders; return the names of the kernels that ran.
 
-    The results of every kernel are compared bit by bit. Random numbers of the check are the same each time.
+    The results of every kernel are compared bit by bit. Random numbers of the check are the same each time. Approximations are as rough as
+    on hardware.
     """
     found = []
     for seed in range(orders):
-        machine = Machine(seed, lenient)
+        machine = Machine(seed, lenient, rough=True)
         torch.manual_seed(0)
         with place(machine):
             check()

@@ -23,8 +23,11 @@ POISON = 0x5EADBEEF5EADBEEF
 class Block:
     """What the threads of a block share."""
 
-    def __init__(self, kernel: Kernel, program: list[Operation], special: dict[str, int], parameters: Bytes, memory: Global) -> None:
+    def __init__(
+        self, kernel: Kernel, program: list[Operation], special: dict[str, int], parameters: Bytes, memory: Global, rough: bool
+    ) -> None:
         self.kernel, self.program, self.special, self.parameters, self.memory = kernel, program, special, parameters, memory
+        self.rough = rough
         self.shared = Bytes("shared memory", 0, 0)
         self.addresses: dict[str, int] = {}
 

@@ -168,6 +168,32 @@ class TestAttentionLayer(LayerSuite):
         """Leave out the gradient of the keys' bias, which vanishes: softmax does not see what is added to all logits."""
         return not (is_gradient and name == "key_bias")
 
+    def row_sizes(self, found: Measured) -> Tensor:
+        """Measure gradients through the softmax by the terms that they add up, which cancel where a weight is nearly 1."""
+        size = super().row_sizes(found)
+        term = self.terms(found).get(found.name) if found.is_gradient else None
+        return size if term is None else torch.maximum(size, oracles.share_of_terms(found.dtype) * term.norm(dim=-1))
+
+    def terms(self, found: Measured) -> dict[str, Tensor]:
+        """Return the sums of the absolute values of the terms of these gradients."""
+        inputs = found.inputs
+        query, key, value = self.heads(None, **inputs)
+        unit = 1.0 if self.scale is None else self.scale * query.shape[-1] ** 0.5
+        given = unit * query, key, value
+        dout = (found.cotangents[0].double() @ inputs["output_weight"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        terms = oracles.attention_terms(dout, *given, *oracles.attention(*given))
+        dquery, dkey, dvalue = (term.transpose(1, 2).flatten(-2) for term in terms)
+        own, other = unit * dquery @ inputs["query_weight"].abs(), dkey @ inputs["key_weight"].abs() + dvalue @ inputs["value_weight"].abs()
+        context, norms = (inputs["x"], "norm") if inputs.get("context") is None else (inputs["context"], "context_norm")
+        weights, biases = ([inputs.get(f"{name}_{part}") for name in ("norm", norms)] for part in ("weight", "bias"))
+        read, seen = (normed(*each).abs() for each in zip((inputs["x"], context), weights, biases, strict=True))
+        found_terms = {
+            "query_weight": torch.einsum("blk,blc->kc", unit * dquery, read),
+            "key_weight": torch.einsum("bnk,bnc->kc", dkey, seen),
+            "x": oracles.norm_terms(own + other if context is inputs["x"] else own, inputs["x"], weights[0], EPS)[0],
+        }
+        return found_terms | ({} if context is inputs["x"] else {"context": oracles.norm_terms(other, context, weights[1], EPS)[0]})
+
     @staticmethod
     def heads(mask: Tensor | None, **inputs: Any) -> list[Tensor]:
         """Return the heads of query, key and value."""

@@ -107,16 +107,22 @@ class TestProjectedAttention(OperatorSuite):
         return not is_gradient or (law != "all equal" and name != "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure the rows of the gradients of queries and key weights by the terms that they add up, which may cancel."""
+        """Measure the rows of gradients through the softmax by the terms that they add up, which may cancel."""
         size = super().row_sizes(found)
-        if found.name not in ("query", "key_weight") or not found.is_gradient:
+        if found.name not in ("query", "key_weight", "inputs", "norm_weight", "norm_bias") or not found.is_gradient:
             return size
         weights = {name: t for name, t in found.inputs.items() if name not in ("query", "inputs")}
         given = found.inputs["query"], *self.key_and_value(found.inputs["inputs"], **weights)
-        dquery, dkey, _ = oracles.attention_terms(found.cotangents[0].double(), *given, *oracles.attention(*given))
+        dquery, dkey, dvalue = oracles.attention_terms(found.cotangents[0].double(), *given, *oracles.attention(*given))
         rows = F.layer_norm(found.inputs["inputs"], found.inputs["inputs"].shape[-1:], weights["norm_weight"], weights["norm_bias"], EPS)
-        term = dquery if found.name == "query" else torch.einsum("bhnd,bnc->hdc", dkey, rows.abs())
-        return torch.maximum(size, 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.max()))
+        if found.name in ("query", "key_weight"):
+            term = dquery if found.name == "query" else torch.einsum("bhnd,bnc->hdc", dkey, rows.abs())
+            return torch.maximum(size, 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.max()))
+        pairs = (dkey, weights["key_weight"]), (dvalue, weights["value_weight"])
+        normed = sum(torch.einsum("bhnd,hdc->bnc", term, weight.abs()) for term, weight in pairs)
+        terms = oracles.norm_terms(normed, found.inputs["inputs"], weights["norm_weight"], EPS)
+        term = dict(zip(("inputs", "norm_weight", "norm_bias"), terms, strict=True))[found.name]
+        return torch.maximum(size, oracles.share_of_terms(found.dtype) * term.norm(dim=-1))
 
     def check_rows(self, found: Measured) -> None:
         """Check `lse` by its absolute error: 4 eps max abs(S) for the kernel, and as much for the oracle."""
