@@ -88,7 +88,7 @@ def _of_rows(dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequ
         dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, (needs[0], *needs[2:4]))
     if other is not None and is_own and any((needs[0], *needs[2:4])):
         dx, *dnorm = project_back(other, made[1:], dx, (needs[0], *needs[2:4]))
-        norms[:2] = [None if a is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]
+        norms[:2] = [None if a is None or b is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]
     elif other is not None and any((needs[1], *needs[4:6])):
         dcontext, *norms[2:] = project_back(other, made[1:], None, (needs[1], *needs[4:6]))
     return [dx, dcontext, *norms]

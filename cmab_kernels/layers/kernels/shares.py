@@ -70,7 +70,7 @@ def shares_of(x: Tensor, *shape: int) -> Tensor:
 def added(shares: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
     """The sums over the first dimension of each of the shares, in the dtype of x; None for None."""
     sums = [None if each is None else x.new_empty(each.shape[1:]) for each in shares]
-    pairs = [(each, into) for each, into in zip(shares, sums, strict=True) if each is not None]
+    pairs = [(each, into) for each, into in zip(shares, sums, strict=True) if each is not None and into is not None]
     for start in range(0, len(pairs), GRADIENTS):
         _launch(pairs[start : start + GRADIENTS])
     return sums

@@ -58,7 +58,7 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("landmarks, retroactive", [(16, False), (16, True), (None, False), (None, True)])
 @pytest.mark.parametrize("count, held", [(1, False), (80, False), (1, True)])
 def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: int, held: bool) -> None:
-    """Of tokens of any strides; beside it torch only allocates memory. `held`: of a state whose memory others may read."""
+    """Tokens may have any strides; beside the launch torch only allocates memory. `held`: others may read the memory of the state."""
     stream = tokens(2, 3, 64 + count, 64, 64)
     step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
     state, new = start(part(stream, 0, 64), landmarks), part(stream, 64, 64 + count)
