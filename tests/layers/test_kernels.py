@@ -18,6 +18,7 @@ import cmab_kernels as ck
 from cmab_kernels import nn
 from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch
+from cmab_kernels.layers.kernels.shares import added
 from cmab_kernels.layers.reference import attention_layer_reference, feed_forward_reference
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 from cmab_kernels.triton_common import Kernel
@@ -94,6 +95,16 @@ def test_feed_forward(shape: dict[str, Any], dtype: torch.dtype) -> None:
 def test_only_what_is_needed_of_a_feed_forward_layer(needed: int) -> None:
     """One gradient alone, and none."""
     check_feed_forward(feed_forward(), "geglu", [i == needed for i in range(7)])
+
+
+def test_many_shares() -> None:
+    """More shares than a program reads at a time, and more gradients than one launch adds up."""
+    x = torch.empty(1)
+    shares = [None, *(between_margins(torch.randn(count, 5, 17)) for count in (1, 70, 33, 0, 32, 2, 5))]
+    for ours, each in zip(added(shares, x), shares, strict=True):
+        assert (ours is None) == (each is None)
+        if each is not None:
+            torch.testing.assert_close(ours, each.double().sum(0).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,11 +201,17 @@ IN_TRITON = {
         "result += 0.0",
         f"{KERNELS}::test_attention",
     ),
-    "gradients that begin where the first does": Fault(
+    "a gradient of the width of the one before": Fault(
         "cmab_kernels/layers/kernels/shares.py",
-        "return block - blocks",
-        "return block",
+        "counts[2], widths[2]",
+        "counts[2], widths[1]",
         f"{KERNELS}::test_feed_forward",
+    ),
+    "shares of a gradient that replace each other": Fault(
+        "cmab_kernels/layers/kernels/shares.py",
+        "total += tl.sum(tl.load(",
+        "total = tl.sum(tl.load(",
+        f"{KERNELS}::test_many_shares",
     ),
 }
 
