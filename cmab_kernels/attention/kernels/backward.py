@@ -28,7 +28,7 @@ from ...triton_common import (
 from .backward_in_parts import _backward_in_parts
 from .forward import LOG2_E
 from .launch import backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
-from .rows import load_rows, row_terms, scale_of_share, sum_runs
+from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
 
 IN_PLACE = ("half",)
@@ -182,8 +182,6 @@ def _backward(
 ):
     """Process one run of keys for one block of queries, held in registers; store its share of dQ in its slot of `shares`.
 
-    Where each set is one run, the share is dQ.
-
     dK and dV are complete only if one block holds all queries: otherwise `_backward_keys` computes them.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
@@ -263,7 +261,7 @@ def _backward(
         row = block * BLOCK_L + tl.arange(0, BLOCK_L)
         inside = (row < L)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
         row = slot_head.to(tl.int64) * L + row
-        tl.store(rows_at(shares, row, D, D_PAD), dq * scale_of_share(scale_, offsets, cut), mask=inside)
+        tl.store(rows_at(shares, row, D, D_PAD), dq, mask=inside)
 
 
 @kernel("query", "key", "value", "mask", "high", "low", "delta")
@@ -376,7 +374,7 @@ def attention_backward(
             _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
         if shares is not None and dquery is not None and not at_once:
             sum_runs(shares, offsets, dquery, *numbers[1:])
-        elif shares is not dquery and dquery is not None:
-            dquery.copy_(shares)
+        elif shares is not None and dquery is not None:
+            torch.mul(shares, scale, out=dquery)
     dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
     return dquery, dkey, dvalue

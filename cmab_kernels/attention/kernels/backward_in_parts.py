@@ -15,7 +15,6 @@ import triton.language as tl
 
 from ...triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
 from .forward import LOG2_E
-from .rows import scale_of_share
 from .runs import locate
 
 CHUNK_BYTES = tl.constexpr(32 * 1024)
@@ -187,7 +186,6 @@ def _backward_in_parts(
     """dK and dV of one run of keys, and its share of dQ in its slot of `shares`, for all queries, BLOCK_L at a time.
 
     The columns of a tile are multiplied PIECE at a time; or if it is None all at once, and tiles of the queries and of dout stay at hand.
-    Where each set is one run, the share is dQ.
     """
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -275,6 +273,5 @@ def _backward_in_parts(
                 pointers = rows_from(shares, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
                 dq += tl.load(pointers, mask=inside & (start > first_key), other=0.0)
-                dq = tl.where(end == last, dq * scale_of_share(scale_, offsets, cut), dq)
                 tl.store(pointers, dq, mask=inside)
             tl.debug_barrier()  # what has been stored is added to by other threads

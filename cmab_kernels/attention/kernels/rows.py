@@ -116,15 +116,6 @@ def load_rows(
     return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
 
 
-@triton.jit
-def scale_of_share(scale, offsets, cut):
-    """The factor of a run's share of dQ: the scale where each set is one run; else 1, and the sum over the runs is scaled."""
-    factor = tl.full([1], 1.0, scale.dtype)
-    if offsets is None:
-        factor = tl.where(cut[0] == 1, scale, factor)
-    return factor
-
-
 @kernel()
 def _sum_runs(
     run_dquery,
