@@ -40,8 +40,11 @@ def lost_descriptors(sass: str) -> list[str]:
 
 
 def _descriptors(operands: list[str]) -> Iterator[str]:
-    """The first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in registers."""
+    """The first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in registers. None of one that
+    multiplies nothing, which the assembler puts where it waits."""
     given = next(operand for operand in operands if operand.startswith("gdesc"))
+    if given == "gdesc[URZ]":
+        return
     first = int(given.split("[UR")[1].split("]")[0])
     if operands.index(given) == 1:
         yield f"UR{first}"
