@@ -65,6 +65,15 @@ def _as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def _sums_in_one_order() -> Iterator[None]:
+    """For tests in the interpreter that compare the bits of a row with those that it has elsewhere in a tile."""
+    from cmab_kernels.testing.fused import sums_in_one_order
+
+    with sums_in_one_order():
+        yield
+
+
 def _instruction_sets() -> list[str]:
     try:
         return [name for name in load().instruction_sets() if name in ("portable", "avx2", "avx512")]

@@ -1,4 +1,5 @@
-"""Fused multiply-adds in Triton's interpreter, which rounds every product; the compiler for a GPU fuses it with the sum that follows."""
+"""Triton's interpreter with arithmetic as on a GPU: there the compiler fuses a product with the sum that follows, which the interpreter
+rounds, and a product of tiles adds the terms of every row in one order, where the interpreter calls a BLAS."""
 
 from __future__ import annotations
 
@@ -38,4 +39,20 @@ def fused_products() -> Iterator[None]:
         mock.patch.object(InterpreterBuilder, "create_fadd", adding(np.add)),
         mock.patch.object(InterpreterBuilder, "create_fsub", adding(np.subtract)),
     ):
+        yield
+
+
+@contextmanager
+def sums_in_one_order() -> Iterator[None]:
+    """A context in which float32 products of tiles are summed in float64 and rounded once: a BLAS may add a row's terms in an order that
+    depends on where in the tile the row is."""
+    plain = InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+        if d.data.dtype != np.float32:
+            return plain(self, a, b, d, *rest)
+        total = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return TensorHandle(total + d.data, d.dtype.scalar)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", dot):
         yield

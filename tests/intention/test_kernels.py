@@ -325,6 +325,7 @@ def test_layouts(layout: str) -> None:
     _close(kernels.apply_rows(key, weight), key @ weight, key.abs() @ weight.abs(), 1e-14)
 
 
+@pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
     """Bits are the same on every run, and for a batch element by itself, with weights, a mask and several runs of keys."""
     key, value = _inputs(2, 1, 1100, 5, 3, torch.float32)

@@ -235,6 +235,7 @@ def test_an_ignored_row_is_a_query_of_its_own() -> None:
 # ---- what a call promises
 
 
+@pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
     """Bits are the same on every run, and for a batch element by itself."""
     given, mask, numbers = attention(batch=2, rows=9, mask=True)

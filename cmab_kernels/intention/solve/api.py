@@ -89,8 +89,8 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
         raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
     if alpha.device != device and alpha.dim() > 0:
         raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
-    aligned = zip(reversed(alpha.shape), reversed(shape), strict=False)
-    if alpha.dim() > len(shape) or any(given not in (1, wanted) for given, wanted in aligned):
+    above = len(shape) - alpha.dim()
+    if above < 0 or any(given not in (1, wanted) for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
         raise ValueError(
             wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
         )

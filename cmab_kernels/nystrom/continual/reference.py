@@ -74,8 +74,8 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 def _pushed(state: State, *tokens: Tensor) -> State:
     position = tokens_seen(state)
     rows = torch.tensor([position % state.keys.shape[-2]], device=state.keys.device)
-    rings = [ring.index_copy(-2, rows, token) for ring, token in zip(state[:3], tokens, strict=True)]
-    queries, keys, values = rings
+    rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 knows none
+    queries, keys, values = (ring.index_copy(-2, rows, token) for ring, token in zip(rings, tokens, strict=True))
     return state._replace(queries=queries, keys=keys, values=values, position=state.position + 1)
 
 

@@ -197,6 +197,7 @@ def test_bad_offsets_make_everything_nan() -> None:
         assert all(grad.isnan().all() for grad in grads)
 
 
+@pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
     """Bits are the same on every run, and for a batch element by itself."""
     torch.manual_seed(0)
