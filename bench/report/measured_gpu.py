@@ -65,8 +65,7 @@ def _is_peer(row: Row) -> bool:
 
 
 def _marked(peer: Row) -> Row:
-    """Without the ratio, which was to what was ours then."""
-    return {**{name: value for name, value in peer.items() if name != "speed_up"}, "implementation": peer["implementation"] + EARLIER}
+    return {**peer, "implementation": peer["implementation"] + EARLIER}
 
 
 def headline(text: str) -> str:
@@ -122,8 +121,7 @@ def compared(rows: Sequence[Row]) -> str:
     share = f"{mine['floor'] / _median(mine):.0%} ({mine['bound']})" if mine.get("floor", 0.0) > SHORTEST else ""
     if peer is None:
         return f"{'none was right' if any(map(_is_peer, rows)) else 'not timed'} | | {_figures(mine)} | | {share}"
-    ratio = 1 / peer["speed_up"][0] if "speed_up" in peer else _median(mine) / _median(peer)
-    return f"{peer['implementation']} | {_figures(peer)} | {_figures(mine)} | **{ratio:.2g}** | {share}"
+    return f"{peer['implementation']} | {_figures(peer)} | {_figures(mine)} | **{_median(mine) / _median(peer):.2g}** | {share}"
 
 
 def _median(row: Row) -> float:

@@ -35,7 +35,7 @@ def _row(implementation: str, seconds: float, **other: Any) -> dict[str, Any]:
 
 def test_the_fastest_of_both_sides_are_compared() -> None:
     rows = [_row("triton", 2e-3, floor=1e-3, bound="memory"), _row("cuda", 3e-3), _row("triton, tf32", 1e-3), _row("reference", 1e-6)]
-    peers = [_row("slow", 9e-3, speed_up=[4.5] * 3), _row("quick", 4e-3, speed_up=[2.0] * 3)]
+    peers = [_row("slow", 9e-3), _row("quick", 4e-3)]
     wrong = {"implementation": "hasty", "problem": "its result is wrong here"}
     assert measured_gpu.compared([*rows, *peers, wrong]) == "quick | 4 ms, +1.0 MiB | 2 ms, +1.0 MiB | **0.5** | 50% (memory)"
     assert measured_gpu.compared([*rows, wrong]) == "none was right | | 2 ms, +1.0 MiB | | 50% (memory)"
@@ -44,11 +44,11 @@ def test_the_fastest_of_both_sides_are_compared() -> None:
 
 
 def test_peers_that_were_timed_earlier_are_marked(tmp_path: Path) -> None:
-    """Their ratio is to ours of now, and they stand in for no peer that was timed beside ours."""
+    """They stand in for no peer that was timed beside ours."""
     before = tmp_path / "before.json"
-    rows = [_row(name, 8e-3, speed_up=[9.0] * 3, group=group, key=name) for group in ("alone", "beside") for name in ("triton", "old")]
+    rows = [_row(name, 8e-3, group=group, key=name) for group in ("alone", "beside") for name in ("triton", "old")]
     before.write_text(json.dumps({"sections": {"timings": {"rows": rows}}}))
-    now = {"alone": [_row("triton", 2e-3)], "beside": [_row("triton", 2e-3), _row("new", 4e-3, speed_up=[2.0] * 3)]}
+    now = {"alone": [_row("triton", 2e-3)], "beside": [_row("triton", 2e-3), _row("new", 4e-3)]}
     found = measured_gpu.with_earlier(now, before)
     assert measured_gpu.compared(found["alone"]) == "old† | 8 ms, +1.0 MiB | 2 ms, +1.0 MiB | **0.25** | "
     assert measured_gpu.compared(found["beside"]).startswith("new |")
