@@ -121,7 +121,7 @@ def _stack_slopes() -> dict[str, Any]:
         "dbetween": _rows(1, B, L, 6),
         "dx": _rows(B, L, 6),
         "dinputs": _rows(B, N, 6),
-        "dattended": _rows(2 * B, m, 6),
+        "dattended": _rows(2 * B, 2, m, 3),
     }
     gradients = tuple(map(torch.empty_like, given["parameters"]))
     return {**given, **_stack_state(), **made, "kept": _stack_kept(), "gradients": gradients}

@@ -8,8 +8,8 @@ from . import pages
 
 
 def test_it_is_short() -> None:
-    """The README is one page with one program and two short tables; everything longer belongs to docs/."""
-    assert len(pages.README.read_text().splitlines()) <= 120
+    """The README is one page with one program and three short tables; everything longer belongs to docs/."""
+    assert len(pages.README.read_text().splitlines()) <= 133
     (program,) = pages.programs(pages.README)
     assert len(program.strip().splitlines()) <= 24
     assert sorted(map(len, pages.tables(pages.README))) == [3, 7]
