@@ -397,6 +397,10 @@ def product_of_parts(a_high, a_low, b_high, b_low):
     return tl.dot(a_high, b_high, tl.where(low > -3.4e38, low, -3.4e38), input_precision="tf32")
 
 
+HALF_OF_CUT = tl.constexpr(0 if INTERPRETED else 4096)
+"""Half a unit of the bits that matrix units leave of a tf32 operand; Triton's interpreter leaves all of them."""
+
+
 @triton.jit
 def parts(x):
     """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer.
@@ -404,7 +408,7 @@ def parts(x):
     Matrix units cut off the last 13 bits of a number: half a unit of the others makes that a rounding of the 13 bits that they have to 11.
     """
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return high, ((x - high).to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
+    return high, ((x - high).to(tl.int32, bitcast=True) + HALF_OF_CUT).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,14 +55,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_gpu() -> Iterator[None]:
-    """The interpreter cuts tf32 off, and with `-m gpu` it leaves products unrounded that a GPU's compiler fuses with a sum, on which scores
-    of 2^20 rely."""
-    if not testing.INTERPRETING:
+    """With `-m gpu` the interpreter leaves products unrounded that a GPU's compiler fuses with a sum, on which scores of 2^20 rely."""
+    if not (OperatorSuite.gpu and testing.INTERPRETING):
         yield
         return
-    from cmab_kernels.testing.fused import fused_products, operands_in_tf32
+    from cmab_kernels.testing.fused import fused_products
 
-    with operands_in_tf32(), fused_products() if OperatorSuite.gpu else nullcontext():
+    with fused_products():
         yield
 
 
