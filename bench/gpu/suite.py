@@ -81,4 +81,6 @@ class Failed(Exception):
 def _message(traceback: Any) -> str:
     """The error of a test and where it was raised."""
     crash = getattr(traceback, "reprcrash", None)
-    return f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})" if crash else str(traceback)
+    if not crash:
+        return str(traceback)
+    return f"{crash.message.splitlines()[0]} ({crash.path.removeprefix(f'{ROOT}/')}:{crash.lineno})"
