@@ -38,7 +38,12 @@ pytestmark = pytest.mark.skipif(_mallinfo is None, reason="the C library does no
 
 
 def _in_use() -> tuple[int, int]:
-    """Return the bytes that C and C++ hold, tensors among them, and the number of blocks that Python holds."""
+    """Return the bytes that C and C++ hold, tensors among them, and the number of blocks that Python holds.
+
+    Python keeps the names of attributes that were looked up, at most 4,096 of them, where their addresses say. The engine of autograd
+    looks them up by new strings, so that some calls in a row each leave a name behind: that is no growth.
+    """
+    sys._clear_type_cache()
     gc.collect()
     heap = _mallinfo()
     return heap.uordblks + heap.hblkhd, sys.getallocatedblocks()
