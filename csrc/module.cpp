@@ -35,6 +35,7 @@ void fill(PyObject* module) {
   bind_continual(module);
   bind_gram(module);
   bind_layers(module);
+  bind_modules(module);
   bind_pinv(module);
   bind_projected(module);
   bind_prefix(module);

@@ -295,6 +295,23 @@ def test_widths_beyond_the_kernels_are_refused() -> None:
         native.attention_forward(**arguments)
 
 
+def test_wrong_descriptions_of_modules_are_refused() -> None:
+    leaf = ("weights", torch.nn.Linear, True)
+    modules = {"layer": torch.nn.ModuleDict({"weights": torch.nn.Linear(2, 3)})}
+    right = {"modules": modules, "layers": (("layer", torch.nn.ModuleDict, (leaf,)),), "num_heads": 1, "tensors": [], "eps": set()}
+    assert native.collect_parameters(**right)
+    assert list(map(id, right["tensors"])) == list(map(id, modules["layer"].parameters()))
+    wrong = {"modules": [None, []], "tensors": [(), None], "eps": [{}, None]}
+    wrong["layers"] = [None, (None,), (leaf[:2],), (("layer", torch.nn.ModuleDict, None),), (("layer", torch.nn.ModuleDict, (1,)),)]
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^collect_parameters: `{name}` "):
+                native.collect_parameters(**right | {name: value})
+    for name in right:
+        with pytest.raises(TypeError, match=f"`{name}` is missing"):
+            native.collect_parameters(**{other: value for other, value in right.items() if other != name})
+
+
 def test_parameters_and_views_cross_as_they_are() -> None:
     """A parameter, and a tensor that requires a gradient and has unusual strides, are read as they are."""
     arguments = _attention() | _state()

@@ -138,9 +138,11 @@ def reads_heads(width: int) -> bool:
     return width <= int(_C.MAX_WIDTH)
 
 
-def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: Sequence[Tensor], heads: int, eps: float) -> dict[str, Any]:
-    if not all(map(Tensor.is_contiguous, parameters)):
-        parameters = tuple(p.contiguous() for p in parameters)
+collect_parameters = _C.collect_parameters
+"""Looks up the parameters of layers (csrc/layers/modules.cpp)."""
+
+
+def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], heads: int, eps: float) -> dict[str, Any]:
     given = {"x": x.contiguous(), "inputs": inputs, "key_padding_mask": mask, "parameters": parameters, "num_heads": heads}
     return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps}
 

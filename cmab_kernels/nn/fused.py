@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -125,50 +125,32 @@ def _callable(
 
 # ---- the parameters
 
-Leaves = Iterable[tuple[str, type[nn.Module], bool]]
+Leaves = tuple[tuple[str, type[nn.Module], bool], ...]
+Layers = tuple[tuple[str, type[nn.Module], Leaves], ...]
 _FEED_FORWARD = (("norm", LayerNorm, True), ("expand", Linear, True), ("contract", Linear, True))
 _PROJECTIONS = (*((name, Linear, False) for name in ("query", "key", "value")), ("output", Linear, True))
 _SELF_ATTENTION = (("norm", LayerNorm, True), *_PROJECTIONS)
 _CROSS_ATTENTION = (("norm", LayerNorm, True), ("context_norm", LayerNorm, True), *_PROJECTIONS)
 """The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
-_HALF: tuple[tuple[str, type[nn.Module], Leaves], ...] = (
+_HALF: Layers = (
     ("cross_attention", CrossAttention, _CROSS_ATTENTION),
     ("cross_feed_forward", FeedForward, _FEED_FORWARD),
     ("self_attention", SelfAttention, _SELF_ATTENTION),
     ("self_feed_forward", FeedForward, _FEED_FORWARD),
 )
 """The layers of a `LatentLayer`, their kinds and modules, in this order too."""
+_READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
 _PLAIN = {nn.Parameter, Tensor}
 
 
-def _collect(layer: Any, kind: type[nn.Module], leaves: Leaves, heads: int, tensors: list[Any], eps: set[float]) -> bool:
-    """Append the parameters of a layer's modules to `tensors`, and the eps of its norms to `eps`.
+def _collect(half: nn.Module, layers: Layers, heads: int, tensors: list[Tensor], eps: set[float]) -> bool:
+    """Append the parameters of the layers' modules to `tensors`, and the eps of their norms to `eps`.
 
-    False if a module, the layer included, is not just its kind, a parameter is absent or of a type of its own, or the heads are others.
+    False if a module, a layer included, is not just its kind, a parameter is absent or of a type of its own, or the heads are others.
     """
-    if plain_parameters(layer, kind) is None or layer.__dict__.get("num_heads", heads) != heads:
-        return False
-    modules = layer.__dict__["_modules"]
-    for name, leaf, biased in leaves:  # 34 times a block in every streaming update: each look-up is felt
-        module = modules[name]
-        found = plain_parameters(module, leaf)
-        if found is None:
-            return False
-        weight, bias = found["weight"], found["bias"]
-        if type(weight) not in _PLAIN:
-            return False
-        tensors.append(weight)
-        if biased:
-            if type(bias) not in _PLAIN:
-                return False
-            tensors.append(bias)
-        elif bias is not None:
-            return False
-        if leaf is LayerNorm:
-            if tensors[-1].dtype is not tensors[0].dtype:  # norms may be kept in float32, of which one call knows nothing
-                return False
-            eps.add(module.eps)
-    return True
+    collect = kernel("layers", "native", "collect_parameters")
+    result: bool = collect(modules=half._modules, layers=layers, num_heads=heads, tensors=tensors, eps=eps)
+    return result
 
 
 def _readings(blocks: Sequence[Block]) -> Found:
@@ -180,8 +162,7 @@ def _readings(blocks: Sequence[Block]) -> Found:
         if type(block.latents) not in _PLAIN or type(block.compress) is not LatentLayer:
             return None
         tensors.append(block.latents)
-        layer = block.compress._modules["cross_attention"]
-        if not _collect(layer, CrossAttention, _CROSS_ATTENTION[:-1], heads, tensors, eps):
+        if not _collect(block.compress, _READING, heads, tensors, eps):
             return None
     return (tensors, eps.pop()) if len(eps) == 1 else None
 
@@ -196,9 +177,6 @@ def _parameters(blocks: Sequence[Block]) -> Found:
         if type(block.latents) not in _PLAIN or type(compress) is not LatentLayer or plain_parameters(retrieve, LatentLayer) is None:
             return None
         tensors.append(block.latents)
-        for half in (compress, retrieve):
-            layers = half._modules
-            for name, kind, leaves in _HALF:
-                if not _collect(layers[name], kind, leaves, heads, tensors, eps):
-                    return None
+        if not (_collect(compress, _HALF, heads, tensors, eps) and _collect(retrieve, _HALF, heads, tensors, eps)):
+            return None
     return (tensors, eps.pop()) if len(eps) == 1 else None

@@ -26,6 +26,7 @@ void bind_attention(PyObject* module);
 void bind_continual(PyObject* module);
 void bind_gram(PyObject* module);
 void bind_layers(PyObject* module);
+void bind_modules(PyObject* module);
 void bind_pinv(PyObject* module);
 void bind_projected(PyObject* module);
 void bind_prefix(PyObject* module);

@@ -11,11 +11,15 @@ namespace {
 // Tensors of a block, as read_block reads them, and those of them that read_reading does.
 constexpr int kOfBlock = 57, kOfReading = 8;
 
-// The tensors of all blocks, parameters or their gradients, one after the other; null where an optional one is None.
+// Tensors that were made contiguous for a call.
+using Copies = std::vector<python::Object>;
+
+// The tensors of all blocks, one after the other: parameters, with memory for copies of them, or their gradients, some
+// of which may be None and give null.
 class Tensors {
  public:
-  Tensors(Arguments& in, const char* name, DType dtype, bool optional, int of_block = kOfBlock)
-      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), optional_(optional), of_block_(of_block) {
+  Tensors(Arguments& in, const char* name, DType dtype, Copies* copies, int of_block = kOfBlock)
+      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), copies_(copies), of_block_(of_block) {
     in.require(PyTuple_Check(items_) && count() > 0 && count() % of_block == 0, name,
                "is not a tuple of as many tensors for each block");
   }
@@ -23,8 +27,10 @@ class Tensors {
   int64_t blocks() const { return count() / of_block_; }
   void* contiguous(const char* dims) {
     const TensorView view = next(dims);
-    in_.require(view.contiguous(), name_, "holds a tensor that is not contiguous");
-    return view.data;
+    if (view.contiguous()) return view.data;
+    in_.require(copies_, name_, "holds a tensor that is not contiguous");
+    copies_->push_back(python::call_method(PyTuple_GET_ITEM(items_, next_ - 1), "contiguous"));
+    return in_.read(copies_->back().get(), name_, dims, dtype_).data;
   }
   Weights weights(const char* dims, const char* bias) {
     const TensorView weight = next(dims);
@@ -43,14 +49,14 @@ class Tensors {
   int64_t count() const { return PyTuple_GET_SIZE(items_); }
   TensorView next(const char* dims) {
     PyObject* item = PyTuple_GET_ITEM(items_, next_++);
-    return optional_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
+    return !copies_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
   }
 
   Arguments& in_;
   const char* const name_;
   PyObject* const items_;
   const DType dtype_;
-  const bool optional_;
+  Copies* const copies_;
   const int of_block_;
   int64_t next_ = 0;
 };
@@ -125,7 +131,7 @@ void read_inputs(Arguments& in, const TensorView& inputs, BlockStack& stack) {
 
 // Letters: B, L and M latents, N inputs, C columns, S = K B sets of H heads of D, F = inner and G = 2 F columns of the
 // feed-forward layers.
-BlockStack read_stack(Arguments& in) {
+BlockStack read_stack(Arguments& in, Copies& copies) {
   const TensorView x = in.contiguous("x", "BLC", kFloating);
   PyObject* const given = in.object("inputs");  // inputs without rows have no memory, but are there
   const bool reads = given != Py_None;
@@ -133,7 +139,7 @@ BlockStack read_stack(Arguments& in) {
   const double eps = in.number("eps");
   LatentBlock common = read_common(in, x);
   common.latents = in.extent('L'), common.scale = in.number("scale");
-  Tensors read(in, "parameters", x.dtype, false);
+  Tensors read(in, "parameters", x.dtype, &copies);
   BlockStack stack{};
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
   for (int64_t k = 0; k < read.blocks(); ++k) read_block(read, eps, stack.blocks[k], stack.readings[k]);
@@ -201,7 +207,8 @@ States read_states(Arguments& in, const BlockStack& stack) {
 }
 
 void stack_forward(Arguments& in) {
-  const BlockStack stack = read_stack(in);
+  Copies copies;
+  const BlockStack stack = read_stack(in, copies);
   const States states = read_states(in, stack);
   void* y = in.contiguous("y", "BLC", stack.blocks[0].dtype).data;
   void* kept = read_kept(in, stack, true);
@@ -214,7 +221,8 @@ void stack_read(Arguments& in) {
   const TensorView inputs = in.tensor("inputs", "BNC", kFloating);
   LatentBlock common = read_common(in, inputs);
   common.scale = in.number("scale");
-  Tensors read(in, "parameters", inputs.dtype, false, kOfReading);
+  Copies copies;
+  Tensors read(in, "parameters", inputs.dtype, &copies, kOfReading);
   BlockStack stack{};
   stack.reads = true;
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
@@ -228,7 +236,8 @@ void stack_read(Arguments& in) {
 }
 
 void stack_backward(Arguments& in) {
-  const BlockStack stack = read_stack(in);
+  Copies copies;
+  const BlockStack stack = read_stack(in, copies);
   const DType dtype = stack.blocks[0].dtype, sums = state_type(dtype);
   const auto part = [&](const TensorView& view, const char* name) { return read_part(in, view, stack, name); };
   const void* out = part(in.contiguous("out", "SHMD", sums), "out").data;
@@ -242,7 +251,7 @@ void stack_backward(Arguments& in) {
   to.inputs = in.optional_contiguous("dinputs", "BNC", dtype).data;
   to.attended = part(in.optional_contiguous("dattended", "SHMD", sums), "dattended").data;
   in.require(to.attended || stack.reads, "dattended", "is None");
-  Tensors read(in, "gradients", dtype, true);
+  Tensors read(in, "gradients", dtype, nullptr);
   in.require(read.blocks() == int64_t(stack.blocks.size()), "gradients", "are those of another number of blocks");
   to.blocks.resize(read.blocks()), to.readings.resize(read.blocks());
   for (int64_t k = 0; k < read.blocks(); ++k) read_gradients(read, to.blocks[k], to.readings[k]);
