@@ -100,6 +100,11 @@ def check_every(every: int) -> None:
         raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
 
 
+def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Whether it has one of the shapes. `in` does not do: the compiler of torch 2.6 finds no number in a tuple with a symbol for it."""
+    return any(tensor.shape == shape for shape in shapes)
+
+
 def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
     if weights is None:
@@ -108,7 +113,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
         given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
         raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
     batch, heads, length, _ = key.shape
-    if weights.shape not in ((batch, length), (batch, heads, length)):
+    if not has_shape(weights, (batch, length), (batch, heads, length)):
         allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
         raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
     if weights.device != key.device:

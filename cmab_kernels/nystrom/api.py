@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..attention import attention_state, latent_attention
 from ..backends import check_name, choose, passed_on
-from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, over_batch, wrong
+from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, has_shape, over_batch, wrong
 from ..dtypes import FLOATING, state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
@@ -168,7 +168,7 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
         if part.device != key.device:
             raise ValueError(wrong(name, f"is on {part.device}", f"key is on {key.device}; move them together"))
         number = part.shape[-2] if part.dim() in (3, 4) else 0
-        if number == 0 or part.shape not in ((heads, number, width), (batch, heads, number, width)):
+        if number == 0 or not has_shape(part, (heads, number, width), (batch, heads, number, width)):
             allowed = f"(H, m, D) = ({heads}, m, {width}) with m >= 1, or (B, H, m, D) with B = {batch}, is needed"
             raise ValueError(wrong(name, f"has shape {tuple(part.shape)}", allowed))
         parts.append(part.to(state_dtype(key.dtype)).expand(batch, heads, number, width))

@@ -90,7 +90,8 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     if alpha.device != device and alpha.dim() > 0:
         raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
     above = len(shape) - alpha.dim()
-    if above < 0 or any(given not in (1, wanted) for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
+    # Not `in (1, wanted)`: the compiler of torch 2.6 finds no number in a tuple with a symbol for it.
+    if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
         raise ValueError(
             wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...backends import passed_on
-from ...checks import check_key_value, check_mask, check_operands, nan_if_refused, refuse_negative, weights_of_heads, wrong
+from ...checks import check_key_value, check_mask, check_operands, has_shape, nan_if_refused, refuse_negative, weights_of_heads, wrong
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
         given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is a {type(labels).__name__}"
         raise TypeError(wrong("labels", given, "a torch.Tensor of int64 is needed"))
     batch, heads, length, _ = key.shape
-    if labels.shape not in ((batch, length), (batch, heads, length)):
+    if not has_shape(labels, (batch, length), (batch, heads, length)):
         allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
         raise ValueError(wrong("labels", f"has shape {tuple(labels.shape)}", allowed))
     if labels.device != key.device:

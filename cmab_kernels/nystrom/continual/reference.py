@@ -15,6 +15,8 @@ recomputation does not need them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
         state = _replaced(state, segment)
     keys, values = (window_of(ring, position, state.window) for ring in (state.keys, state.values))
     sums = row_sums(state.landmark_queries, keys, values, state.scale)
-    return state._replace(sums=sums, spare=torch.empty_like(sums))
+    return _with(state, sums=sums, spare=torch.empty_like(sums))
 
 
 def _pushed(state: State, *tokens: Tensor) -> State:
@@ -76,7 +78,12 @@ def _pushed(state: State, *tokens: Tensor) -> State:
     rows = torch.tensor([position % state.keys.shape[-2]], device=state.keys.device)
     rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 knows none
     queries, keys, values = (ring.index_copy(-2, rows, token) for ring, token in zip(rings, tokens, strict=True))
-    return state._replace(queries=queries, keys=keys, values=values, position=state.position + 1)
+    return _with(state, queries=queries, keys=keys, values=values, position=state.position + 1)
+
+
+def _with(state: State, **changed: Any) -> State:
+    """`state._replace`, which the compiler of torch 2.6 does not know."""
+    return type(state)(**{name: changed.get(name, getattr(state, name)) for name in type(state)._fields})
 
 
 def _replaced(state: ContinualNystromState, segment: int) -> ContinualNystromState:
@@ -87,7 +94,7 @@ def _replaced(state: ContinualNystromState, segment: int) -> ContinualNystromSta
         for old, ring in ((state.landmark_queries, state.queries), (state.landmark_keys, state.keys))
     )
     inverse = pinv_reference(landmark_kernel(queries, keys, None, state.scale), state.pinv_iterations)
-    return state._replace(landmark_queries=queries, landmark_keys=keys, inverse=inverse)
+    return _with(state, landmark_queries=queries, landmark_keys=keys, inverse=inverse)
 
 
 def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
@@ -106,9 +113,9 @@ def attention_step_reference(
             outs.append(row_means(_exact_rows(state, tokens[0])))
     if not retroactive:
         none = state.sums[..., :0, :]
-        return torch.cat(outs, dim=-2).to(query.dtype), state._replace(sums=none, spare=none.clone())
+        return torch.cat(outs, dim=-2).to(query.dtype), _with(state, sums=none, spare=none.clone())
     sums = _exact_rows(state, window_of(state.queries, tokens_seen(state), state.window))
-    return row_means(sums).to(query.dtype), state._replace(sums=sums, spare=torch.empty_like(sums))
+    return row_means(sums).to(query.dtype), _with(state, sums=sums, spare=torch.empty_like(sums))
 
 
 def _exact_rows(state: ContinualAttentionState, queries: Tensor) -> Tensor:
