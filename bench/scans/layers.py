@@ -95,13 +95,23 @@ def _layer(
         scan=scan,
         name=f"{scan}-{way(backward)}-" + "-".join(f"{letter}{size}" for letter, size in sizes.items()),
         sizes={"pass": direction(backward), **sizes},
-        inputs=lambda seed: tuple(drawn(seed, *shapes, backward=backward)),
+        inputs=lambda seed: tuple(_initialised(seed, shapes, backward)),
         baselines=(EAGER, EAGER + COMPILED),
         work=None if backward else Work(float(exponentials), 2.0 * products),
         counted={EAGER + COMPILED: EAGER},
         refusal=refusing(scan, shapes[0]),
         smaller={shorter: 2},
     )
+
+
+def _initialised(seed: int, shapes: Sequence[Sequence[int]], backward: bool) -> list[Tensor]:
+    """Operands whose matrices, behind the norm's vectors, keep the size of rows: those of N(0, 1) saturate a softmax, and errors grow."""
+    operands = drawn(seed, *shapes, backward=backward)
+    first = max(number for number, shape in enumerate(shapes) if len(shape) == 1) + 1
+    with torch.no_grad():
+        for matrix in operands[first : len(shapes)]:
+            matrix *= matrix.shape[-1] ** -0.5
+    return operands
 
 
 # ---- a stack of blocks -----------------------------------------------------------------------------------------------------------------

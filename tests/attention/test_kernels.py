@@ -470,6 +470,18 @@ def test_layouts(layout: str) -> None:
     Case(*inputs, cotangents=(dout.new_ones(1, 1, 1, 1).expand(dout.shape), dlse.new_ones(1, 1, 1).expand(dlse.shape))).check(1e-12)
 
 
+def test_a_result_that_the_batch_shares() -> None:
+    """`vmap` over the incoming gradient alone gives its rule inputs and results with stride 0 along the batch."""
+    query, key, value = _inputs(1, 2, 3, 5, 4, 2, torch.float64)
+    out, lse = kernels.attention_forward(query, key, value, None, None, None, None, 0.5)
+    shared = [t.expand(3, *t.shape[1:]) for t in (query, key, value, out, lse)]
+    gradients = [
+        kernels.attention_backward(torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3)
+        for rows, results in ((shared[:3], shared[3:]), ([t.contiguous() for t in shared[:3]], [t.contiguous() for t in shared[3:]]))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
     """Bits are the same on every run, and for a batch element by itself, with a mask and several runs of keys."""

@@ -157,6 +157,12 @@ def test_prefixes(name: str) -> None:
     assert accuracy(prefix.TestPrefixStates, name, {**FEW, "B": 1, "N": 31}) >= {*PREFIXES, "_sum_runs"}
 
 
+@pytest.mark.parametrize("suite", [attention.TestAttentionState, prefix.TestPrefixStates])
+def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
+    """A score of 2.5e5 has weight 1 in the gradients too: matrix units cut its sum off, and must do so where those of the forward did."""
+    accuracy(suite, "fp16", {"B": 1, "H": 1, "L": 2, "N": 4, "D": 16, "E": 16}, orders=1, law="one outlier")
+
+
 @pytest.mark.parametrize("suite", [prefix.TestEveryKey, prefix.TestWholeTiles, prefix.TestIncomingState])
 def test_other_prefixes(suite: type[OperatorSuite]) -> None:
     """Sixteen chunks of a key, chunks of their own, and a state before them."""

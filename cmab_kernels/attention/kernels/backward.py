@@ -37,9 +37,17 @@ IN_PLACE = ("half",)
 
 @triton.jit
 def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries)."""
+    """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries).
+
+    Tiles of float16 are multiplied as such, whatever OPERAND is: matrix units cut off a score of 1e5 at 1e-2, and it has the weight that
+    the logarithm of the forward says only if both cut it alike.
+    """
     first, second = (keys, queries) if TURNED else (queries, keys)
-    return product_of_wide(first, tl.trans(second), OPERAND, PRECISION)
+    if first.dtype == tl.float16 and second.dtype == tl.float16:
+        scores = tl.dot(first, tl.trans(second))
+    else:
+        scores = product_of_wide(first, tl.trans(second), OPERAND, PRECISION)
+    return scores
 
 
 @triton.jit
@@ -140,7 +148,7 @@ def _pull(
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
-    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D).to(OPERAND)
+    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
     values = keys
     if SLOPES:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
@@ -187,6 +195,7 @@ def _backward(
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    OWN: tl.constexpr = query.dtype.element_ty
     QUERY: tl.constexpr = shares is not None
     B, H, L, N = sizes
     blocks = tl.cdiv(L, BLOCK_L)
@@ -194,7 +203,7 @@ def _backward(
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
-    rows = load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND)
+    rows = load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN)
     if offsets is not None:
         batch = 0
     scale_ = tl.full([1], scale, DTYPE)
@@ -294,6 +303,7 @@ def _backward_keys(
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    OWN: tl.constexpr = query.dtype.element_ty
     B, H, L, N = sizes
     query_strides, key_strides, value_strides, mask_strides = strides
     head = tl.program_id(0) % H
@@ -302,13 +312,13 @@ def _backward_keys(
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
-        keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D).to(OPERAND)
+        keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(OPERAND)
         dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
             rows = load_rows(
-                query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OPERAND
+                query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN
             )
             queries, slopes, _, _, _ = rows
             weights, score_slopes = weigh(keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION)
@@ -348,7 +358,8 @@ def attention_backward(
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
         filled_to = tiles.BLOCK_L if products.kind == "tf32x3" else 1
-        inputs = (query, key, value, mask, offsets, *row_terms(dout, dlse, out, lse, scale, products.operand, sums, filled_to))
+        terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, products.operand, sums, filled_to)
+        inputs = (query, key, value, mask, offsets, *terms)
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
             (B, H, L, N),

@@ -193,14 +193,14 @@ def _prefix_keys(
     last = start + tl.minimum(BLOCK_N, N - start)
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     kept = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D).to(OPERAND)
+    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D)
     values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(OPERAND)
     chunk = (start + tl.arange(0, BLOCK_N)) // every
     dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
     dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
     for group in range(start // every, (last - 1) // every + 1, GROUP):
         for block in tl.range(0, tl.cdiv(L, BLOCK_L // GROUP), num_stages=1):
-            queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP).to(OPERAND)
+            queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
             a, highs, lows, deltas, prefix = _terms((slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP)
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
@@ -254,13 +254,13 @@ def _prefix_queries(
     slot = tl.program_id(0) // blocks // H
     batch, first = slot // runs, slot % runs * length
     last = first + tl.minimum(length, N - first)
-    queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP).to(OPERAND)
+    queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
     log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
     dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         end = start + tl.minimum(BLOCK_N, last - start)
         kept = kept_keys(mask, mask_strides, batch, start, end, BLOCK_N, True)
-        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D).to(OPERAND)
+        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(OPERAND)
         chunk = (start + tl.arange(0, BLOCK_N)) // every
         for group in range(start // every, (end - 1) // every + 1, GROUP):
