@@ -1,14 +1,63 @@
-"""Models that are saved and loaded with their configuration."""
+"""Models that are checked when they are made, and saved and loaded with their configuration."""
 
 from __future__ import annotations
 
+import inspect
+import math
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """Base class of all models: `save_pretrained(folder)` and `from_pretrained(folder)`.
 
     A folder holds `model.safetensors`, the parameters, and `config.json`, the arguments of the constructor, which are numbers, strings and
-    booleans. Nothing is executed when it is read.
+    booleans. Nothing is executed when it is read. What the constructor's annotations promise is checked before anything is made: a
+    `ValueError` for a size that is not a positive int, a number that is not finite, or heads that do not divide the width.
+
+    >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
+    Traceback (most recent call last):
+    ValueError: depth is 0; an int >= 1 is needed
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _check_arguments(cls, args, kwargs)
+        made: Self = super().__new__(cls, *args, **kwargs)
+        return made
+
+
+def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise unless the arguments of a constructor are what its annotations say; those that are missing are the constructor's to name."""
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()
+    given = dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    for each in parameters:
+        value, kinds = given.get(each.name, each.default), set(each.annotation.split(" | "))
+        if value is each.default or (value is None and "None" in kinds):
+            continue
+        what = _needed(value, kinds)
+        if what:
+            raise ValueError(f"{each.name} is {value!r}; {what} is needed")
+    sizes = {each.name: given.get(each.name, each.default) for each in parameters}
+    dim, heads = sizes.get("dim"), sizes.get("num_heads")
+    if isinstance(heads, int) and isinstance(dim, int) and dim % heads:
+        raise ValueError(f"num_heads is {heads}; a divisor of dim = {dim} is needed")
+
+
+def _needed(value: Any, kinds: set[str]) -> str:
+    """What is needed in place of this value of an argument, if it is of the wrong kind."""
+    number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
+    if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
+        return "an int >= 1"
+    if "float" in kinds and not (number and math.isfinite(value)):
+        return "a finite number"
+    if "bool" in kinds and not isinstance(value, bool):
+        return "True or False"
+    if "str" in kinds and not isinstance(value, str):
+        return "a str"
+    return ""

@@ -157,7 +157,7 @@ def test_landmarks_are_fitted_layer_by_layer() -> None:
         model.fit_landmarks(windows, layer=2)
     with pytest.raises(ValueError, match="only fixed landmarks"):
         made("continual").fit_landmarks(windows)
-    with pytest.raises(ValueError, match="at least one layer"):
+    with pytest.raises(ValueError, match="depth is 0"):
         made("exact", depth=0)
 
 

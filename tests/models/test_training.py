@@ -176,7 +176,7 @@ def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.Captur
         (("train", "cnp", "--set", "steps=0"), "steps is 0; it must be positive"),
         (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate is nan; it must be positive"),
         (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
-        (("train", "cnp", "--set", "model.dim=wide"), "cnp cannot be made with {'dim': 'wide'}"),
+        (("train", "cnp", "--set", "model.dim=wide"), "dim is 'wide'; an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
         (("train", "cnp", "--folder", "a file"), "Not a directory"),

@@ -38,13 +38,19 @@ class EventEmbedding(nn.Module):
     """Embeds events: a vector for the mark, plus a temporal encoding of the time and of the time since the event before.
 
     The time is encoded by sines and cosines with periods of `period` / 8, / 4, / 2, 1, 2, 4, ..., so that what recurs with the period
-    looks alike, and the longest, of dim / 2 in all, tell early events from late ones.
+    looks alike, and the longest, of dim / 2 in all, tell early events from late ones. `ValueError` for an odd dim, and for a period or a
+    spread of gaps that is not positive.
     """
 
     periods: Tensor
 
     def __init__(self, num_marks: int, dim: int, log_gaps: LogGaps, period: float) -> None:
         super().__init__()
+        if dim % 2:
+            raise ValueError(f"dim is {dim}; an even number is needed, a sine and a cosine for each period")
+        for name, value in (("log_gap_std", log_gaps.std), ("period", period)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; a positive number is needed")
         self.mark = nn.Embedding(num_marks, dim)
         self.gap = nn.Linear(1, dim)
         self.log_gaps = log_gaps

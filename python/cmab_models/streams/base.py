@@ -48,8 +48,6 @@ class StreamClassifier(Pretrained):
 
     def __init__(self, layers: Sequence[nn.Module], dim_in: int, num_classes: int, sequence_len: int, dim: int) -> None:
         super().__init__()
-        if not layers:
-            raise ValueError("depth is 0; at least one layer is needed")
         self.dim_in, self.sequence_len = dim_in, sequence_len
         self.embedding = nn.Linear(dim_in, dim)
         self.positions = CircularPositionalEncoding(dim, sequence_len, batch_first=True)

@@ -61,9 +61,8 @@ class ContinualNystromformer(StreamClassifier):
         sizes = dim, num_heads, 2 * dim if ff_dim is None else ff_dim
         over_window = partial(NystromAttention, num_landmarks=num_landmarks, landmarks="fixed" if fixed else "segments")
         layers = _layers(depth - 1, sizes, over_window)
-        if depth:
-            options: dict[str, Any] = {"sequence_len": sequence_len, "num_landmarks": num_landmarks, "landmarks": landmarks}
-            layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, **options))
+        options: dict[str, Any] = {"sequence_len": sequence_len, "num_landmarks": num_landmarks, "landmarks": landmarks}
+        layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, **options))
         if fixed:
             for layer in layers:
                 layer.self_attn.landmark_queries, layer.self_attn.landmark_keys = _random_landmarks(layer.self_attn)
@@ -113,8 +112,7 @@ class ContinualTransformer(StreamClassifier):
     ) -> None:
         sizes = dim, num_heads, 2 * dim if ff_dim is None else ff_dim
         layers = _layers(depth - 1, sizes, MultiheadAttention)
-        if depth:
-            layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, sequence_len=sequence_len))
+        layers.append(ContinualEncoderLayer(*sizes, **_LIKE_ALL, sequence_len=sequence_len))
         super().__init__(layers, dim_in, num_classes, sequence_len, dim)
 
 

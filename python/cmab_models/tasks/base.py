@@ -80,7 +80,7 @@ class Task(ABC):
             raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
         try:
             return kind(**(sizes | changes))
-        except (TypeError, AssertionError, RuntimeError) as error:
+        except RuntimeError as error:  # more than fits into memory
             if not changes:
                 raise
             raise ValueError(f"{system} cannot be made with {changes}: {error}") from error

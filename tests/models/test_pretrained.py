@@ -1,0 +1,69 @@
+"""What every model refuses when it is made."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+from cmab_models.systems import SYSTEMS
+
+WRONG = {
+    "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
+    "int | None": (0, True, "wide"),
+    "float": (float("nan"), float("inf"), True, "long", None),
+    "bool": (1, "no", None),
+    "str": (1, ["fixed"], None),
+}
+"""Values that an argument of this annotation must not have."""
+
+LEAST = {"dim": 8, "num_heads": 2}
+"""Arguments that are not 1 in the least model that has no defaults."""
+
+
+def arguments(system: str) -> dict[str, inspect.Parameter]:
+    _, *parameters = inspect.signature(SYSTEMS[system].__init__).parameters.values()
+    return {each.name: each for each in parameters}
+
+
+def least(system: str) -> dict[str, Any]:
+    """The arguments that a model needs, as small as they may be."""
+    given = {name: 1 for name, each in arguments(system).items() if each.default is inspect.Parameter.empty}
+    return given | {name: value for name, value in LEAST.items() if name in arguments(system)}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_argument_is_checked(system: str) -> None:
+    for name, each in arguments(system).items():
+        for value in WRONG[each.annotation]:
+            with pytest.raises(ValueError, match=rf"^{name} is .* needed$"):
+                SYSTEMS[system](**(least(system) | {name: value}))
+
+
+@pytest.mark.parametrize("system", [each for each in SYSTEMS if "num_heads" in arguments(each)])
+def test_heads_divide_the_width(system: str) -> None:
+    with pytest.raises(ValueError, match=r"^num_heads is 3; a divisor of dim = 8 is needed"):
+        SYSTEMS[system](**(least(system) | {"num_heads": 3}))
+
+
+@pytest.mark.parametrize("system", ["cmhp", "thp"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 5, "num_heads": 1}, "dim is 5; an even number is needed"),
+        ({"period": 0.0}, "period is 0.0; a positive number is needed"),
+        ({"log_gap_std": -1.0}, "log_gap_std is -1.0; a positive number is needed"),
+    ],
+)
+def test_numbers_of_a_point_process(system: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SYSTEMS[system](**(least(system) | changes))
+
+
+def test_arguments_by_place_are_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"^dim is 0; "):
+        SYSTEMS["cnp"](1, 1, 0)
+    with pytest.raises(TypeError, match="dim_y"):
+        SYSTEMS["cnp"](1)
+    assert copy.deepcopy(SYSTEMS["cnp"](1, 1, 4)).dim_x == 1
