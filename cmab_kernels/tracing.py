@@ -38,18 +38,23 @@ def under_transform() -> bool:
     return _under_transform()
 
 
+def is_forward_mode() -> bool:
+    """Whether derivatives are taken in forward mode (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return forward_ad._current_level >= 0
+
+
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through its autograd Function: for a gradient, under a transform, or to raise in forward mode."""
+    """Whether a call must go through its autograd Function: for a gradient, under a transform, or in forward mode."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    return _under_transform() or forward_ad._current_level >= 0
+    return _under_transform() or is_forward_mode()
 
 
 def is_watched() -> bool:
     """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
-    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or is_forward_mode()
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import cmab_kernels as ck
 from cmab_kernels.nn import CMAB
 
 Q, K, V, W = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (8, 4)))
+K1 = K[:, :, :1]
 BLOCK = CMAB(4, 2, 2, dtype=torch.float64)
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "attention": (lambda k: ck.latent_attention(Q, k, V), K),
@@ -21,14 +23,18 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "nystrom": (lambda k: ck.nystrom_attention(k, k, V, num_landmarks=2), K),
     "intention": (lambda k: ck.intention(Q, k, V, 0.3), K),
     "sums": (lambda k: ck.ridge_state(k, V).gram, K),
+    "sigma": (lambda k: ck.sigma_intention(Q, k, V, 0.3), K),
+    "step": (lambda k: ck.ridge_step(ck.empty_ridge(1, 2, 4, 4), k, V, 0.3).solution.weight, K),
     "solve": (lambda k: ck.regularised_solve(k.mT @ k, k.mT, 0.5).weight, K),
+    "window": (lambda k: ck.continual_attention_step(ck.continual_attention_init(k, k, k), K1, K1, K1).out, K),
+    "attention layer": (lambda x: ck.attention_layer(x[0], W[:4], W[4:], W[:4], W[4:], num_heads=2), Q),
     "layer": (lambda x: ck.feed_forward_layer(x, W, W[:4]), Q),
     "block": (lambda x: BLOCK(x, Q[0, 0]), V[0]),
 }
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * max(1.0, float(theirs.abs().max())))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * max(1.0, float(theirs.detach().abs().max())))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -53,3 +59,26 @@ def test_a_batch_of_directions(name: str) -> None:
     directions = torch.randn(3, *y.shape, dtype=y.dtype)
     (batched,) = torch.autograd.grad(y, x, directions, retain_graph=True, is_grads_batched=True)
     close(batched, torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in directions]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode(name: str) -> None:
+    """Derivatives of first and second order are those of reverse mode, whatever implementation is asked for."""
+    call, at = CALLS[name]
+    direction = torch.randn_like(at)
+    theirs = torch.autograd.functional.jvp(call, at, direction)[1]
+    close(jvp(call, (at,), (direction,))[1], theirs)
+    with forward_ad.dual_level():
+        close(forward_ad.unpack_dual(call(forward_ad.make_dual(at, direction))).tangent, theirs)
+    close(jacfwd(call)(at), jacrev(call)(at))
+    close(hessian(lambda x: call(x).sin().sum())(at), torch.autograd.functional.hessian(lambda x: call(x).sin().sum(), at))
+
+
+def test_what_forward_mode_refuses() -> None:
+    """A backward pass of a call that was made outside is a kernel's, which has no derivative; and no implementation is made up."""
+    k = K.clone().requires_grad_()
+    out = ck.latent_attention(Q, k, V, impl="native")
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        torch.autograd.grad(out, k, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+    with pytest.raises(ValueError, match="`impl` is 'nonsense'"):
+        jvp(lambda k: ck.latent_attention(Q, k, V, impl="nonsense"), (K,), (K,))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
@@ -244,12 +242,3 @@ def test_flops() -> None:
     with FlopCounterMode(display=False) as packed:
         ck.latent_attention(_leaf(3, 2, 3, 4), k[:1], v[:1], cu_seqlens=OFFSETS, impl="native")
     assert packed.get_total_flops() == 2 * (2 * 3 * 5) * (4 + 3)
-
-
-def test_forward_mode_raises() -> None:
-    """Forward-mode differentiation raises instead of returning a wrong gradient."""
-    q, k, v = (t.detach() for t in _leaves())
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(lambda q: ck.latent_attention(q, k, v, impl="native"), (q,), (q,))
-    with pytest.raises(RuntimeError, match="jvp"), forward_ad.dual_level():
-        ck.latent_attention(forward_ad.make_dual(q, q), k, v, impl="native")

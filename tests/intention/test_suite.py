@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
@@ -283,15 +282,6 @@ def test_flops() -> None:
     dquery, dweight, rows = 4 * 4 * 2 * 2 * 3, 4 * 4 * 2 * 3 * 2, 2 * 4 * 5 * 3 * (3 + 2 * 2)
     small = 4 * 2 * 3 * 3 * 2  # Z W', by torch
     assert backward.get_total_flops() == dquery + dweight + system + rows + small
-
-
-def test_forward_mode_raises() -> None:
-    """Forward-mode differentiation raises instead of returning a wrong gradient."""
-    q, k, v = (t.detach() for t in _rows())
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(lambda k: ck.intention(q, k, v, 0.1, impl="native"), (k,), (k,))
-    with pytest.raises(RuntimeError, match="jvp"), forward_ad.dual_level():
-        ck.solve_ridge(ck.ridge_state(forward_ad.make_dual(k, k), v, impl="native"), 0.1)
 
 
 def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:

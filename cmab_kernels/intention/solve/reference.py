@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
+from ...tracing import is_forward_mode
 
 
 class _Mirrored(torch.autograd.Function):
@@ -37,6 +38,15 @@ class _Mirrored(torch.autograd.Function):
         return (slope + slope.mT) / 2
 
 
+def _mirrored(gram: Tensor) -> Tensor:
+    """What `_Mirrored` gives, also in forward mode. It has no `jvp` for that: the compiler takes no Function that has one."""
+    if not is_forward_mode():
+        mirrored: Tensor = _Mirrored.apply(gram)
+        return mirrored
+    symmetric = (gram + gram.mT) / 2
+    return symmetric + (gram.tril() + gram.tril(-1).mT - symmetric).detach()
+
+
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower triangle of A.
 
@@ -45,7 +55,7 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    matrix = _Mirrored.apply(gram) + alpha[..., None, None] * one
+    matrix = _mirrored(gram) + alpha[..., None, None] * one
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)

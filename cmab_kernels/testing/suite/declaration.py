@@ -107,7 +107,7 @@ class Declaration:
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True
-    """Whether to check that forward-mode differentiation is right or raises."""
+    """Whether the operator has derivatives in forward mode, which are then checked."""
     accepted: ClassVar[tuple[str, ...]] = ()
     """The error checks whose argument the operator accepts, by name, such as "value of another dtype"; they are not run."""
 

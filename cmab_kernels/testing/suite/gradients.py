@@ -74,14 +74,10 @@ class Gradients(Declaration):
             torch.testing.assert_close(ours, right, rtol=self.gradient_tolerance, atol=1e-3 * self.gradient_tolerance * size)
 
     def test_forward_mode(self, optimised: str, forward_mode_of: str) -> None:
-        """A forward-mode derivative is right, or it raises."""
+        """A forward-mode derivative equals that of reverse mode."""
         function, (tensor,) = self.function_of(optimised, self.small_inputs(), [forward_mode_of])
         direction = torch.randn_like(tensor)
-        try:
-            ours = torch.func.jvp(function, (tensor,), (direction,))[1]
-        except RuntimeError as error:
-            assert "jvp" in str(error) or "forward" in str(error).lower(), error
-            return
+        ours = torch.func.jvp(function, (tensor,), (direction,))[1]
         right = torch.autograd.functional.jvp(function, (tensor,), (direction,))[1]
         for a, b in zip(ours, right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
