@@ -11,7 +11,7 @@ from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_count, check_mask, wrong
 from . import fused
-from .layers import LatentLayer, check_features
+from .layers import CrossAttention, LatentLayer, check_features, plain_parameters
 from .stream import AttentionStream, follow_weights
 
 
@@ -63,7 +63,9 @@ class CMAB(nn.Module):
     Parameters, in the order of the computation, so that weights trained elsewhere can be mapped: `latents` (L_B, dim); then `compress`
     (block latents over inputs) and `retrieve` (latents over block latents), each of `cross_attention`, `cross_feed_forward`,
     `self_attention`, `self_feed_forward`. An attention has `norm`, `query`, `key`, `value` (no bias), `output`, and a cross-attention
-    `context_norm`; a feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`.
+    `context_norm`; a feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`. A hook on any of them makes
+    `forward` call them one by one, and so do `update` and `remove`, but for `compress` and its `cross_attention`: a stream keeps what
+    stands between the two halves of that call.
 
     >>> block = cmab_kernels.nn.CMAB(dim=16, num_latents=8, num_heads=2).eval()
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
@@ -102,7 +104,11 @@ class CMAB(nn.Module):
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
         self._check(inputs, latents, key_padding_mask)
         result = fused.forward([self], inputs, latents, key_padding_mask)
-        return self._retrieve(latents, self._read(inputs, None, key_padding_mask).out) if result is None else result
+        if result is not None:
+            return result
+        if calls_compress(self):
+            return self.retrieve(over_batch(latents, inputs), self.compress(self.latents, inputs, key_padding_mask))
+        return self._retrieve(latents, self._read(inputs, None, key_padding_mask).out)
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -155,7 +161,18 @@ class CMAB(nn.Module):
         if result is not None:
             return result
         block = self.compress.after_context(self.compress.cross_attention.add(self.latents, out))
-        return self.retrieve(latents, block)
+        return self.retrieve(over_batch(latents, out), block)
+
+
+def calls_compress(block: CMAB) -> bool:
+    """Whether `forward` must call `compress`, which, or whose cross-attention, is not just its kind. Streams call its parts."""
+    compress = block.compress
+    return plain_parameters(compress, LatentLayer) is None or plain_parameters(compress.cross_attention, CrossAttention) is None
+
+
+def over_batch(latents: Tensor, batched: Tensor) -> Tensor:
+    """Return latents (B, L, C), also of (L, C), for the B of `batched`."""
+    return latents if latents.dim() == 3 else latents.expand(batched.shape[0], -1, -1)
 
 
 def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ from ..attention.state import subtract_state
 from ..checks import check_count, wrong
 from . import fused
 from .chunks import check_source, progress_bar, read_chunks
-from .cmab import CMAB, CMABRemoval, CMABUpdate, check_inputs, check_latents
+from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .layers import plain_parameters, projects_inside
 from .stream import AttentionStream, follow_weights
 
@@ -74,7 +74,11 @@ class CMABStack(nn.Module):
         if any(plain_parameters(block, CMAB) is None for block in self._blocks):
             return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
         result = fused.forward(self._blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
-        return self._retrieve(latents, self._read(inputs, None, key_padding_mask), all_blocks) if result is None else result
+        if result is not None:
+            return result
+        if any(map(calls_compress, self._blocks)):
+            return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
+        return self._retrieve(latents, self._read(inputs, None, key_padding_mask), all_blocks)
 
     def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
         """Return the state of the inputs and those of `state`, in time O(new inputs); `retrieve` makes latents of it.

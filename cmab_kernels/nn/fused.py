@@ -159,7 +159,7 @@ def _readings(blocks: Sequence[Block]) -> Found:
     eps: set[float] = set()
     heads = blocks[0].compress.cross_attention.num_heads
     for block in blocks:
-        if type(block.latents) not in _PLAIN or type(block.compress) is not LatentLayer:
+        if type(block.latents) not in _PLAIN or plain_parameters(block.compress, LatentLayer) is None:
             return None
         tensors.append(block.latents)
         if not _collect(block.compress, _READING, heads, tensors, eps):
@@ -174,7 +174,7 @@ def _parameters(blocks: Sequence[Block]) -> Found:
     heads = blocks[0].compress.cross_attention.num_heads
     for block in blocks:
         compress, retrieve = block.compress, block.retrieve
-        if type(block.latents) not in _PLAIN or type(compress) is not LatentLayer or plain_parameters(retrieve, LatentLayer) is None:
+        if type(block.latents) not in _PLAIN or any(plain_parameters(half, LatentLayer) is None for half in (compress, retrieve)):
             return None
         tensors.append(block.latents)
         if not (_collect(compress, _HALF, heads, tensors, eps) and _collect(retrieve, _HALF, heads, tensors, eps)):

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
@@ -107,14 +108,14 @@ def fused_impl(features: Tensor) -> str | None:
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
-    A module with hooks, a parametrization, or an adapter in its place is not just that. Nor is one with a `forward` of its own, as
-    accelerate gives it, one whose `weight` is no parameter, as in the replicas of DataParallel and in FullyShardedDataParallel, or a norm
-    without weights, which the operators would take for no norm.
+    A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
+    `forward` of its own, as accelerate gives it, one whose `weight` is no parameter, as in the replicas of DataParallel and in
+    FullyShardedDataParallel, or a norm without weights, which the operators would take for no norm.
     """
     state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
-    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state:
+    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state or _has_any_global_hook():
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
@@ -193,7 +194,9 @@ class _Attention(nn.Module):
         """Return latents (B, L, C), or (L, C) shared over the batch, plus the output projection of the attention result (B, H, L, D)."""
         return latents + self.output(join_heads(attended).to(latents.dtype))
 
-    def _fused(self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None) -> Tensor | None:
+    def _fused(
+        self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None, mask: Tensor | None = None
+    ) -> Tensor | None:
         """Return the layer's result (B, L, C) by one operator; None if the modules must be called one by one."""
         parts: dict[str, Any] = self._modules
         impl, norm = fused_impl(latents), parts["norm"]
@@ -204,7 +207,7 @@ class _Attention(nn.Module):
         if not of_one_dtype(n, other or n, q, k, v, o):
             return None
         return attention(
-            *(latents, context, None, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
+            *(latents, context, mask, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
             *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
             num_heads=self.num_heads,
             scale=(latents.shape[-1] // self.num_heads) ** -0.5,
@@ -256,9 +259,10 @@ class CrossAttention(_Attention):
         super().__init__(dim, num_heads, **factory)
         self.context_norm = nn.LayerNorm(dim, **factory)
 
-    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
-        fused = self._fused(latents if latents.dim() == 3 else latents.expand(context.shape[0], -1, -1), context, self.context_norm)
-        return self.add(latents, self.read(latents, context).out) if fused is None else fused
+    def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
+        fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
+        return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
 
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
@@ -327,8 +331,8 @@ class LatentLayer(nn.Module):
         self.self_attention = SelfAttention(dim, num_heads, **factory)
         self.self_feed_forward = FeedForward(dim, ff_dim, **factory)
 
-    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
-        return self.after_context(self.cross_attention(latents, context))
+    def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self.after_context(self.cross_attention(latents, context, key_padding_mask))
 
     def after_context(self, latents: Tensor) -> Tensor:
         """Apply what follows the cross-attention; its cost does not depend on the context."""

@@ -207,6 +207,25 @@ def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -
     close(module(inputs, latents), definition(weights, inputs, latents))
 
 
+def test_a_hook_on_any_layer_runs() -> None:
+    """Those of a layer, of all modules, and of the layers that a stream only uses parts of."""
+    module, (inputs, latents) = block(), points()
+    ignore = torch.rand(BATCH, INPUTS) < 0.4
+    expected = module(inputs, latents, key_padding_mask=ignore), module(inputs, latents[0], key_padding_mask=ignore)
+    layers = [part for name, part in module.named_modules() if name and name != "stream"]
+    seen: list[torch.nn.Module] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda part, *_: seen.append(part))
+    close(module(inputs, latents, key_padding_mask=ignore), expected[0])
+    handle.remove()
+    assert set(seen) == {module, *layers}
+    for part in layers:
+        seen.clear()
+        handle = part.register_forward_hook(lambda part, *_: seen.append(part))
+        close(module(inputs, latents[0], key_padding_mask=ignore), expected[1])
+        handle.remove()
+        assert seen == [part]
+
+
 class Halved(torch.nn.Module):
     """A layer in place of one of a block, or around it, as a checkpoint's wrapper is."""
 

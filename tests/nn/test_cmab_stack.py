@@ -86,6 +86,15 @@ def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
     close(torch.stack(seen), expected)
 
 
+@pytest.mark.parametrize("name", ["compress", "compress.cross_attention"])
+def test_a_layer_with_a_hook_is_called(name: str) -> None:
+    module, (inputs, latents) = stack(), points()
+    expected, called = module(inputs, latents), []
+    module.blocks[1].get_submodule(name).register_forward_hook(lambda *_: called.append(1))
+    close(module(inputs, latents), expected)
+    assert called
+
+
 def test_norms_may_differ_in_eps() -> None:
     module, (inputs, latents) = stack(), points()
     for position, block in enumerate(module.blocks):
