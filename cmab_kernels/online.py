@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
@@ -142,7 +143,7 @@ class OnlineRidge:
         if held is None:
             if rows.weights is not None and not rows.weights.any():
                 raise ValueError(wrong("sample_weight", "is zero for all examples", "the first examples need one that is not"))
-            held = _Sums.of_none(rows, X, self.fit_intercept)
+            held = _Sums.of_none(rows, X, bool(self.fit_intercept))
         weights, state, number = rows.weights, held.state, len(rows.x)
         if self.forgetting != 1:
             ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)
@@ -159,6 +160,8 @@ class OnlineRidge:
             raise ValueError(wrong("alpha", f"is {self.alpha!r}", "a number >= 0 is needed"))
         if not isinstance(self.forgetting, Real) or not 0 < self.forgetting <= 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
+        if self.fit_intercept not in (True, False):
+            raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", "True or False is needed"))
 
     def _held(self) -> _Sums | None:
         held: _Sums | None = getattr(self, "_sums", None)
@@ -197,6 +200,35 @@ class OnlineRidge:
 
     def __sklearn_is_fitted__(self) -> bool:
         return self._held() is not None
+
+    def get_metadata_routing(self) -> Any:
+        """Return which methods ask for `sample_weight` where scikit-learn routes metadata, as a `MetadataRequest` of scikit-learn."""
+        from sklearn.utils.metadata_routing import MetadataRequest
+
+        request = getattr(self, "_metadata_request", None)  # scikit-learn's name, by which `clone` takes it along
+        if request is None:
+            request = MetadataRequest(owner=type(self).__name__)
+            for method in ("fit", "partial_fit", "score"):
+                getattr(request, method).add_request(param="sample_weight", alias=None)
+        return copy.deepcopy(request)
+
+    def set_fit_request(self, *, sample_weight: bool | str | None) -> Self:
+        """Ask a search or a pipeline for the `sample_weight` of `fit`: True, False, None (an error if given), or another name of it."""
+        return self._ask("fit", sample_weight)
+
+    def set_partial_fit_request(self, *, sample_weight: bool | str | None) -> Self:
+        """Do what `set_fit_request` does for `partial_fit`."""
+        return self._ask("partial_fit", sample_weight)
+
+    def set_score_request(self, *, sample_weight: bool | str | None) -> Self:
+        """Do what `set_fit_request` does for `score`."""
+        return self._ask("score", sample_weight)
+
+    def _ask(self, method: str, sample_weight: bool | str | None) -> Self:
+        request = self.get_metadata_routing()
+        getattr(request, method).add_request(param="sample_weight", alias=sample_weight)
+        self._metadata_request = request
+        return self
 
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import RegressorTags, Tags, TargetTags
@@ -284,8 +316,10 @@ class _Rows:
         self.weights: Tensor | None = None
         if sample_weight is not None:
             weights = _tensor("sample_weight", sample_weight, self.x.device)
-            if weights.shape != (len(self.x),) or (weights < 0).any():
-                raise ValueError(wrong("sample_weight", f"has shape {tuple(weights.shape)}", f"({len(self.x)},) numbers >= 0 are needed"))
+            if weights.shape != (len(self.x),):
+                raise ValueError(wrong("sample_weight", f"has shape {tuple(weights.shape)}", f"({len(self.x)},) is needed, one a row"))
+            if (weights < 0).any():
+                raise ValueError(wrong("sample_weight", "has a negative element", "every element must be >= 0"))
             self.weights = weights[None].double()
 
     def operands(self, held: _Sums) -> tuple[Tensor, Tensor]:
@@ -328,6 +362,8 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{device} is needed"))
     else:
         tensor = _array(name, given).to(device)
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise TypeError(wrong(name, f"is {tensor.layout} on {tensor.device}", "a dense tensor with values is needed"))
     if tensor.is_complex():
         raise ValueError(f"Complex data not supported: {name} is {tensor.dtype}")
     tensor = tensor.to(state_dtype(tensor.dtype) if tensor.dtype in FLOATING else torch.float64)
@@ -342,11 +378,16 @@ def _array(name: str, given: Any) -> Tensor:
 
     if hasattr(given, "tocsr"):
         raise TypeError(f"{name} is sparse, and sparse data are not supported; use toarray()")
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind != "c":
+            kept = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4, 8)
+            array = array.astype(array.dtype.newbyteorder("=") if kept else np.float64, copy=False)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(wrong(name, "is no array of numbers", str(error))) from error
     if array.dtype.kind == "c":
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
-    kept = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4, 8)
-    array = array.astype(array.dtype.newbyteorder("=") if kept else np.float64, copy=False)
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 

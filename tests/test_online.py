@@ -15,8 +15,9 @@ from torch import Tensor
 from cmab_kernels import OnlineRidge
 
 pytest.importorskip("sklearn", reason="the package scikit-learn is not installed")
+from sklearn import config_context
 from sklearn.base import clone, is_regressor
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.model_selection import GridSearchCV
@@ -176,12 +177,17 @@ def test_the_default_device_is_not_asked() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha": ({"alpha": -1.0}, "`alpha` is -1.0"),
     "forgetting": ({"forgetting": 0}, "`forgetting` is 0"),
+    "fit_intercept": ({"fit_intercept": "no"}, "`fit_intercept` is 'no'"),
+    "X text": ({"X": [["a"] * 5] * 4}, "`X` is no array of numbers"),
+    "X ragged": ({"X": [[1.0], [1.0, 2.0]]}, "`X` is no array of numbers"),
+    "X sparse": ({"X": torch.zeros(4, 5).to_sparse()}, "`X` is torch.sparse_coo"),
     "X": ({"X": np.zeros((4, 3))}, "X has 3 features"),
     "X nan": ({"X": np.full((4, 5), np.nan)}, "Input X contains"),
     "y": ({"y": np.zeros(3)}, "`y` has shape"),
     "y targets": ({"y": np.zeros((4, 3))}, "`y` has shape"),
     "y None": ({"y": None}, "requires y"),
-    "sample_weight": ({"sample_weight": -np.ones(4)}, "`sample_weight`"),
+    "sample_weight": ({"sample_weight": -np.ones(4)}, "`sample_weight` has a negative element"),
+    "sample_weight shape": ({"sample_weight": np.ones(3)}, "`sample_weight` has shape"),
     "device": ({"X": torch.zeros(4, 5, device="meta")}, "`X` is on meta"),
     "too many": ({"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))}, "`state.count, less the keys"),
 }
@@ -195,11 +201,11 @@ def test_errors_name_the_argument_and_change_nothing(case: str) -> None:
     before = model.predict(x)
     arguments: dict[str, Any] = {"X": np.zeros((4, 5)), "y": np.zeros((4, 2)), "sample_weight": None, **changed}
     method = model.forget if arguments.pop("forget", False) else model.partial_fit
-    parameters = {name: arguments.pop(name) for name in ("alpha", "forgetting") if name in arguments}
+    parameters = {name: arguments.pop(name) for name in ("alpha", "forgetting", "fit_intercept") if name in arguments}
     model.set_params(**parameters)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         method(**arguments)
-    model.set_params(alpha=1.0, forgetting=1.0)
+    model.set_params(alpha=1.0, forgetting=1.0, fit_intercept=True)
     np.testing.assert_array_equal(model.predict(x), before)
 
 
@@ -220,6 +226,19 @@ def test_with_the_tools_of_scikit_learn() -> None:
     assert repr(clone(model)) == "OnlineRidge(alpha=2.0, forgetting=0.5)" and not hasattr(clone(model), "n_features_in_")
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), model.predict(x))
     assert abs(model.score(x, y) - r2_score(y, model.predict(x))) < 1e-12
+
+
+def test_weights_are_routed() -> None:
+    """Where scikit-learn routes metadata, a search passes on the weights that its estimator, or a clone of it, asks for."""
+    x, y, weights = _data()
+    with config_context(enable_metadata_routing=True):
+        with pytest.raises(UnsetMetadataPassedError, match="OnlineRidge"):
+            GridSearchCV(OnlineRidge(), {"alpha": [1.0]}).fit(x, y, sample_weight=weights)
+        asking = OnlineRidge().set_fit_request(sample_weight=True).set_score_request(sample_weight=False)
+        asking.set_partial_fit_request(sample_weight="other")
+        search = GridSearchCV(clone(asking), {"alpha": [1.0]}).fit(x, y, sample_weight=weights)
+        assert asking.get_metadata_routing().partial_fit.requests == {"sample_weight": "other"}
+    np.testing.assert_array_equal(search.predict(x), OnlineRidge().fit(x, y, weights).predict(x))
 
 
 def test_without_scikit_learn() -> None:
