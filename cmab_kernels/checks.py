@@ -86,10 +86,19 @@ def fixed(scale: float) -> float:
     return float(scale)
 
 
-def check_count(name: str, count: int, least: int = 1) -> None:
-    """Raise unless the number of something in a module is an int >= `least`."""
-    if not isinstance(count, Integral) or count < least:
+def check_count(name: str, count: int, least: int = 1) -> int:
+    """The number of something in a module as an int, also of NumPy's; raise unless it is one >= `least`."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
         raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
+    return int(count)
+
+
+def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
+    """The width of a module's features, called `name`, and the number of heads that divides it, as ints; raise unless it does."""
+    width, num_heads = check_count(name, width), check_count("num_heads", num_heads)
+    if width % num_heads:
+        raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of {name} = {width} is needed"))
+    return width, num_heads
 
 
 def check_every(every: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState
 from ..attention.state import subtract_state
-from ..checks import check_count, check_mask, wrong
+from ..checks import check_count, check_heads, check_mask, wrong
 from . import fused
 from .layers import CrossAttention, LatentLayer, check_features, plain_parameters
 from .stream import AttentionStream, follow_weights
@@ -87,13 +87,9 @@ class CMAB(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_count("dim", dim)
-        check_count("num_latents", num_latents, least=0)
-        check_count("num_heads", num_heads)
-        if dim % num_heads:
-            raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of dim = {dim} is needed"))
-        ff_dim = 2 * dim if ff_dim is None else ff_dim
-        check_count("ff_dim", ff_dim)
+        dim, num_heads = check_heads("dim", dim, num_heads)
+        num_latents = check_count("num_latents", num_latents, least=0)
+        ff_dim = 2 * dim if ff_dim is None else check_count("ff_dim", ff_dim)
         self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
         self.compress = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)

@@ -60,7 +60,7 @@ class CMABStack(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_count("depth", depth)
+        depth = check_count("depth", depth)
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)

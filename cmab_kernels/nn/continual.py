@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..checks import as_they_are, wrong
+from ..checks import as_they_are, check_count, wrong
 from ..nystrom import (
     ContinualAttentionState,
     ContinualNystromState,
@@ -142,11 +142,9 @@ class Continual(MultiheadProjections):
 
     def _stream_over(self, sequence_len: int, output: str) -> None:
         """Check and keep the arguments that all constructors have in common, and make the stream."""
-        if not isinstance(sequence_len, int) or sequence_len < 1:
-            raise ValueError(wrong("sequence_len", f"is {sequence_len!r}", "an int >= 1, the tokens of the window, is needed"))
+        self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
         if output not in OUTPUTS:
             raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
-        self.sequence_len, self.output = sequence_len, output
         self._start(self.out_proj.weight)
 
     def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:

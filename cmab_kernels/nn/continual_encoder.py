@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import wrong
+from ..checks import check_count, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
 from .projections import extending
@@ -261,8 +261,7 @@ class ContinualEncoder(nn.Module):
 
     def __init__(self, layer: ContinualEncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
-        if not isinstance(num_layers, int) or num_layers < 1:
-            raise ValueError(wrong("num_layers", f"is {num_layers!r}", "an int >= 1 is needed"))
+        num_layers = check_count("num_layers", num_layers)
         self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
         if self.retroactive and num_layers < 2:
             raise ValueError(

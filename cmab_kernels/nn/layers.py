@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
-from ..checks import autocasts, wrong
+from ..checks import autocasts, check_count, check_heads, check_mask, wrong
 from ..layers.schema import attention, feed_forward
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
@@ -37,6 +37,8 @@ def join_heads(features: Tensor) -> Tensor:
 
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
     """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
+    if not isinstance(features, Tensor):
+        raise TypeError(wrong(name, f"is a {type(features).__name__}", "a torch.Tensor is needed"))
     if features.is_nested:
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.dim() not in dims or features.shape[-1] != width:
@@ -158,6 +160,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ff_dim: int, **factory: Any) -> None:
         super().__init__()
+        dim, ff_dim = check_count("dim", dim), check_count("ff_dim", ff_dim)
         self.norm = nn.LayerNorm(dim, **factory)
         self.expand = nn.Linear(dim, 2 * ff_dim, **factory)
         self.contract = nn.Linear(ff_dim, dim, **factory)
@@ -170,6 +173,8 @@ class FeedForward(nn.Module):
         if impl is None or n is None or e is None or c is None or not of_one_dtype(n, e, c):
             features, gate = expand(norm(latents)).chunk(2, dim=-1)
             return latents + contract(features * F.gelu(gate))
+        weight = cast("Tensor", c["weight"])
+        check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
         rows = latents.flatten(0, -2)
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
         return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", impl=impl).view_as(latents)
@@ -180,7 +185,7 @@ class _Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        dim, self.num_heads = check_heads("dim", dim, num_heads)
         self.norm = nn.LayerNorm(dim, **factory)
         self.query = nn.Linear(dim, dim, bias=False, **factory)
         self.key = nn.Linear(dim, dim, bias=False, **factory)
@@ -206,6 +211,13 @@ class _Attention(nn.Module):
             return None
         if not of_one_dtype(n, other or n, q, k, v, o):
             return None
+        weight = cast("Tensor", o["weight"])
+        check_features("latents", latents, "(B, L, dim)", (3,), weight.shape[0], weight)
+        if context is not None:
+            check_features("context", context, "(B, N, dim)", (3,), weight.shape[0], weight)
+            check_mask(mask, context, context.shape[:2])
+            if context.shape[0] != latents.shape[0]:
+                raise ValueError(wrong("context", f"has batch {context.shape[0]}", f"latents have batch {latents.shape[0]}"))
         return attention(
             *(latents, context, mask, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
             *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
@@ -257,7 +269,7 @@ class CrossAttention(_Attention):
 
     def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
         super().__init__(dim, num_heads, **factory)
-        self.context_norm = nn.LayerNorm(dim, **factory)
+        self.context_norm = nn.LayerNorm(self.norm.normalized_shape, **factory)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,15 +24,17 @@ class LearnedRidge(MatrixFreeAttention):
 
     lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
     why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
+    fixed_alpha: float | None
+    scale: float
     log_alpha: torch.nn.Parameter
     """The logarithm of the penalty of each head, (H,), or None with a fixed alpha."""
 
     @extending(MatrixFreeAttention)
     def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
-        if alpha is not None and not 0 <= alpha < math.inf:
-            raise ValueError(wrong("alpha", f"is {alpha}", "None, to learn it, or a finite number >= 0 is needed"))
-        if not math.isfinite(scale):
-            raise ValueError(wrong("scale", f"is {scale}", "a finite number is needed"))
+        if alpha is not None and not (isinstance(alpha, Real) and 0 <= alpha < math.inf):
+            raise ValueError(wrong("alpha", f"is {alpha!r}", "None, to learn it, or a finite number >= 0 is needed"))
+        if not (isinstance(scale, Real) and math.isfinite(scale)):
+            raise ValueError(wrong("scale", f"is {scale!r}", "a finite number is needed"))
         super().__init__(*args, **kwargs)
         self.fixed_alpha = alpha
         self.scale = scale

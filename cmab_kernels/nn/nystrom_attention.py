@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import wrong
+from ..checks import check_count, wrong
 from ..nystrom import nystrom_attention
 from ..nystrom.api import check_pinv
 from .layers import check_features
@@ -77,8 +77,7 @@ class NystromAttention(MatrixFreeAttention):
         pinv_iterations: int = 6,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(num_landmarks, int) or num_landmarks < 1:
-            raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", "an int >= 1 is needed"))
+        num_landmarks = check_count("num_landmarks", num_landmarks)
         if landmarks not in self.schemes:
             raise ValueError(wrong("landmarks", f"is {landmarks!r}", f"it must be one of {', '.join(self.schemes)}"))
         check_pinv(pinv, pinv_iterations)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import wrong
+from ..checks import check_count, wrong
 from .layers import check_features
 from .stream import Keeper
 
@@ -58,9 +58,7 @@ class CircularPositionalEncoding(Keeper[int]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, extent in (("embed_dim", embed_dim), ("sequence_len", sequence_len)):
-            if not isinstance(extent, int) or extent < 1:
-                raise ValueError(wrong(name, f"is {extent!r}", "an int >= 1 is needed"))
+        embed_dim, sequence_len = check_count("embed_dim", embed_dim), check_count("sequence_len", sequence_len)
         self.sequence_len, self.period, self.batch_first = sequence_len, 2 * sequence_len - 1, batch_first
         if learned:
             self.encodings = nn.Parameter(0.02 * torch.randn(self.period, embed_dim, device=device, dtype=dtype))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_mask, wrong
+from ..checks import check_count, check_heads, check_mask, wrong
 from .layers import check_features, hide_padding, split_heads
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         for name, given in {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}.items():
             if given and name in self.lacks:
                 raise ValueError(wrong(name, f"is {given}", self.lacks[name]))
+        embed_dim, num_heads = check_heads("embed_dim", embed_dim, num_heads)
+        kdim, vdim = (None if given is None else check_count(name, given) for name, given in (("kdim", kdim), ("vdim", vdim)))
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState, empty_state
 from ..attention.state import check_state
-from ..checks import wrong
+from ..checks import check_count, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState, empty_ridge
 from ..intention.state import check_ridge
@@ -237,8 +237,8 @@ class AttentionStream(Stream[AttentionState]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(device=device, dtype=dtype)
-        self.shape = (heads, latents, width)
-        self.lead = () if blocks is None else (blocks,)
+        self.shape = check_count("heads", heads), check_count("latents", latents, least=0), check_count("width", width)
+        self.lead = () if blocks is None else (check_count("blocks", blocks),)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -294,7 +294,7 @@ class RidgeStream(Stream[RidgeState]):
         self, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(device=device, dtype=dtype)
-        self.shape = (heads, width, value_width)
+        self.shape = check_count("heads", heads), check_count("width", width), check_count("value_width", value_width)
 
     def init_state(self, batch: int) -> RidgeState:
         """Return the state of no keys for a batch, on the device of the module."""

@@ -226,6 +226,24 @@ def test_a_hook_on_any_layer_runs() -> None:
         assert seen == [part]
 
 
+WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "a list": (CMAB(8, 2, 2), ([[0.0] * 8], torch.zeros(2, 8)), "`inputs` is a list"),
+    "self-attention, columns": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 7),), "`latents` has shape"),
+    "self-attention, dtype": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 8).double(),), "`latents` is torch.float64"),
+    "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "`latents` has shape"),
+    "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "`context` has shape"),
+    "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "`context` has batch 2"),
+    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "`key_padding_mask` is"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_layer_names_what_is_wrong(case: str) -> None:
+    layer, arguments, message = WRONG[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer(*arguments)
+
+
 class Halved(torch.nn.Module):
     """A layer in place of one of a block, or around it, as a checkpoint's wrapper is."""
 

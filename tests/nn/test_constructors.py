@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,3 +79,41 @@ def test_the_mask_is_on_the_device_of_the_inputs() -> None:
         attention(inputs, inputs, inputs, mask, need_weights=False)
     with pytest.raises(ValueError, match="`key_padding_mask` is on meta"):
         block(inputs, inputs, key_padding_mask=mask)
+
+
+SIZES: dict[type[nn.Module], dict[str, Any]] = {
+    ours.CMAB: {"dim": 8, "num_latents": 4, "num_heads": 2, "ff_dim": 4},
+    ours.CMABStack: {"dim": 8, "num_latents": 4, "num_heads": 2, "depth": 2, "ff_dim": 4},
+    ours.CrossAttention: {"dim": 8, "num_heads": 2},
+    ours.SelfAttention: {"dim": 8, "num_heads": 2},
+    ours.FeedForward: {"dim": 8, "ff_dim": 4},
+    ours.LatentLayer: {"dim": 8, "num_heads": 2, "ff_dim": 4},
+    ours.MultiheadAttention: {"embed_dim": 8, "num_heads": 2, "kdim": 4, "vdim": 4},
+    ours.MultiheadIntention: {"embed_dim": 8, "num_heads": 2},
+    ours.NystromAttention: {"embed_dim": 8, "num_heads": 2, "num_landmarks": 4},
+    ours.ContinualAttention: {"embed_dim": 8, "num_heads": 2, "sequence_len": 4},
+    ours.ContinualNystromAttention: {"embed_dim": 8, "num_heads": 2, "sequence_len": 8, "num_landmarks": 4},
+    ours.CircularPositionalEncoding: {"embed_dim": 8, "sequence_len": 4},
+    ours.AttentionStream: {"heads": 2, "latents": 4, "width": 4},
+    ours.RidgeStream: {"heads": 2, "width": 4, "value_width": 4},
+}
+
+
+@pytest.mark.parametrize("kind", SIZES, ids=lambda kind: kind.__name__)
+def test_sizes(kind: type[nn.Module]) -> None:
+    """A size may be one of NumPy's; what is no size is refused by name before anything is made of it."""
+    sizes = SIZES[kind]
+    assert str(kind(**{name: np.int64(size) for name, size in sizes.items()})) == str(kind(**sizes))
+    for name in sizes:
+        for wrong in (-1, 2.0, True, "4", torch.tensor(4)):
+            with pytest.raises(ValueError, match=f"`{name}` is {re.escape(repr(wrong))}: an int >= [01] is needed"):
+                kind(**{**sizes, name: wrong})
+    if "num_heads" in sizes:
+        with pytest.raises(ValueError, match=r"`num_heads` is 3: a divisor of (embed_)?dim = 8 is needed"):
+            kind(**{**sizes, "num_heads": 3})
+
+
+@pytest.mark.parametrize("wrong", [{"alpha": "learned"}, {"alpha": -1.0}, {"scale": None}, {"scale": torch.tensor(1.0)}])
+def test_numbers_of_intention(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` is"):
+        ours.MultiheadIntention(8, 2, **wrong)
