@@ -11,11 +11,12 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import cmab_kernels as ck
-from cmab_kernels.nn import CMAB
+from cmab_kernels.nn import CMAB, TransformerEncoderLayer
 
 Q, K, V, W = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (8, 4)))
 K1 = K[:, :, :1]
 BLOCK = CMAB(4, 2, 2, dtype=torch.float64)
+ENCODER = TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "attention": (lambda k: ck.latent_attention(Q, k, V), K),
     "projected": (lambda x: ck.projected_attention_state(Q, x, W, W).out, V[0, :1]),
@@ -29,6 +30,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "window": (lambda k: ck.continual_attention_step(ck.continual_attention_init(k, k, k), K1, K1, K1).out, K),
     "attention layer": (lambda x: ck.attention_layer(x[0], W[:4], W[4:], W[:4], W[4:], num_heads=2), Q),
     "layer": (lambda x: ck.feed_forward_layer(x, W, W[:4]), Q),
+    "encoder": (lambda x: ENCODER(x), V[0]),
     "block": (lambda x: BLOCK(x, Q[0, 0]), V[0]),
 }
 

@@ -56,10 +56,15 @@ def _is_table(source: Any) -> bool:
     return hasattr(source, "to_batches") or hasattr(source, "num_record_batches")
 
 
+def _starts(source: Any) -> range:
+    """The first rows of the chunks of an array; one of no rows has one chunk."""
+    return range(0, max(source.shape[-2], 1), CHUNK)
+
+
 def _cut(source: Any) -> Iterable[Any]:
     """The chunks of a source: of an array or a table `CHUNK` rows each, of an Arrow file its batches, and of any other what it yields."""
     if _is_array(source):
-        return (source[..., first : first + CHUNK, :] for first in range(0, source.shape[-2], CHUNK))
+        return (source[..., first : first + CHUNK, :] for first in _starts(source))
     if hasattr(source, "num_record_batches"):
         return (source.get_batch(i) for i in range(source.num_record_batches))
     return source.to_batches(max_chunksize=CHUNK) if _is_table(source) else source
@@ -88,7 +93,7 @@ def _prefetched(chunks: Iterator[Any]) -> Iterator[Any]:
 
 def progress_bar(source: Any) -> Callable[[int], None]:
     """A function to be called after each chunk, which shows how many were read: with tqdm if it is there, else as a line of text."""
-    total = len(range(0, source.shape[-2], CHUNK)) if _is_array(source) else len(source) if hasattr(source, "__len__") else None
+    total = len(_starts(source)) if _is_array(source) else len(source) if hasattr(source, "__len__") else None
     try:
         from tqdm.auto import tqdm
     except ImportError:

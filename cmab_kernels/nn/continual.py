@@ -87,7 +87,9 @@ class Continual(MultiheadProjections):
     def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
         """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients: the form to train.
 
-        The module's own stream is neither read nor changed. In training there is dropout of attention weights, if the module has any.
+        The module's own stream is neither read nor changed. In training there is dropout of attention weights, if the module has any. It
+        uses torch's `scaled_dot_product_attention`, which on a CPU has derivatives of second order and in forward mode only under
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
         """
         heads = self._heads(query, query if key is None else key, query if value is None else value)
         self._check_heads(heads, None)

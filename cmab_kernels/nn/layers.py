@@ -15,6 +15,7 @@ from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
 from ..checks import autocasts, check_count, check_heads, check_mask, wrong
 from ..layers.schema import attention, feed_forward
+from ..tracing import is_forward_mode
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
@@ -99,12 +100,13 @@ def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
 def fused_impl(features: Tensor) -> str | None:
     """Return the implementation that computes a layer of `features` in one call; None where torch's own operations are the better choice.
 
-    These are so where there is no kernel, and under autocast, which keeps norms and sums in float32 while one call has one dtype.
+    These are so where there is no kernel, and under autocast, which keeps norms and sums in float32 while one call has one dtype. In
+    forward mode, which torch's attention lacks, the definition is better.
     """
     if autocasts(features.device):
         return None
     impl = choose("layers", "auto", features)
-    return None if impl == "reference" else impl
+    return None if impl == "reference" and not is_forward_mode() else impl
 
 
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:

@@ -197,6 +197,12 @@ def test_any_source_gives_the_state_and_its_gradients(source: str, tmp_path: Pat
     close(torch.autograd.grad(result.sin().sum(), leaves), torch.autograd.grad(expected.latents.sin().sum(), leaves), 1e-11)
 
 
+@pytest.mark.parametrize("source", [torch.Tensor.numpy, torch.Tensor.clone])
+def test_an_array_of_no_rows_is_one_chunk(source: Any) -> None:
+    module, (inputs, _) = stack(), points()
+    assert same(module.encode(source(inputs[:, :0])), module.init_state(BATCH))
+
+
 def test_gradients_flow_through_the_incoming_state() -> None:
     module, (inputs, latents) = stack(), points()
     first = AttentionState(*(part.detach().requires_grad_() for part in module.encode([inputs[:, :20]])))
