@@ -33,8 +33,8 @@ class ContextSharded(nn.Module, Generic[State]):
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
         super().__init__()
         if not isinstance(module, self.wraps):
-            allowed = " or ".join(f"a {each.__name__}" for each in self.wraps)
-            raise TypeError(wrong("module", f"is a {type(module).__name__}", f"{allowed} is needed"))
+            given, allowed = type(module), " or ".join(f"a cmab_kernels.nn.{each.__name__}" for each in self.wraps)
+            raise TypeError(wrong("module", f"is a {given.__module__}.{given.__name__}", f"{allowed} is needed"))
         self.module, self.group = module, group
 
     def _read(self, read: Callable[[], State], before: State | None = None) -> State:

@@ -183,8 +183,10 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 def case_construction() -> None:
-    with raises(TypeError, "`module` is a Linear: a CMAB or a CMABStack is needed"):
+    with raises(TypeError, "`module` is a torch.nn.modules.linear.Linear: a cmab_kernels.nn.CMAB or a cmab_kernels.nn.CMABStack is needed"):
         ShardedCMAB(nn.Linear(2, 2))
+    with raises(TypeError, "`module` is a torch.nn.modules.activation.MultiheadAttention: a cmab_kernels.nn.MultiheadAttention is needed"):
+        ShardedMultiheadAttention(nn.MultiheadAttention(DIM, HEADS))
     dropping = ShardedMultiheadAttention(MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True).double())
     inputs, query, _ = data()
     with raises(RuntimeError, "`dropout`"):
