@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cmab_models.neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
 from cmab_models.neural_processes.base import Batch
 from cmab_models.neural_processes.parts import point_embedding
+from cmab_models.pictures import context
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -167,6 +168,11 @@ def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPa
         model.embedding.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
         close(model.condition(x, y, mask=mask), expected)
     assert rows == [4, 4, 3]
+
+
+def test_a_context_takes_constant_memory() -> None:
+    (cost,) = context.measured(["cmanp"], [200_000])
+    assert cost.mebibytes <= 8.0, f"{cost.mebibytes:.1f} MiB beyond the points"
 
 
 def test_forgetting_what_dominates_warns() -> None:
