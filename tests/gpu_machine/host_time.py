@@ -7,14 +7,17 @@ Triton, because "auto" looks at the device: it asks `unsupported` of one or two 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 import cmab_kernels as ck
+from cmab_kernels.layers import kernels as layer_kernels
 from cmab_kernels.nystrom.continual import kernels
 from cmab_kernels.nystrom.continual import state as state_module
 
@@ -55,6 +58,21 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"    its kernel's function alone, {name}", Stream(function, stream(name), key, key, key, False)
 
 
+def layers() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The functions of the kernels of layers by name: 32 rows of 64, 4 heads, in float32. Gradients take several launches."""
+    x, context, matrix, vector = torch.randn(2, 16, 64), torch.randn(2, 4, 64), torch.randn(64, 64), torch.randn(64)
+    weights = (matrix, None, matrix, None, matrix, None, matrix, vector)
+    for name, other, norm in (("attention_layer", None, None), ("attention_layer, a context", context, vector)):
+        given = (x, other, None, vector, vector, norm, norm, *weights, 4, 0.25, 1e-5, 1e-5)
+        _, *kept = layer_kernels.attention_layer(*given, True)
+        needs = tuple(t is not None for t in (x, other, *given[3:15]))
+        yield name, partial(layer_kernels.attention_layer, *given, True)
+        yield f"{name}: gradients", partial(layer_kernels.attention_layer_backward, x, *given, *kept, needs)
+    rows, network = x.view(32, 64), (vector, vector, torch.randn(512, 64), torch.randn(512), torch.randn(64, 256), vector, 1e-5, "geglu")
+    yield "feed_forward_layer", partial(layer_kernels.feed_forward_layer, rows, *network)
+    yield "feed_forward_layer: gradients", partial(layer_kernels.feed_forward_layer_backward, rows, rows, *network, (True,) * 7)
+
+
 def counts_as_on_a_gpu() -> Any:
     """A context in which the states of streams count in a tensor."""
     return mock.patch.object(state_module, "counts_in_int", lambda device: False)
@@ -81,7 +99,7 @@ def least(call: Callable[[], object]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     with stub(90), torch.no_grad():
-        for name, call in calls():
+        for name, call in itertools.chain(calls(), layers()):
             call()
             print(f"{name:44} {least(call):6.1f} us", flush=True)
 

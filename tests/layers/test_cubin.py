@@ -88,12 +88,20 @@ def test_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
 
 
 def test_launches() -> None:
-    """A feed-forward layer is one launch; an attention layer three, and one more where a context has projections of its own."""
+    """A feed-forward layer is one launch; an attention layer three, and one more where a context has projections of its own.
+
+    Of the gradients, nothing stands for that of the log-sum-exps: filled with zeros it would be a launch of its own.
+    """
     x, matrix = torch.empty(2, 9, 16), torch.empty(16, 16)
     bare = (*[None] * 4, *(matrix, None) * 4, 2, 0.5, 0.0, 0.0, False)
     own, other = (record(lambda context=context: kernels.attention_layer(x, context, None, *bare)) for context in (None, x))
     assert [launch.kernel.__name__ for launch in own] == ["_project", "_forward", "_join"]
     assert [launch.kernel.__name__ for launch in other] == ["_project", "_project", "_forward", "_join"]
+    given = (x, None, None, *bare[:-1])
+    kept = (*[x] * 3, torch.empty(2, 2, 9, 8), torch.empty(2, 2, 9, dtype=torch.float64))
+    back = record(lambda: kernels.attention_layer_backward(x, *given, *kept, (True,) * 14))
+    passes = ["_part", "_row_terms", "_backward_in_parts", *["_matrix_gradient"] * 4, "_project_back", "_add_shares"]
+    assert [launch.kernel.__name__ for launch in back] == passes and back[1].args[1] is None
     one = record(lambda: kernels.feed_forward_layer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu"))
     assert [launch.kernel.__name__ for launch in one] == ["_feed_forward"]
 

@@ -6,18 +6,24 @@ With P = exp(S - lse), recomputed tile by tile:
     dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...tiles import chosen_once
 from ...triton_common import (
-    alignment,
+    Kernel,
+    allows_tf32,
     in_place,
+    is_aligned,
     kept_keys,
     kernel,
     load_tile,
     mask_bytes,
+    natural_alignment,
     on_device,
     product,
     product_of_wide,
@@ -27,7 +33,7 @@ from ...triton_common import (
 )
 from .backward_in_parts import _backward_in_parts
 from .forward import LOG2_E
-from .launch import backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
+from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
 from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
 
@@ -332,9 +338,38 @@ def _backward_keys(
             store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
 
 
+class _Passes(NamedTuple):
+    """The passes over the keys, the dtype of their operands, and their blocks of queries: rows, and to a multiple of which they are filled.
+
+    With `keys`, that pass has dK and dV where there are several blocks, and `queries` dQ, a block a program. Without, `queries` has all.
+    """
+
+    operand: torch.dtype
+    block: int
+    filled_to: int
+    queries: Kernel
+    keys: Kernel | None
+
+
+@chosen_once
+def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> _Passes:
+    """The passes for such inputs. No more `queries` count than the widest block has; the choice depends on `tf32`, as in `forward.py`."""
+    products = backward_products(dtype, max(D, E), device)
+    tiles = backward_tiles(products, device, max(D, E), queries)
+    align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
+    options = {"D": D, "E": E, "ALIGN": align, **tiles._asdict()}
+    if products.kind == "tf32x3":
+        in_parts = _backward_in_parts.given(PIECE=piece_of_columns(device, max(D, E)), **options, enable_fp_fusion=False)
+        return _Passes(products.operand, tiles.BLOCK_L, tiles.BLOCK_L, in_parts, None)
+    options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
+    passing = options | backward_keys_tiles(products, device, max(D, E))._asdict()
+    keys = _backward_keys.given(TURNED=products.kind in IN_PLACE, **passing)
+    return _Passes(products.operand, tiles.BLOCK_L, 1, _backward.given(**options), keys)
+
+
 def attention_backward(
     dout: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -345,20 +380,18 @@ def attention_backward(
     scale: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue); an empty tensor for each that `needs` does not ask for."""
+    """Return the gradients (dquery, dkey, dvalue); an empty tensor for each that `needs` does not ask for. `dlse` None is zeros."""
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    products = backward_products(query.dtype, max(D, E), query.device)
-    tiles = backward_tiles(products, query.device, max(D, E), L)
+    passes = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
     sums = torch.promote_types(query.dtype, torch.float32)
     fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
     dquery, dkey, dvalue = grads
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
-        filled_to = tiles.BLOCK_L if products.kind == "tf32x3" else 1
-        terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, products.operand, sums, filled_to)
+        terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, passes.operand, sums, passes.filled_to)
         inputs = (query, key, value, mask, offsets, *terms)
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
@@ -370,19 +403,15 @@ def attention_backward(
         shares = dquery
         if dquery is not None and not (at_once and dquery.dtype == sums):
             shares = query.new_empty((cut.slots, H, L, D), dtype=sums)
-        options = {"D": D, "E": E, "ALIGN": alignment(query, key, value), **tiles._asdict()}
-        if products.kind == "tf32x3" and any(needs):
-            piece = piece_of_columns(query.device, max(D, E))
-            _backward_in_parts(cut.slots * H, *inputs, shares, dkey, dvalue, *numbers, PIECE=piece, **options, enable_fp_fusion=False)
-            dkey = dvalue = None
-        options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
-        blocks = triton.cdiv(L, tiles.BLOCK_L)
-        if blocks > 1 and (dkey is not None or dvalue is not None):
-            passing = backward_keys_tiles(products, query.device, max(D, E))._asdict()
-            _backward_keys(cut.slots * H, *inputs, dkey, dvalue, *numbers, TURNED=products.kind in IN_PLACE, **(options | passing))
-            dkey = dvalue = None
-        if products.kind != "tf32x3" and not (dquery is None and dkey is None and dvalue is None):
-            _backward(cut.slots * H * blocks, *inputs, shares, dkey, dvalue, *numbers, **options)
+        programs = cut.slots * H
+        if passes.keys is not None:
+            blocks = -(-L // passes.block)
+            if blocks > 1 and (dkey is not None or dvalue is not None):
+                passes.keys(programs, *inputs, dkey, dvalue, *numbers)
+                dkey = dvalue = None
+            programs *= blocks
+        if not (dquery is None and dkey is None and dvalue is None):
+            passes.queries(programs, *inputs, shares, dkey, dvalue, *numbers)
         if shares is not None and dquery is not None and not at_once:
             sum_runs(shares, offsets, dquery, *numbers[1:])
         elif shares is not None and dquery is not None:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...tiles import padded
 from ...triton_common import kernel, load_tile, rows_at, tile_at
 from .forward import LOG2_E
 from .runs import count_runs, first_slot, set_bounds, unless_bad
@@ -51,7 +52,8 @@ def _row_terms(
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse.
+    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse,
+    where None stands for zeros.
 
     The last three are stored for `rows` rows of a head: those beyond the last query have weight 0.
     """
@@ -70,8 +72,10 @@ def _row_terms(
     outs = tl.load(rows_at(out, row, E, E_PAD), mask=tile, other=0.0)
     tl.store(rows_at(douts, row, E, E_PAD), slopes.to(douts.dtype.element_ty), mask=tile)
 
-    start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
-    term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1) - tl.load(dlse + start, mask=inside, other=0.0)
+    term = tl.sum(slopes.to(tl.float64) * outs.to(tl.float64), 1)
+    if dlse is not None:
+        start = batch * dlse_strides[0] + head * dlse_strides[1] + query * dlse_strides[2]
+        term -= tl.load(dlse + start, mask=inside, other=0.0)
     logarithm = tl.load(lse + row, mask=inside, other=float("-inf"))
     score, rest = base_two(logarithm, scale, reciprocal, DTYPE)
     tl.store(high + stored, score, mask=batch < B)
@@ -155,7 +159,7 @@ def _sum_runs(
 
 
 def row_terms(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype, block: int = 1
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype, block: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(douts, high, low, delta) of `_row_terms`: the first is (B, H, L, E) of `operand`, the others are (B, H, rows) of `sums`.
 
@@ -163,11 +167,11 @@ def row_terms(
     """
     B, H, L, E = out.shape
     douts = out.new_empty((B, H, L, E), dtype=operand)
-    rows = triton.cdiv(L, block) * block
-    of_program = max(1024 // triton.next_power_of_2(max(E, 16)), 16)
+    rows = -(-L // block) * block
+    of_program = max(1024 // padded(E), 16)
     high, low, delta = out.new_empty((3, B, H, rows), dtype=sums)
     _row_terms(
-        triton.cdiv(B * H * rows, of_program),
+        -(-B * H * rows // of_program),
         dout,
         dlse,
         out,
@@ -176,7 +180,7 @@ def row_terms(
         high,
         low,
         delta,
-        (dout.stride(), dlse.stride()),
+        (dout.stride(), (0, 0, 0) if dlse is None else dlse.stride()),
         (B, H, L),
         rows,
         scale,

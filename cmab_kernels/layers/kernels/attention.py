@@ -59,9 +59,9 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
         wanted = _wanted(needs, context is None)
         dheads: tuple[Any, Any, Any] = (None, None, None)
         if any(wanted):
-            dout, dlse = part(dy, parameters[10], heads), lse.new_zeros(1).expand(lse.shape)
+            dout = part(dy, parameters[10], heads)
             query, key, value = (_split(t, heads) for t in (query, key, value))
-            dheads = attention_backward(dout, dlse, query, key, value, mask, None, out.contiguous(), lse.contiguous(), scale, wanted)
+            dheads = attention_backward(dout, None, query, key, value, mask, None, out.contiguous(), lse.contiguous(), scale, wanted)
         of_matrices = [
             *matrix_gradient(dheads[0], own, needs[6:8]),
             *matrix_gradient(dheads[1], seen, needs[8:10]),

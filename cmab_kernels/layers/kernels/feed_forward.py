@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...triton_common import kernel, load_tile, on_device, product, rows_at, rows_from
 from .activation import activated, slopes
-from .launch import aligned, back_constants, forward_constants
+from .launch import aligned, back, forward
 from .projections import matrix_gradient, plain_rows, rows_of
 from .rows import back_to_columns, project_rows, row_norms, store_row_gradients, vector
 from .shares import gradients, shares_of
@@ -146,9 +146,9 @@ def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
     *parameters, eps, activation = rest
     (R, C), F = x.shape, parameters[4].shape[1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    constants = {"F": F, **forward_constants(x, C, F), **_kind(activation)}
+    run, tiles = forward(_feed_forward, x, C, F, F=F, **_kind(activation))
     with on_device(x):
-        _feed_forward(-(-R // constants["BLOCK_R"]), *aligned(x, *parameters), y, R, eps, **constants)
+        run(-(-R // tiles.BLOCK_R), *aligned(x, *parameters), y, R, eps)
     return y
 
 
@@ -170,11 +170,11 @@ def _back(
     """(dx, shares of dnorm_weight and dnorm_bias, acts, dhidden), each None unless it is needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]
-    constants = {"F": F, **back_constants(x, C, F), **_kind(activation)}
-    programs = -(-R // constants["BLOCK_R"])
+    run, tiles = back(_feed_forward_back, x, C, F, F=F, **_kind(activation))
+    programs = -(-R // tiles.BLOCK_R)
     dx = torch.empty_like(x) if needs[0] else None
     norms = [shares_of(x, programs, C) if need else None for need in needs[1:3]]
     acts = x.new_empty(R, F) if needs[5] or needs[6] else None
     dhidden = x.new_empty(R, expand_weight.shape[0]) if needs[3] or needs[4] else None
-    _feed_forward_back(programs, dy, x, *parameters, dx, *norms, acts, dhidden, R, eps, **constants)
+    run(programs, dy, x, *parameters, dx, *norms, acts, dhidden, R, eps)
     return dx, *norms, acts, dhidden

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...dtypes import state_dtype
 from ...tiles import chosen_once, padded
-from ...triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
+from ...triton_common import MOST_ROWS, WIDEST, Kernel, Products, allows_tf32, device_problem, triton_dtype
 
 WIDEST_ROW = 256
 """The widest row of x or of a context: a program holds whole rows of their gradients."""
@@ -101,28 +101,24 @@ _TABLES = {"forward": _FORWARD, "back": _BACK, "matrix": _MATRIX}
 
 
 @chosen_once
-def _constants(pass_: str, dtype: torch.dtype, width: int, features: int, tf32: bool) -> dict[str, Any]:
-    """Constants of a pass; they depend on `tf32`, whether torch allows it."""
+def _chosen(kernel: Kernel, pass_: str, dtype: torch.dtype, width: int, features: int, tf32: bool, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel with its `own` constants and those of a pass, which depend on `tf32`, whether torch allows it; and its tiles."""
     chosen = products(dtype, pass_ != "forward")
-    tiles = next(tiles for most, tiles in _TABLES[pass_][chosen.kind].items() if width <= most)
-    return {
-        "DTYPE": triton_dtype(state_dtype(dtype)),
-        "OPERAND": triton_dtype(chosen.operand),
-        "PRECISION": chosen.input_precision,
-        **tiles.at_most(width, features)._asdict(),
-    }
+    tiles = next(tiles for most, tiles in _TABLES[pass_][chosen.kind].items() if width <= most).at_most(width, features)
+    types = {"DTYPE": triton_dtype(state_dtype(dtype)), "OPERAND": triton_dtype(chosen.operand), "PRECISION": chosen.input_precision}
+    return kernel.given(**own, **types, **tiles._asdict()), tiles
 
 
-def forward_constants(x: Tensor, C: int, M: int) -> dict[str, Any]:
-    """The constants of a forward pass from rows of C columns to M features, or back to such rows."""
-    return {"C": C, **_constants("forward", x.dtype, C, M, allows_tf32())}
+def forward(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for a forward pass from rows of C columns to M features, or back to such rows, and its tiles."""
+    return _chosen(kernel, "forward", x.dtype, C, M, allows_tf32(), C=C, **own)
 
 
-def back_constants(x: Tensor, C: int, M: int) -> dict[str, Any]:
-    """The constants of its backward pass."""
-    return {"C": C, **_constants("back", x.dtype, C, M, allows_tf32())}
+def back(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for its backward pass, and its tiles."""
+    return _chosen(kernel, "back", x.dtype, C, M, allows_tf32(), C=C, **own)
 
 
-def matrix_constants(x: Tensor, M: int, C: int) -> dict[str, Any]:
-    """The constants of the gradient of a matrix (M, C)."""
-    return {"M": M, "C": C, **_constants("matrix", x.dtype, min(C, WIDEST_ROW), M, allows_tf32())}
+def of_matrix(kernel: Kernel, x: Tensor, M: int, C: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for the gradient of a matrix (M, C), and its tiles."""
+    return _chosen(kernel, "matrix", x.dtype, min(C, WIDEST_ROW), M, allows_tf32(), M=M, C=C, **own)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...triton_common import kernel, load_tile, product, rows_at, rows_from
-from .launch import aligned, back_constants, forward_constants, matrix_constants, shares_of_rows
+from .launch import aligned, back, forward, of_matrix, shares_of_rows
 from .rows import (
     back_to_columns,
     kept_rows,
@@ -334,18 +334,17 @@ def project(rows: Rows, projections: Sequence[Projection]) -> list[Tensor]:
     made = [x.new_empty(*x.shape[:2], size) for size in sizes]
     absent = [None] * (3 - len(made))
     given = [t for (weight, bias), result in zip(projections, made, strict=True) for t in (*aligned(weight, bias), result)]
-    constants = forward_constants(x, x.shape[2], max(sizes))
-    constants |= dict(zip(("FIRST", "SECOND", "THIRD"), (*sizes, 0, 0), strict=False))
-    programs = -(-rows.number // constants["BLOCK_R"])
-    _project(programs, x, mask, norm_weight, norm_bias, *given, *absent * 3, rows.number, eps, **constants)
+    FIRST, SECOND, THIRD = *sizes, *[0] * len(absent)
+    run, tiles = forward(_project, x, x.shape[2], max(sizes), FIRST=FIRST, SECOND=SECOND, THIRD=THIRD)
+    run(-(-rows.number // tiles.BLOCK_R), x, mask, norm_weight, norm_bias, *given, *absent * 3, rows.number, eps)
     return made
 
 
 def join(out: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """x (B, L, C) plus the output projection of heads (B, H, L, E)."""
     (B, H, L, E), C, y = out.shape, x.shape[2], torch.empty_like(x)
-    constants = forward_constants(x, C, H * E) | {"HEADS": H, "WIDTH": E}
-    _join(-(-B * L // constants["BLOCK_R"]), out, *aligned(weight, bias), x, y, B * L, max(L, 1), **constants)
+    run, tiles = forward(_join, x, C, H * E, HEADS=H, WIDTH=E)
+    run(-(-B * L // tiles.BLOCK_R), out, *aligned(weight, bias), x, y, B * L, max(L, 1))
     return y
 
 
@@ -353,8 +352,8 @@ def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
     """The gradient of heads (B, H, L, E) that `join` joined."""
     (B, L, C), E = dy.shape, weight.shape[1] // heads
     douts = dy.new_empty(B, heads, L, E)
-    constants = back_constants(dy, C, heads * E) | {"HEADS": heads, "WIDTH": E}
-    _part(-(-B * L // constants["BLOCK_R"]), dy, *aligned(weight), douts, B * L, max(L, 1), **constants)
+    run, tiles = back(_part, dy, C, heads * E, HEADS=heads, WIDTH=E)
+    run(-(-B * L // tiles.BLOCK_R), dy, *aligned(weight), douts, B * L, max(L, 1))
     return douts
 
 
@@ -365,14 +364,14 @@ def project_back(
     x, mask, norm_weight, norm_bias, eps = rows
     sizes = [dheads.shape[3] for _, dheads in projections]
     heads, given = projections[0][1].shape[1], [t for weight, dheads in projections for t in (*aligned(weight), dheads)]
-    constants = back_constants(x, x.shape[2], heads * max(sizes))
-    constants |= {"HEADS": heads, **dict(zip(("FIRST", "SECOND", "THIRD"), (*sizes, 0, 0), strict=False))}
-    programs = -(-rows.number // constants["BLOCK_R"])
+    FIRST, SECOND, THIRD = *sizes, *[0] * (3 - len(sizes))
+    run, tiles = back(_project_back, x, x.shape[2], heads * max(sizes), HEADS=heads, FIRST=FIRST, SECOND=SECOND, THIRD=THIRD)
+    programs = -(-rows.number // tiles.BLOCK_R)
     dx = torch.empty_like(x) if needs[0] else None
     dnorm_weight, dnorm_bias = (shares_of(x, programs, x.shape[2]) if need else None for need in needs[1:])
     absent = [None] * (2 * (3 - len(projections)))
     lengths = rows.number, max(x.shape[1], 1)
-    _project_back(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps, **constants)
+    run(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps)
     return dx, dnorm_weight, dnorm_bias
 
 
@@ -384,14 +383,13 @@ def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tens
     if not any(needs):
         return None, None
     (LEFT, M), (RIGHT, C) = _heads(left), _heads(right.x)
-    constants = matrix_constants(left, M, C) | {"LEFT": LEFT, "RIGHT": RIGHT}
-    count = left.numel() // M
-    tiles = -(-M // constants["TILE"]) * -(-C // constants["PIECE"])
-    shares = shares_of_rows(-(-count // constants["BLOCK_R"]), tiles)
-    dweight, dbias = (shares_of(left, shares, *shape) if need else None for shape, need in zip(((M, C), (M,)), needs, strict=True))
-    lengths = tuple(max(t.shape[-2], 1) for t in (left, right.x))
+    run, tiles = of_matrix(_matrix_gradient, left, M, C, LEFT=LEFT, RIGHT=RIGHT)
+    count, parts = left.numel() // M, -(-M // tiles.TILE) * -(-C // tiles.PIECE)
+    shares = shares_of_rows(-(-count // tiles.BLOCK_R), parts)
+    dweight, dbias = shares_of(left, shares, M, C) if needs[0] else None, shares_of(left, shares, M) if needs[1] else None
+    lengths = max(left.shape[-2], 1), max(right.x.shape[-2], 1)
     given = left, right.x, right.mask, right.norm_weight, right.norm_bias
-    _matrix_gradient(shares * tiles, *given, dweight, dbias, count, lengths, shares, right.eps, **constants)
+    run(shares * parts, *given, dweight, dbias, count, lengths, shares, right.eps)
     return dweight, dbias
 
 
