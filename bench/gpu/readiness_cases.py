@@ -83,7 +83,7 @@ class Case:
             found: dict[str, Launch] = {}
             for launch in record(self.call) if self.call else []:
                 name = launch.kernel.__name__
-                count = sum(other.kernel is launch.kernel for other in found.values())
+                count = sum(other.kernel.jit is launch.kernel.jit for other in found.values())  # whatever constants it was given
                 found[f"{name} {count + 1}" if count else name] = launch
             return found
 
