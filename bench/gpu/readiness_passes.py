@@ -168,11 +168,21 @@ def _row_tiles(launch: Launch, elements: int, moved: int) -> Pass:
     return Pass("element of a row", o["BLOCK_N"] * elements, passes, moved, trips=tiles)
 
 
-def _squares(launch: Launch, loops: int) -> Pass:
-    """One iteration of the inverse of one matrix; the gradient goes through them again, and then back."""
+def _squares(launch: Launch, loops: int, products: int = 4, beside: int = 0) -> Pass:
+    """One iteration of the inverse of one matrix; the gradient goes through them again, and then back. What is multiplied `beside`, once,
+    by this number of columns, counts as if by iterations, which have this number of products."""
     o = launch.options
     moved = sum(t.nbytes for t in launch.args if isinstance(t, torch.Tensor) and t.dim() == 3)
-    return Pass("element of a square", o["SIZE"] ** 2, launch.grid[0] * o["ITERATIONS"], moved, loops=loops)
+    passes = launch.grid[0] * (o["ITERATIONS"] + beside / (products * o["SIZE"]))
+    return Pass("element of a square", o["SIZE"] ** 2, passes, moved, loops=loops)
+
+
+def _landmark_values(launch: Launch) -> Pass:
+    return _squares(launch, 1, beside=launch.options["D"] + launch.options["E"])
+
+
+def _landmark_values_backward(launch: Launch) -> Pass:
+    return _squares(launch, 2, products=15, beside=3 * launch.options["D"] + 2 * launch.options["E"])
 
 
 def _product(launch: Launch) -> Pass:
@@ -283,8 +293,8 @@ PASSES: dict[str, Callable[[Launch], Pass | MultiplyAdds]] = {
     "_apply": lambda launch: _row_tiles(launch, launch.options["D"], launch.args[0].nbytes + launch.args[2].nbytes),
     "_pinv": lambda launch: _squares(launch, 1),
     "_pinv_backward": lambda launch: _squares(launch, 2),
-    "_landmark_values": lambda launch: _squares(launch, 1),
-    "_landmark_values_backward": lambda launch: _squares(launch, 2),
+    "_landmark_values": _landmark_values,
+    "_landmark_values_backward": _landmark_values_backward,
     "_multiply": _product,
     "_solve": _eliminations,
     "_projected_forward": lambda launch: _projected_scores(launch, chunks(launch.options["E"])),

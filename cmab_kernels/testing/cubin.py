@@ -154,10 +154,11 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
     )
 
 
-def faults(figures: Figures, matrix: bool) -> list[str]:
-    """Return what is wrong with a kernel, as sentences; `matrix` says that its products must be done by the matrix units."""
+def faults(figures: Figures, matrix: bool, spills: float = SPILLS) -> list[str]:
+    """Return what is wrong with a kernel, as sentences; `matrix` says that its products must be done by the matrix units, and `spills` is
+    the share of its instructions that may access local memory."""
     found = []
-    if figures.local > SPILLS * figures.instructions.total():
+    if figures.local > spills * figures.instructions.total():
         found.append(f"{figures.local} instructions go to local memory: registers were spilled")
     if figures.shared > SHARED_LIMIT[figures.capability]:
         found.append(f"{figures.shared} bytes of shared memory, and a block has {SHARED_LIMIT[figures.capability]}")

@@ -59,8 +59,8 @@ def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("m, in_blocks", [(32, False), (40, True)])
-def test_float64_goes_in_blocks_where_shared_memory_is_little(m: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "has_little_shared_memory", lambda device: True)
+def test_float64_goes_in_blocks_without_matrix_units(m: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "capability_of", lambda device: (8, 6))
     seen, in_large = [], large.iterative_pinv
     monkeypatch.setattr(large, "iterative_pinv", lambda *given: seen.append(given) or in_large(*given))
     check_pinv(kernels, MATRICES["normal"](2, m), 1)

@@ -20,12 +20,16 @@ WIDEST_TILE = 32
 
 @triton.jit
 def _present(absent, strides, number, m, SIZE: tl.constexpr):
-    """A bool for each of SIZE rows: it is one of the m landmarks, and not absent."""
+    """A bool for each of SIZE rows: it is one of the m landmarks, and not absent.
+
+    Where operands follow from a load of bytes, Triton 3.6 takes them for bytes on sm_100: float32 would be multiplied in tf32, and with 64
+    landmarks it fails to compile. A sum over an axis of length 1 hides the load.
+    """
     row = tl.arange(0, SIZE)
     present = row < m
     if absent is not None:
         at = absent + (number.to(tl.int64) * strides[0] + row.to(tl.int64) * strides[1])
-        present = tl.load(at, mask=present, other=1) == 0
+        present = tl.sum(tl.load(at, mask=present, other=1)[:, None], 1) == 0
     return present
 
 

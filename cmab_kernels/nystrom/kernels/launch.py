@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import BLACKWELL, capability_of, has_little_shared_memory, tuned
+from ...tiles import BLACKWELL, HOPPER, capability_of, tuned
 from ...triton_common import Products, alignment, triton_dtype
 from ...triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
@@ -15,6 +15,8 @@ MOST_LANDMARKS = 256
 MOST_IN_REGISTERS = 64
 """The widest matrix that one program keeps to itself; wider ones are multiplied in blocks (`large`)."""
 WIDEST_IN_FULL = 32
+MULTIPLY_FLOAT64 = ((8, 0), HOPPER)
+"""The compute capabilities on which Triton 3.6 multiplies float64 by matrix units."""
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
@@ -25,9 +27,12 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
 
 
 def in_one_program(matrix: Tensor) -> bool:
-    """Whether one program keeps all squares of a matrix (M, m, *) to itself. In float64, those of 33 to 64 landmarks take 128 KiB."""
-    little = matrix.dtype == torch.float64 and has_little_shared_memory(matrix.device)
-    return matrix.shape[1] <= (WIDEST_IN_FULL if little else MOST_IN_REGISTERS)
+    """Whether one program keeps all squares of a matrix (M, m, *) to itself.
+
+    In float64, those of 33 to 64 landmarks take 128 KiB of shared memory, and without matrix units four times the registers there are.
+    """
+    in_full = matrix.dtype == torch.float64 and capability_of(matrix.device) not in MULTIPLY_FLOAT64
+    return matrix.shape[1] <= (WIDEST_IN_FULL if in_full else MOST_IN_REGISTERS)
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
@@ -44,16 +49,21 @@ def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
 # Number of warps by kind of product: the choice with the fewest register spills (tests/nystrom/test_cubin.py). Values that were tuned on
 # a GPU take precedence (cmab_kernels/tiles.json).
 _WARPS = {
-    "nystrom.forward": {"ieee": 4, "bf16x6": 8, "double": 8},
+    "nystrom.forward": {"ieee": 4, "bf16x6": 4, "double": 8},
     "nystrom.backward": {"ieee": 4, "bf16x6": 4, "double": 8},
+    "nystrom.step": {"ieee": 4, "bf16x6": 8, "double": 8},
 }
 
 
 def warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
+    """The number of warps. Of products that follow one another each warp takes 16 rows: the second four of eight would do the work of
+    the first again, except on Hopper, where eight hold the forward pass in two groups, without spills."""
     chosen = tuned(kernel, device, products.kind, size)
     if chosen:
         return chosen[0]
-    return 8 if products.kind == "ieee" and size > WIDEST_IN_FULL else _WARPS[kernel][products.kind]
+    in_full = products.kind == "ieee" and size > WIDEST_IN_FULL
+    in_groups = kernel == "nystrom.forward" and products.kind == "bf16x6" and capability_of(device) == HOPPER
+    return 8 if in_full or in_groups else _WARPS[kernel][products.kind]
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _nystrom(
         IN_REGISTERS=in_registers,
         PRECISION=chosen.input_precision,
         **_constants(ELEMENTS["nystrom"], dtype, value_width, landmarks),
-        num_warps=warps("nystrom.forward", chosen, device, size),
+        num_warps=warps("nystrom.step", chosen, device, size),
     )
     return step, in_registers
 
