@@ -20,7 +20,7 @@ MAY = {
     "dual": {"api", "schema", "reference", "autograd", "backends", *SHARED},
     "block": {"schema", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
-    "reference": {"reference", "state", "constants", "dtypes"},
+    "reference": {"reference", "state", "constants", "dtypes", "tracing"},
     "state": {"checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
