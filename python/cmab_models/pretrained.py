@@ -41,17 +41,17 @@ def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict
         return
     _, *parameters = inspect.signature(kind.__init__).parameters.values()
     given = dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    values = {each.name: given.get(each.name, each.default) for each in parameters}
     for each in parameters:
-        value, kinds = given.get(each.name, each.default), set(each.annotation.split(" | "))
+        value, kinds = values[each.name], set(each.annotation.split(" | "))
         if value is each.default or (value is None and "None" in kinds):
             continue
         what = _needed(value, kinds)
         if what:
             raise ValueError(f"{each.name} is {value!r}; {what} is needed")
-    sizes = {each.name: given.get(each.name, each.default) for each in parameters}
-    dim, heads = sizes.get("dim"), sizes.get("num_heads")
-    if isinstance(heads, int) and isinstance(dim, int) and dim % heads:
-        raise ValueError(f"num_heads is {heads}; a divisor of dim = {dim} is needed")
+    heads = values.get("num_heads")
+    if heads is not None and values["dim"] % heads:
+        raise ValueError(f"num_heads is {heads}; a divisor of dim = {values['dim']} is needed")
 
 
 def _needed(value: Any, kinds: set[str]) -> str:
