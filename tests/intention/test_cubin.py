@@ -25,7 +25,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 WITH_PRODUCTS = ("_gram", "_gram_backward", "_apply")
 ORDINARY = [("bf16", 64, 90), ("fp32", 64, 90), ("fp64", 32, 90), ("bf16", 128, 80), ("fp32", 16, 100)]
 SPILLING = [("fp64", width, 100) for width in (1, 32, 64, 128, 256)]
-"""Kernels known to spill: float64 on sm_100, where Triton 3.6 uses no matrix units."""
+"""Kernels known to spill: float64 on sm_100, where Triton 3.6 uses no matrix units. Of width 1, 125 of 1,241 instructions with the two
+warps of narrow sums; four spill none, and issue a seventh more in all."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (1, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
