@@ -84,3 +84,15 @@ def test_what_forward_mode_refuses() -> None:
         torch.autograd.grad(out, k, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
     with pytest.raises(ValueError, match="`impl` is 'nonsense'"):
         jvp(lambda k: ck.latent_attention(Q, k, V, impl="nonsense"), (K,), (K,))
+
+
+def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
+    gram, slope, rhs = 3 * torch.eye(4).double() + 0.5, torch.randn(4, 4).double(), torch.randn(4, 2).double()
+    slope = slope + slope.mT
+
+    def solved(matrix: Tensor) -> Tensor:
+        return ck.regularised_solve(matrix, rhs, 0.1).weight
+
+    spoilt = gram.tril() + torch.full_like(gram, torch.nan).triu(1)
+    for result, expected in zip(*(jvp(solved, (each,), (slope,)) for each in (spoilt, gram)), strict=True):
+        torch.testing.assert_close(result, expected)

@@ -43,8 +43,9 @@ def _mirrored(gram: Tensor) -> Tensor:
     if not is_forward_mode():
         mirrored: Tensor = _Mirrored.apply(gram)
         return mirrored
-    symmetric = (gram + gram.mT) / 2
-    return symmetric + (gram.tril() + gram.tril(-1).mT - symmetric).detach()
+    mirrored = gram.tril() + gram.tril(-1).mT
+    skew = (gram + gram.mT) / 2 - mirrored
+    return mirrored + (skew - skew.detach()).nan_to_num()  # zeros, whatever stands in the upper triangle, with the derivative of skew
 
 
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
