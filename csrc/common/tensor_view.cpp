@@ -59,7 +59,6 @@ struct Torch {
   PyObject* module = checked(PyImport_ImportModule("torch"));
   PyObject* tensor_type = attribute("Tensor");
   PyObject* empty = attribute("empty");
-  PyObject* empty_like = attribute("empty_like");
   PyObject* strided = attribute("strided");
   PyObject* get_num_threads = attribute("get_num_threads");
   // In the order of DType.
@@ -266,7 +265,10 @@ Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads
   return make_tensor(python::attribute(like, "new_empty").get(), dtype, {batch, heads, rows, columns});
 }
 
-Object empty_like(PyObject* tensor) { return Object::owned(PyObject_CallOneArg(torch().empty_like, tensor)); }
+// Looked up at each call, as methods of tensors are: who replaces the function is asked.
+Object empty_like(PyObject* tensor) {
+  return Object::owned(PyObject_CallOneArg(python::attribute(torch().module, "empty_like").get(), tensor));
+}
 
 int torch_threads() { return forked ? 1 : int(python::to_integer(python::call(torch().get_num_threads).get())); }
 

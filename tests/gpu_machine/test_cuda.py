@@ -73,6 +73,16 @@ def test_steps(landmarks: int | None, retroactive: bool, dtype: torch.dtype, run
     assert ran == {"attention_step_kernel" if landmarks is None else "nystrom_step_kernel"}
 
 
+def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch.Built) -> None:
+    """All tensors of the next state are results of each of two machines, one after the other; the position is made in C++."""
+    stream = steps._tokens(1, 2, 13, 8, 5, torch.float32)
+    for seed in range(2):
+        machine = Machine(seed, rough=True)
+        with cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step):
+            steps._compare(stream, 12, 3, [1], False)
+        assert any("1x2, int64" in part.name for part in machine.memory.results)
+
+
 class OneColumnMore(Machine):
     """A machine that tells the solve of one column more than the right-hand side has."""
 
