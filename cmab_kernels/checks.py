@@ -22,12 +22,18 @@ def wrong(argument: str, given: str, allowed: str) -> str:
     return f"`{argument}` {given}: {allowed}"
 
 
+def kind_of(value: object) -> str:
+    """What a value is, for a message: «a list», «an int», «None»."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
 def check_operands(**operands: Tensor) -> None:
     """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts them, dtypes may differ."""
     first_name, device, dtype = "", None, None
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+            raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
         if device is None:
             first_name, device, dtype = name, tensor.device, tensor.dtype
         if tensor.dtype not in FLOATING:
@@ -68,7 +74,7 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(wrong("key_padding_mask", f"is a {type(mask).__name__}", "a torch.Tensor of bool is needed, True = ignore"))
+        raise TypeError(wrong("key_padding_mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
     if mask.dtype != torch.bool:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
     wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
@@ -104,7 +110,7 @@ def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
 def check_every(every: int) -> None:
     """Raise unless the number of keys from one prefix to the next is an int >= 1."""
     if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(wrong("every", f"is a {type(every).__name__}", "an int >= 1 is needed"))
+        raise TypeError(wrong("every", f"is {kind_of(every)}", "an int >= 1 is needed"))
     if every < 1:
         raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
 
@@ -119,7 +125,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     if weights is None:
         return None
     if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
-        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
+        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is {kind_of(weights)}"
         raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
     batch, heads, length, _ = key.shape
     if not has_shape(weights, (batch, length), (batch, heads, length)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import choose, is_available, kernel
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, fixed, over_batch, wrong
+from ..checks import as_autocast, check_key_value, check_mask, check_operands, fixed, kind_of, over_batch, wrong
 from ..dtypes import state_dtype
 from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
@@ -98,7 +98,7 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     """
     states = (first, *others)
     if not isinstance(first, AttentionState):
-        raise TypeError(wrong("states[0]", f"is a {type(first).__name__}", "an AttentionState(out, lse) is needed"))
+        raise TypeError(wrong("states[0]", f"is {kind_of(first)}", "an AttentionState(out, lse) is needed"))
     for position, state in enumerate(states):
         check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
     if not others:
@@ -197,7 +197,7 @@ def _inputs(
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(wrong("cu_seqlens", f"is a {type(cu_seqlens).__name__}", "a torch.Tensor of int32 or int64 is needed"))
+        raise TypeError(wrong("cu_seqlens", f"is {kind_of(cu_seqlens)}", "a torch.Tensor of int32 or int64 is needed"))
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:

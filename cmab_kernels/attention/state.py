@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import wrong
+from ..checks import kind_of, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit for a share of the mass to mean anything."""
@@ -105,7 +105,7 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
 def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
     """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
     if not isinstance(state, AttentionState):
-        raise TypeError(wrong(name, f"is a {type(state).__name__}", "an AttentionState(out, lse) is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(state)}", "an AttentionState(out, lse) is needed"))
     for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
         if tensor.shape != wanted:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import wrong
+from ..checks import kind_of, wrong
 
 
 class RidgeState(NamedTuple):
@@ -100,7 +100,7 @@ def in_chunks(
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
-        raise TypeError(wrong(name, f"is a {type(state).__name__}", "a RidgeState(gram, moment, count) is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(state)}", "a RidgeState(gram, moment, count) is needed"))
     if state.moment.dim() != 4:
         raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape

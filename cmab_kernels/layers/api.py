@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, check_mask, check_operands, fixed, wrong
+from ..checks import as_autocast, check_mask, check_operands, fixed, kind_of, wrong
 from .reference import ACTIVATIONS
 from .schema import attention, feed_forward
 
@@ -180,7 +180,7 @@ def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, 
     if norm is None:
         return None, None, 0.0
     if not isinstance(norm, tuple) or len(norm) != 3:
-        raise TypeError(wrong(name, f"is a {type(norm).__name__}", "a tuple (weight, bias, eps), or None, is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(norm)}", "a tuple (weight, bias, eps), or None, is needed"))
     weight, bias, eps = norm
     if not isinstance(eps, (int, float)) or not eps >= 0:
         raise ValueError(wrong(f"{name}[2]", f"is {eps!r}", "eps, a number >= 0, is needed"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import wrong
+from ..checks import kind_of, wrong
 from .layers import CHUNK, check_features
 
 _END = object()
@@ -20,12 +20,12 @@ def check_source(source: Any, read_twice: bool) -> None:
     """Raise unless `source` can be cut into chunks or iterated, twice if gradients need it."""
     if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
         allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
-        raise TypeError(wrong("chunks", f"is a {type(source).__name__}", allowed))
+        raise TypeError(wrong("chunks", f"is {kind_of(source)}", allowed))
     if _is_array(source) and len(source.shape) not in (2, 3):
         raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
     if read_twice and isinstance(source, Iterator):
         allowed = "gradients read the chunks a second time; pass a list, an array or a DataLoader, or use torch.no_grad()"
-        raise ValueError(wrong("chunks", f"is a {type(source).__name__}, which can be read once only", allowed))
+        raise ValueError(wrong("chunks", f"is {kind_of(source)}, which can be read once only", allowed))
 
 
 def read_chunks(source: Any, weight: Tensor) -> Iterator[Tensor]:
@@ -37,7 +37,7 @@ def read_chunks(source: Any, weight: Tensor) -> Iterator[Tensor]:
     for i, chunk in enumerate(_prefetched(_rows(chunk, weight) for chunk in _cut(source))):
         name = f"chunks[{i}]"
         if not isinstance(chunk, Tensor):
-            raise TypeError(wrong(name, f"is a {type(chunk).__name__}", "a tensor, an array or a batch of an Arrow table is needed"))
+            raise TypeError(wrong(name, f"is {kind_of(chunk)}", "a tensor, an array or a batch of an Arrow table is needed"))
         check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
         chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
         if batch not in (None, chunk.shape[0]):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import wrong
+from ..checks import kind_of, wrong
 from ..dtypes import state_dtype
 from ..nystrom import ContinualAttentionState, ContinualNystromState, state_from_tensors, state_to_tensors
 from ..nystrom.continual.state import check_state
@@ -179,7 +179,7 @@ class RecentStream(Stream[RecentTokens]):
 
     def _check(self, state: RecentTokens) -> None:
         if not isinstance(state, RecentTokens):
-            raise TypeError(wrong("state", f"is a {type(state).__name__}", "a RecentTokens is needed"))
+            raise TypeError(wrong("state", f"is {kind_of(state)}", "a RecentTokens is needed"))
         problem = self._problem("state.", state._asdict())
         if problem:
             raise ValueError(problem)

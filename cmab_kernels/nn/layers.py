@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
-from ..checks import autocasts, check_count, check_heads, check_mask, wrong
+from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
 from ..layers.schema import attention, feed_forward
 from ..tracing import is_forward_mode
 
@@ -39,7 +39,7 @@ def join_heads(features: Tensor) -> Tensor:
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
     """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
     if not isinstance(features, Tensor):
-        raise TypeError(wrong(name, f"is a {type(features).__name__}", "a torch.Tensor is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(features)}", "a torch.Tensor is needed"))
     if features.is_nested:
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.dim() not in dims or features.shape[-1] != width:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import wrong
+from ..checks import kind_of, wrong
 from .informer import InformerEncoderLayer
 from .projections import MultiheadProjections
 from .replacements import Replacement, Replacements
@@ -89,7 +89,7 @@ def replace_modules(
             raise TypeError(wrong("mapping", f"asks to replace {old!r} by {made!r}", allowed))
     if type(model) in mapping:
         allowed = "put it into a container, or make the new module and load its state_dict"
-        raise ValueError(wrong("model", f"is itself a {type(model).__name__}", allowed))
+        raise ValueError(wrong("model", f"is itself {kind_of(model)}", allowed))
     places = list(_places(model, "", mapping, set()))
     replacements: dict[nn.Module, nn.Module] = {}
     for path, _, _, old_module in places:
@@ -157,4 +157,4 @@ def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
     try:
         return new.sharing(module, **options)
     except ValueError as error:
-        raise ValueError(wrong("model", f"has a {type(module).__name__} {path!r} with what {new.__name__} lacks", str(error))) from error
+        raise ValueError(wrong("model", f"has {kind_of(module)} {path!r} with what {new.__name__} lacks", str(error))) from error

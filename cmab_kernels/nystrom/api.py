@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..attention import attention_state, latent_attention
 from ..backends import check_name, choose, passed_on
-from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, has_shape, over_batch, wrong
+from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, has_shape, kind_of, over_batch, wrong
 from ..dtypes import FLOATING, state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
@@ -108,7 +108,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     True
     """
     if not isinstance(matrix, Tensor):
-        raise TypeError(wrong("matrix", f"is a {type(matrix).__name__}", "a torch.Tensor is needed"))
+        raise TypeError(wrong("matrix", f"is {kind_of(matrix)}", "a torch.Tensor is needed"))
     if matrix.dtype not in FLOATING:
         raise TypeError(wrong("matrix", f"is {matrix.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
@@ -156,9 +156,7 @@ def _check_number(num_landmarks: int, length: int, tokens: str) -> None:
 def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
     """The caller's landmarks, checked against the key, expanded to the batch and cast to `state_dtype`."""
     if not isinstance(landmarks, (tuple, list)) or len(landmarks) != 2:
-        raise TypeError(
-            wrong("landmarks", f"is a {type(landmarks).__name__}", "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D) is needed")
-        )
+        raise TypeError(wrong("landmarks", f"is {kind_of(landmarks)}", "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D) is needed"))
     batch, heads, _, width = key.shape
     parts = []
     for i, part in enumerate(landmarks):

@@ -108,7 +108,7 @@ def case_errors_are_raised_on_all_ranks() -> None:
     unfit: list[tuple[object, type[Exception], str]] = [
         ("a word", TypeError, "`state` is a str"),
         ((good.out, good.lse), TypeError, "`state` is a tuple"),
-        (good._replace(lse=None), TypeError, "`state.lse` is a NoneType"),
+        (good._replace(lse=None), TypeError, "`state.lse` is None"),
         (good._replace(lse=good.lse.float()), TypeError, "`state.lse` is torch.float32: torch.float64"),
         (good._replace(lse=good.lse[:, :1]), ValueError, "`state.lse` has shape (1, 1, 3): (1, 2, 3)"),
         (good._replace(lse=good.lse.to("meta")), ValueError, "`state.lse` is on meta"),

@@ -262,7 +262,7 @@ def test_progress(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_chunks_that_do_not_fit_are_named() -> None:
     module, (inputs, _) = stack(), points()
     cases: dict[str, tuple[Any, type[Exception]]] = {
-        r"`chunks` is a int: ": (3, TypeError),
+        r"`chunks` is an int: ": (3, TypeError),
         r"`chunks` has shape \(2, 2, 41, 12\): ": (inputs.expand(2, -1, -1, -1), ValueError),
         r"`chunks` is a generator, which can be read once only: ": ((c for c in inputs.split(9, 1)), ValueError),
         r"`chunks` holds no chunk: ": ([], ValueError),

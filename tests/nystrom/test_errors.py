@@ -164,7 +164,7 @@ def _bits(field: Any) -> Any:
 
 STATE = STEPS["nystrom"][1]
 BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
-    "nothing": (TypeError, r"`state` is a NoneType.*from continual_nystrom_init", None),
+    "nothing": (TypeError, r"`state` is None.*from continual_nystrom_init", None),
     "a plain tuple": (TypeError, r"`state` is a tuple", tuple(STATE)),
     "the other kind": (TypeError, r"`state` is a ContinualAttentionState", STEPS["exact"][1]),
     "unfilled": (ValueError, r"`state` has had 8 tokens: its window of 9 must be full", STATE._replace(position=8)),
@@ -177,7 +177,7 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "a position that is a tensor": (TypeError, r"`state.position` is a Tensor", STATE._replace(position=torch.tensor(9))),
     "rings that differ": (ValueError, r"`state.queries` has shape \(2, 3, 9, 8\)", STATE._replace(queries=STATE.queries[:, :, 1:])),
     "sums of another width": (ValueError, r"`state.sums` has shape \(2, 3, 4, 7\)", STATE._replace(sums=STATE.sums[..., 1:])),
-    "no spare memory": (TypeError, r"`state.spare` is a NoneType", STATE._replace(spare=None)),
+    "no spare memory": (TypeError, r"`state.spare` is None", STATE._replace(spare=None)),
     "half landmarks": (TypeError, r"`state.landmark_keys` is torch.bfloat16", STATE._replace(landmark_keys=STATE.landmark_keys.bfloat16())),
     "an inverse of more": (ValueError, r"`state.inverse` has shape \(2, 3, 5, 5\)", STATE._replace(inverse=torch.zeros(2, 3, 5, 5))),
     "a scale of float32": (TypeError, r"`state.scale` is torch.float32", STATE._replace(scale=STATE.scale.float())),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import as_autocast, as_they_are, check_mask, check_operands, fixed, wrong
+from ...checks import as_autocast, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
 from ...dtypes import state_dtype
 from ..api import check_offsets_shape
 from ..schema import state_gradient
@@ -204,7 +204,7 @@ class _Shape(NamedTuple):
 def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
     """The tensors of the norm by the names that errors give them; raise unless it is (weight, bias, eps)."""
     if not isinstance(context_norm, (tuple, list)) or len(context_norm) != 3:
-        raise TypeError(wrong("context_norm", f"is a {type(context_norm).__name__}", "(weight, bias, eps) is needed"))
+        raise TypeError(wrong("context_norm", f"is {kind_of(context_norm)}", "(weight, bias, eps) is needed"))
     weight, bias, eps = context_norm
     if not isinstance(eps, (float, int)) or not eps > 0:
         raise ValueError(wrong("context_norm[2]", f"is {eps}", "eps, a number > 0, is needed"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import check_operands, wrong
+from ...checks import check_operands, kind_of, wrong
 from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
@@ -81,7 +81,7 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     """alpha as a tensor of `shape` and `dtype`; raise if it has a wrong type, shape or device, or is a negative number."""
     if not isinstance(alpha, Tensor):
         if not isinstance(alpha, Real):
-            raise TypeError(wrong("alpha", f"is a {type(alpha).__name__}", "a number or a floating tensor is needed"))
+            raise TypeError(wrong("alpha", f"is {kind_of(alpha)}", "a number or a floating tensor is needed"))
         if not 0 <= alpha < math.inf:
             raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
         return torch.full(shape, alpha, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_operands, wrong
+from ...checks import check_operands, kind_of, wrong
 from ..api import ridge_state
 from ..solve import regularised_solve
 from .active_set import INFEASIBLE, SOUND, active_set, solve_active
@@ -106,7 +106,7 @@ def _pair(name: str, pair: Constraints | None, moment: Tensor) -> Constraints:
     if pair is None:
         return moment.new_zeros(batch, heads, width, 0), moment.new_zeros(batch, heads, 0, columns)
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(wrong(name, f"is a {type(pair).__name__}", "a pair of tensors (normals, bounds) is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(pair)}", "a pair of tensors (normals, bounds) is needed"))
     normals, bounds = pair
     check_operands(**{f"{name}[0]": normals, f"{name}[1]": bounds})
     if normals.dim() < 2:

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ...backends import passed_on
-from ...checks import check_key_value, check_mask, check_operands, has_shape, nan_if_refused, refuse_negative, weights_of_heads, wrong
+from ...checks import (
+    check_key_value,
+    check_mask,
+    check_operands,
+    has_shape,
+    kind_of,
+    nan_if_refused,
+    refuse_negative,
+    weights_of_heads,
+    wrong,
+)
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
@@ -25,7 +35,7 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
     if num_classes < 1:
         raise ValueError(wrong("num_classes", f"is {num_classes}", "it must be >= 1"))
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is a {type(labels).__name__}"
+        given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is {kind_of(labels)}"
         raise TypeError(wrong("labels", given, "a torch.Tensor of int64 is needed"))
     batch, heads, length, _ = key.shape
     if not has_shape(labels, (batch, length), (batch, heads, length)):

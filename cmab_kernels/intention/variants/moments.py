@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import wrong
+from ...checks import kind_of, wrong
 from ..api import ridge_state
 from ..reference import rows_of
 from .inputs import check_labels, check_rows, divided, without_strays
@@ -112,7 +112,7 @@ def check_moments(
 ) -> None:
     """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None accepts any."""
     if not isinstance(state, ClassMoments):
-        raise TypeError(wrong(name, f"is a {type(state).__name__}", "a ClassMoments(weight, mean, scatter) is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(state)}", "a ClassMoments(weight, mean, scatter) is needed"))
     if state.mean.dim() != 4:
         raise ValueError(wrong(f"{name}.mean", f"has shape {tuple(state.mean.shape)}", "(B, H, C, D) is needed"))
     batch, heads, classes, width = state.mean.shape if shape is None else shape

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import wrong
+from ...checks import kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
 
 
@@ -214,7 +214,7 @@ def _loaded_count(name: str, count: Tensor) -> int:
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy without a gradient of numbers that are finite."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(wrong(name, f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
     if not tensor.is_meta and not tensor.isfinite().all():
         raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -291,13 +291,13 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
     """Raise unless `state` is of this kind and its parts fit together."""
     if not isinstance(state, kind):
         made_by = "continual_nystrom_init" if kind is ContinualNystromState else "continual_attention_init"
-        raise TypeError(wrong(name, f"is a {type(state).__name__}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(state)}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
     _check_counts(state, name)
     parts, home = _parts(state, name), state.keys.device
     for part, (shape, dtype) in parts.items():
         tensor = getattr(state, part)
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(f"{name}.{part}", f"is a {type(tensor).__name__}", "a torch.Tensor is needed"))
+            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
         if tensor.shape != shape:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{shape} is needed"))
         if tensor.dtype != dtype:
@@ -323,7 +323,7 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     keys, values, sums = state.keys, state.values, state.sums
     for part, ring in (("keys", keys), ("values", values), ("sums", sums)):
         if not isinstance(ring, Tensor) or ring.dim() != 4:
-            given = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is a {type(ring).__name__}"
+            given = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
             raise ValueError(wrong(f"{name}.{part}", given, "a tensor of 4 dimensions is needed"))
     if keys.dtype not in FLOATING:
         raise TypeError(wrong(f"{name}.keys", f"is {keys.dtype}", "float64, float32, bfloat16 or float16 is needed"))
@@ -350,5 +350,5 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     if not counts_in_int(keys.device):
         parts["position"] = ((batch, heads), torch.int64)
     elif not isinstance(state.position, int):
-        raise TypeError(wrong(f"{name}.position", f"is a {type(state.position).__name__}", "an int is needed on the CPU"))
+        raise TypeError(wrong(f"{name}.position", f"is {kind_of(state.position)}", "an int is needed on the CPU"))
     return parts
