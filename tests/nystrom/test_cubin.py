@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
-from cmab_kernels.testing.cubin import SHARED_LIMIT, SPILLS, Launch, as_if_on, compiled, faults, record
+from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
+from tests.machine_code import wrong
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
@@ -31,19 +32,11 @@ IN_BLOCKS = ("fp64", 64, 100)
 """Not kept in one program: `test_float64_without_matrix_units_goes_in_blocks`."""
 EVERY = [case for case in itertools.product(DTYPES, (1, 17, 64), (80, 90, 100)) if case != IN_BLOCKS]
 SPILLING = {
-    ("fp32", 64, 80, "_landmark_values"): 0.02,
-    ("fp32", 64, 80, "_pinv_backward"): 0.1,
-    ("fp32", 64, 80, "_landmark_values_backward"): 0.04,
-    ("fp32", 64, 90, "_pinv_backward"): 0.01,
-    ("fp32", 64, 90, "_landmark_values_backward"): 0.015,
-    ("fp32", 64, 100, "_pinv"): 0.03,
-    ("fp32", 64, 100, "_landmark_values"): 0.03,
-    ("fp32", 64, 100, "_pinv_backward"): 0.09,
-    ("fp32", 64, 100, "_landmark_values_backward"): 0.08,
-    ("fp64", 17, 100, "_pinv_backward"): 0.035,
-    ("fp64", 17, 100, "_landmark_values_backward"): 0.035,
-    ("fp64", 64, 80, "_pinv_backward"): 0.01,
-    ("fp64", 64, 80, "_landmark_values_backward"): 0.01,
+    ("fp32", 64, 80): {"_landmark_values": 0.02, "_pinv_backward": 0.1, "_landmark_values_backward": 0.04},
+    ("fp32", 64, 90): {"_pinv_backward": 0.01, "_landmark_values_backward": 0.015},
+    ("fp32", 64, 100): {"_pinv": 0.03, "_landmark_values": 0.03, "_pinv_backward": 0.09, "_landmark_values_backward": 0.08},
+    ("fp64", 17, 100): {"_pinv_backward": 0.035, "_landmark_values_backward": 0.035},
+    ("fp64", 64, 80): {"_pinv_backward": 0.01, "_landmark_values_backward": 0.01},
 }
 """Kernels known to spill, and the most of their instructions that may access local memory, as a share. Float32 on sm_80 and sm_90: parts
 of bfloat16 take the registers; on sm_100, and float64 there: without matrix units a thread holds whole rows and columns; float64 on sm_80:
@@ -66,9 +59,7 @@ def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[s
 
 
 def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
-    figures = compiled(launched, capability, folder)
-    print(figures)
-    return [f"{figures}: {fault}" for fault in faults(figures, _by_matrix_units(launched, capability))]
+    return wrong([launched], capability, folder, _by_matrix_units)
 
 
 def _by_matrix_units(launched: Launch, capability: int) -> bool:
@@ -119,14 +110,12 @@ def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name, m, capability", EVERY)
 def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tmp_path: Path) -> None:
-    """What is known to spill does, and not more: what spills no longer is no longer to be allowed."""
     with as_if_on(capability):
         launched = _launches(name, m)[kernel]
-    known, by_units = SPILLING.get((name, m, capability, kernel)), _by_matrix_units(launched, capability)
+    spilling = {known: share for known, share in SPILLING.get((name, m, capability), {}).items() if known == kernel}
+    assert wrong([launched], capability, tmp_path, _by_matrix_units, spilling) == []
     figures = compiled(launched, capability, tmp_path)
-    assert faults(figures, by_units, known or SPILLS) == [], figures
-    assert bool(figures.matrix) == by_units, f"{figures}: not in full, but in tf32"
-    assert (figures.local > SPILLS * figures.instructions.total()) == bool(known), figures
+    assert bool(figures.matrix) == _by_matrix_units(launched, capability), f"{figures}: not in full, but in tf32"
 
 
 @pytest.mark.parametrize("m, capability, in_blocks", [(33, 80, False), (64, 90, False), (32, 100, False), (33, 100, True), (64, 86, True)])

@@ -17,12 +17,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton.language as tl
 
 from cmab_kernels.attention.prefix import kernels
-from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+from cmab_kernels.testing.cubin import Launch, as_if_on, record
+from tests.machine_code import wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_windows", "_prefix_keys", "_prefix_queries")
 ORDINARY = [("fp32", 16, 90), ("bf16", 64, 90), ("fp16", 16, 80)]
 NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), (80, 86, 89, 90, 100, 120)) if case not in ORDINARY]
+SPILLING = {
+    ("bf16", 16, 120): {"_prefix_keys": 0.01},
+    **{("fp16", 32, capability): {"_prefix_queries": 0.015} for capability in (86, 89)},
+    **{("fp16", 64, capability): {"_prefix_keys": 0.01} for capability in (86, 89, 90, 100)},
+    **{("fp16", 128, capability): {"_prefix_queries": 0.01} for capability in (86, 89)},
+}
+"""Kernels known to spill, and the most of their instructions that may access local memory, as a share: with 128 registers, ptxas spills a
+few values to fit one more block."""
 
 
 def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mask: bool = False) -> list[Launch]:
@@ -39,15 +48,9 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
     return record(call)
 
 
-def _wrong(found: list[Launch], capability: int, folder: Path) -> list[str]:
-    wrong = []
-    for launch in found:
-        figures = compiled(launch, capability, folder)
-        print(figures)
-        in_float32 = launch.options.get("OPERAND") == tl.float32 and launch.options["PRECISION"] == "ieee"
-        matrix = launch.kernel.__name__ in WITH_PRODUCTS and not in_float32
-        wrong += [f"{figures}: {fault}" for fault in faults(figures, matrix)]
-    return wrong
+def _by_matrix_units(launch: Launch, capability: int) -> bool:
+    in_float32 = launch.options.get("OPERAND") == tl.float32 and launch.options["PRECISION"] == "ieee"
+    return launch.kernel.__name__ in WITH_PRODUCTS and not in_float32
 
 
 def _check(name: str, width: int, capability: int, folder: Path) -> None:
@@ -57,7 +60,8 @@ def _check(name: str, width: int, capability: int, folder: Path) -> None:
     names = {launch.kernel.__name__ for launch in found}
     assert names == {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries", "_sum_runs"}
     once = {str((launch.kernel.__name__, launch.options.get("GROUP"), [t is None for t in launch.args])): launch for launch in found}
-    assert _wrong([launch for launch in once.values() if launch.kernel.__name__ != "_sum_runs"], capability, folder) == []
+    compiled = [launch for launch in once.values() if launch.kernel.__name__ != "_sum_runs"]
+    assert wrong(compiled, capability, folder, _by_matrix_units, SPILLING.get((name, width, capability))) == []
 
 
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
@@ -76,4 +80,4 @@ def test_compiled_with_a_mask(dtype: torch.dtype, tmp_path: Path) -> None:
     """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernels must keep them apart."""
     with as_if_on(90):
         found = _launches(dtype, 16, 1, mask=True)
-    assert _wrong([launch for launch in found if launch.kernel.__name__ in WITH_PRODUCTS], 90, tmp_path) == []
+    assert wrong([launch for launch in found if launch.kernel.__name__ in WITH_PRODUCTS], 90, tmp_path, _by_matrix_units) == []
