@@ -1,0 +1,92 @@
+"""Modules under `torch.compile(dynamic=True)`: batches and lengths of any size take few graphs, and give what eager mode does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cmab_kernels import nn as ours
+
+DIM, HEADS, WINDOW = 16, 4, 6
+FEW: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+Inputs = Callable[[int, int], tuple[Tensor, ...]]
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, DIM)
+
+
+def latents_and_context(batch: int, length: int) -> tuple[Tensor, ...]:
+    return tokens(batch, 8), tokens(batch, length)
+
+
+def window(batch: int, _: int) -> tuple[Tensor, ...]:
+    return (tokens(batch, WINDOW),)
+
+
+class Output(nn.Module):
+    """The first result of a module of torch's signature, for self-attention."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.module(x, x, x, need_weights=False)[0]
+        return result
+
+
+class Windowed(Output):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.module(x, need_weights=False)[0]
+        return result
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "CMAB": (lambda: ours.CMAB(DIM, 8, HEADS), lambda b, n: (tokens(b, n), tokens(b, 8))),
+    "CMAB, shared latents": (lambda: ours.CMAB(DIM, 8, HEADS), lambda b, n: (tokens(b, n), tokens(1, 8)[0])),
+    "CMABStack": (lambda: ours.CMABStack(DIM, 8, HEADS, 2), lambda b, n: (tokens(b, n), tokens(1, 8)[0])),
+    "LatentLayer": (lambda: ours.LatentLayer(DIM, HEADS, 32), latents_and_context),
+    "CrossAttention": (lambda: ours.CrossAttention(DIM, HEADS), latents_and_context),
+    "SelfAttention": (lambda: ours.SelfAttention(DIM, HEADS), lambda b, n: (tokens(b, n),)),
+    "FeedForward": (lambda: ours.FeedForward(DIM, 32), lambda b, n: (tokens(b, n),)),
+    "TransformerEncoderLayer": (lambda: ours.TransformerEncoderLayer(DIM, HEADS, 32, **FEW), lambda b, n: (tokens(b, n),)),
+    "TransformerDecoderLayer": (lambda: ours.TransformerDecoderLayer(DIM, HEADS, 32, **FEW), latents_and_context),
+    "InformerEncoderLayer": (lambda: ours.InformerEncoderLayer(DIM, HEADS, 32, **FEW), lambda b, n: (tokens(b, n + 20),)),
+    "MultiheadAttention": (lambda: Output(ours.MultiheadAttention(DIM, HEADS, batch_first=True)), lambda b, n: (tokens(b, n),)),
+    "MultiheadIntention": (lambda: Output(ours.MultiheadIntention(DIM, HEADS, batch_first=True)), lambda b, n: (tokens(b, n),)),
+    "NystromAttention": (
+        lambda: Output(ours.NystromAttention(DIM, HEADS, batch_first=True, num_landmarks=4)),
+        lambda b, n: (tokens(b, n + 8),),
+    ),
+    "ContinualAttention": (lambda: Windowed(ours.ContinualAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW)), window),
+    "ContinualNystromAttention": (
+        lambda: Windowed(ours.ContinualNystromAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW, num_landmarks=3)),
+        window,
+    ),
+    "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(DIM, HEADS, 32, **FEW, sequence_len=WINDOW), window),
+    "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(DIM, HEADS, 32, **FEW, sequence_len=WINDOW), window),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_size(name: str) -> None:
+    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.manual_seed(0)
+    make, inputs = CASES[name]
+    module, graphs = make(), []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
+    for batch, length in ((2, 5), (3, 7), (5, 64), (1, 1)):
+        given = inputs(batch, length)
+        torch.testing.assert_close(compiled(*given), module(*given), rtol=1e-5, atol=1e-6)
+    # Torch takes a size of 1 for a constant, so the last call has a graph of its own. So have lengths that segments divide evenly.
+    assert len(graphs) <= (3 if name == "NystromAttention" else 2)
