@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-import torch.nn.utils.parametrize
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,60 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import cmab_kernels
 from cmab_kernels.nn import CMAB, fused, layers
 
-DIM, BLOCK, HEADS, BATCH, INPUTS, LATENTS = 12, 5, 3, 2, 41, 4
-
-
-def block(dtype: torch.dtype = torch.float64) -> CMAB:
-    """Return a block in which every parameter matters: no bias is 0, no norm is 1, and attention is sharp."""
-    made = CMAB(DIM, BLOCK, HEADS, dtype=dtype)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    return made
-
-
-def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Return inputs and latents."""
-    return 3 * torch.randn(BATCH, INPUTS, DIM, dtype=dtype), torch.randn(BATCH, LATENTS, DIM, dtype=dtype)
-
-
-def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
-    for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max())))
-
+from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, LATENTS, block, close, definition, points
 
 # The definition ---------------------------------------------------------------------------------------------------------------------------
-
-
-def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
-    """Return the output of the block as the paper describes it, using nothing of the package but the names of the weights."""
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (DIM,), weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-    def attention(name: str, x: Tensor, context: Tensor | None, ignore: Tensor | None = None) -> Tensor:
-        normed = norm(f"{name}.norm", x)
-        context = normed if context is None else norm(f"{name}.context_norm", context)
-        q, k, v = (
-            (y @ weights[f"{name}.{part}.weight"].T).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part, y in (("query", normed), ("key", context), ("value", context))
-        )
-        scores = q @ k.mT / math.sqrt(DIM / HEADS)
-        if ignore is not None:
-            scores = scores.masked_fill(ignore[:, None, None], -math.inf)
-        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
-        return x + out @ weights[f"{name}.output.weight"].T + weights[f"{name}.output.bias"]
-
-    def feed_forward(name: str, x: Tensor) -> Tensor:
-        wide = norm(f"{name}.norm", x) @ weights[f"{name}.expand.weight"].T + weights[f"{name}.expand.bias"]
-        half = wide.shape[-1] // 2
-        return x + (wide[..., :half] * F.gelu(wide[..., half:])) @ weights[f"{name}.contract.weight"].T + weights[f"{name}.contract.bias"]
-
-    def layer(name: str, x: Tensor, context: Tensor, ignore: Tensor | None) -> Tensor:
-        x = feed_forward(f"{name}.cross_feed_forward", attention(f"{name}.cross_attention", x, context, ignore))
-        return feed_forward(f"{name}.self_feed_forward", attention(f"{name}.self_attention", x, None))
-
-    compressed = layer("compress", weights["latents"].expand(len(inputs), -1, -1), inputs, ignore)
-    return layer("retrieve", latents, compressed, None)
 
 
 def test_parameter_count_of_the_paper() -> None:
@@ -151,171 +97,6 @@ def test_keys_on_a_gpu_are_written_where_wide_inputs_are_trained_on(columns: int
         assert layers.projects_inside(query, inputs, weight, weight) is inside
         with torch.no_grad():
             assert layers.projects_inside(query, inputs, weight, weight)
-
-
-PARTS = ["compress.cross_attention.query", "retrieve.self_feed_forward.expand", "retrieve.self_attention.value"]
-PARTS += ["compress.cross_attention.key", "retrieve.cross_attention.output"]
-
-
-class Doubled(torch.nn.Linear):
-    """A layer with a forward of its own, such as an adapter has."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        return 2 * super().forward(features)
-
-
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass", "a forward", "an adapter"])
-def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
-    """Whatever is put around or in place of a part of a layer has its effect."""
-    module, (inputs, latents) = block(), points()
-    part = module.get_submodule(name)
-    weights = {key: p.detach() * (2 if key in (f"{name}.weight", f"{name}.bias") else 1) for key, p in module.named_parameters()}
-    if how == "a hook":
-        part.register_forward_hook(lambda _module, _given, result: 2 * result)
-    elif how == "a parametrization":
-        for parameter, _ in [*part.named_parameters()]:
-            torch.nn.utils.parametrize.register_parametrization(part, parameter, Double())
-    elif how == "a forward":  # as accelerate assigns it
-        forward = part.forward
-        part.forward = lambda features: 2 * forward(features)
-    elif how == "an adapter":  # without a weight of its own, as quantised layers have none
-        parent, _, child = name.rpartition(".")
-        setattr(module.get_submodule(parent), child, torch.nn.Sequential(part, Double()))
-    else:
-        part.__class__ = Doubled
-    close(module(inputs, latents), definition(weights, inputs, latents))
-
-
-class Double(torch.nn.Module):
-    def forward(self, parameter: Tensor) -> Tensor:
-        return 2 * parameter
-
-
-@pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"bias": False}])
-@pytest.mark.parametrize(
-    "name", ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"]
-)
-def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
-    """To the operators no weight means no norm; a norm without a weight, or without a bias, is one all the same."""
-    module, (inputs, latents) = block(), points()
-    parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, torch.nn.LayerNorm(inputs.shape[-1], dtype=torch.float64, **options))
-    weights = dict(module.named_parameters())
-    weights.setdefault(f"{name}.weight", inputs.new_ones(inputs.shape[-1]))
-    weights.setdefault(f"{name}.bias", inputs.new_zeros(inputs.shape[-1]))
-    close(module(inputs, latents), definition(weights, inputs, latents))
-
-
-def test_a_hook_on_any_layer_runs() -> None:
-    """Those of a layer, of all modules, and of the layers that a stream only uses parts of."""
-    module, (inputs, latents) = block(), points()
-    ignore = torch.rand(BATCH, INPUTS) < 0.4
-    expected = module(inputs, latents, key_padding_mask=ignore), module(inputs, latents[0], key_padding_mask=ignore)
-    layers = [part for name, part in module.named_modules() if name and name != "stream"]
-    seen: list[torch.nn.Module] = []
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda part, *_: seen.append(part))
-    close(module(inputs, latents, key_padding_mask=ignore), expected[0])
-    handle.remove()
-    assert set(seen) == {module, *layers}
-    for part in layers:
-        seen.clear()
-        handle = part.register_forward_hook(lambda part, *_: seen.append(part))
-        close(module(inputs, latents[0], key_padding_mask=ignore), expected[1])
-        handle.remove()
-        assert seen == [part]
-
-
-WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
-    "a list": (CMAB(8, 2, 2), ([[0.0] * 8], torch.zeros(2, 8)), "`inputs` is a list"),
-    "self-attention, columns": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 7),), "`latents` has shape"),
-    "self-attention, dtype": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 8).double(),), "`latents` is torch.float64"),
-    "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "`latents` has shape"),
-    "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "`context` has shape"),
-    "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "`context` has batch 2"),
-    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "`key_padding_mask` is"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_layer_names_what_is_wrong(case: str) -> None:
-    layer, arguments, message = WRONG[case]
-    with pytest.raises((TypeError, ValueError), match=message):
-        layer(*arguments)
-
-
-class Halved(torch.nn.Module):
-    """A layer in place of one of a block, or around it, as a checkpoint's wrapper is."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.layer(*features) / 2
-
-
-@pytest.mark.parametrize("name", ["compress.self_attention", "retrieve.cross_feed_forward", "retrieve.cross_attention", "retrieve"])
-@pytest.mark.parametrize("how", ["another", "a subclass"])
-def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
-    """Whether the layer is wrapped or of a kind that inherits from it: with a gradient, without, and as a stream."""
-    module, (inputs, latents) = block(), points()
-    parent, _, child = name.rpartition(".")
-    layer = module.get_submodule(name)
-    if how == "another":
-        setattr(module.get_submodule(parent), child, Halved(layer))
-    else:
-        kind = type(layer)
-        layer.__class__ = type("Sub", (kind,), {"forward": lambda self, *features: kind.forward(self, *features) / 2})
-    with cmab_kernels.use_impl("reference"):
-        expected = module(inputs, latents)
-    close(module(inputs, latents), expected)
-    with torch.no_grad():
-        close(module(inputs, latents), expected)
-        close(module.update(inputs, latents, module.init_state(BATCH)).latents, expected)
-
-
-def test_norms_may_be_kept_in_float32() -> None:
-    module, (inputs, latents) = block(torch.float32), points(torch.float32)
-    expected = module(inputs, latents)
-    module.bfloat16()
-    for part in module.modules():
-        if isinstance(part, torch.nn.LayerNorm):
-            part.float()
-    out = module(inputs.bfloat16(), latents.bfloat16())
-    assert out.dtype == torch.bfloat16 and ((out - expected).norm() / expected.norm()) < 0.1
-
-
-def test_layers_may_differ_in_heads() -> None:
-    module, (inputs, latents) = block(), points()
-    module.retrieve.self_attention.num_heads = 2
-    with cmab_kernels.use_impl("reference"):
-        expected = module(inputs, latents)
-    close(module(inputs, latents), expected)
-
-
-def test_weights_that_are_no_parameters() -> None:
-    """The replicas of DataParallel, and modules in FullyShardedDataParallel, have their weights as attributes."""
-    module, (inputs, latents) = block(), points()
-    expected = module(inputs, latents)
-    for part in module.modules():
-        weights = {name: part._parameters.pop(name) for name in [*part._parameters]}
-        part.__dict__.update({name: weight.detach() if weight is not None else None for name, weight in weights.items()})
-    close(module(inputs, latents), expected)
-
-
-def test_the_default_device_is_not_asked() -> None:
-    """Tensors that a call makes for itself are on the device of its inputs, be the default another one: here meta stands for a GPU."""
-    module, (inputs, latents) = block(), points()
-    expected = torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()])
-    with torch.device("meta"):
-        close(torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()]), expected)
 
 
 def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
