@@ -59,9 +59,12 @@ NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompil
 
 
 def cpu_sources() -> list[tuple[Path, str]]:
-    """Each source of _C with the instruction set that it is compiled for; "" if it is compiled once, for any CPU."""
+    """Each source of _C with the instruction set that it is compiled for; "" if it is compiled once, for any CPU.
+
+    Kernels, which take longest, come first: so both of two processors have work to the end.
+    """
     sources = []
-    for source in [CSRC / "module.cpp", *sorted(CSRC.glob("*/*.cpp"))]:
+    for source in sorted([CSRC / "module.cpp", *CSRC.glob("*/*.cpp")], key=lambda source: ("kernels" not in source.stem, source)):
         sets = {"kernels": VECTORS, "bf16_kernels": ENGINES, "cuda_binding": {}}.get(source.stem, {"": ""})
         sources += [(source, name) for name in sets if ON_X86 or name in ("", "portable")]
     return sources
