@@ -12,16 +12,16 @@ constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 template <int n>
 using Constant = std::integral_constant<int, n>;
 
-// Cuts `vectors` into panels of up to kMaxColumns; the last two are balanced, as a panel of one vector is bound by
-// loads.
-template <class Function>
+// Cuts `vectors` into panels of up to kMost; the last two are balanced, as a panel of one vector is bound by loads.
+template <int kMost = kMaxColumns, class Function>
 CMAB_INLINE void for_each_panel(int vectors, Function function) {
   for (int first = 0; first < vectors;) {
     const int left = vectors - first;
-    const int columns = left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
+    const int columns = left <= kMost ? left : left < 2 * kMost ? (left + 1) / 2 : kMost;
     if (columns == 1) function(first, Constant<1>());
-    if (columns == 2) function(first, Constant<2>());
-    if constexpr (kMaxColumns == 4) {
+    if constexpr (kMost >= 2)
+      if (columns == 2) function(first, Constant<2>());
+    if constexpr (kMost == 4) {
       if (columns == 3) function(first, Constant<3>());
       if (columns == 4) function(first, Constant<4>());
     }

@@ -19,26 +19,28 @@ struct Factors {
 };
 
 // to[row][:] = the sum over the terms of rows[row][:] times the packed matrix.
-template <class V, int R, int C, class T, int kTerms>
-inline void multiply_tile(const Factors<T> (&terms)[kTerms], int row, int column, T* to, ptrdiff_t to_stride) {
+template <class V, int R, int C, class T>
+inline void multiply_tile(const Factors<T>* terms, int count, int row, int column, T* to, ptrdiff_t to_stride) {
   V acc[R][C] = {};
-  for (const Factors<T>& term : terms)
-    multiply_add<V, R, C>(acc, term.rows.rows + row * term.rows.stride, term.rows.stride, 1,
-                          term.packed + ptrdiff_t(column) * term.depth, C * lanes<V>(), term.depth);
+  for (const Factors<T>* term = terms; term < terms + count; ++term)
+    multiply_add<V, R, C>(acc, term->rows.rows + row * term->rows.stride, term->rows.stride, 1,
+                          term->packed + ptrdiff_t(column) * term->depth, C * lanes<V>(), term->depth);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) store(to + (row + r) * to_stride + column + c * lanes<V>(), acc[r][c]);
 }
 
-template <class T, int kTerms>
-inline void multiply_rows(const Factors<T> (&terms)[kTerms], int count, int width, T* to, ptrdiff_t to_stride) {
+// Of `count` rows, for one or two terms: one copy for both.
+template <class T>
+__attribute__((noinline)) void multiply_rows(const Factors<T>* terms, int number, int count, int width, T* to,
+                                             ptrdiff_t to_stride) {
   with_vector<T>(width, [&](auto vector) {
     using V = decltype(vector);
-    for_each_panel(padded_width<T>(width) / lanes<V>(), [&](int first, auto columns) {
+    for_each_panel<kPanelColumns<V>>(padded_width<T>(width) / lanes<V>(), [&](int first, auto columns) {
       constexpr int C = decltype(columns)::value;
       for_each_tile<tile_rows(C)>(0, count, [&](int row, auto rows) {
-        multiply_tile<V, decltype(rows)::value, C>(terms, row, first * lanes<V>(), to, to_stride);
+        multiply_tile<V, decltype(rows)::value, C>(terms, number, row, first * lanes<V>(), to, to_stride);
       });
     });
   });
@@ -62,7 +64,7 @@ struct Destination {
 
 // Writes factor * from as row `row` of the output, in its type.
 template <class T>
-inline void write_row(DType dtype, void* out, int64_t row, int width, const T* from, T factor) {
+__attribute__((noinline)) void write_row(DType dtype, void* out, int64_t row, int width, const T* from, T factor) {
   with_type<T>(dtype, out, [&](auto* to) {
     to += row * width;
     for (int d = 0; d < width; ++d) narrow(from[d] * factor, to + d);
@@ -94,7 +96,7 @@ struct Rows {
     T* to = static_cast<T*>(packed);
     with_vector<T>(width, [&](auto vector) {
       constexpr int kLanes = lanes<decltype(vector)>();
-      for_each_panel(padded_width<T>(width) / kLanes, [&](int first, auto columns) {
+      for_each_panel<kPanelColumns<decltype(vector)>>(padded_width<T>(width) / kLanes, [&](int first, auto columns) {
         constexpr int kColumns = decltype(columns)::value * kLanes;
         for (int d = 0; d < depth; ++d, to += kColumns)
           pack_row(matrix, addend, d, first * kLanes, width - first * kLanes, kColumns, to);
@@ -102,8 +104,8 @@ struct Rows {
     });
   }
 
-  static void pack_row(const Coefficients& matrix, const Coefficients* addend, int row, int column, int width,
-                       int padded, T* to) {
+  static __attribute__((noinline)) void pack_row(const Coefficients& matrix, const Coefficients* addend, int row,
+                                                 int column, int width, int padded, T* to) {
     const double* from = matrix.data + row * matrix.row_stride + column * matrix.col_stride;
     if (width > padded) width = padded;
     if (addend) {
@@ -138,8 +140,8 @@ struct Rows {
       const PresentRows present(rows, nullptr, 0);
       const auto block = load_rows(dtype, from_row(dtype, query, first), present, depth, kAnywhere, scratch.query);
       const Destination<T> to(dtype, out, first, width, true, scratch.out);
-      const Factors<T> product[] = {{block, static_cast<const T*>(packed), depth}};
-      multiply_rows(product, rows, width, to.rows, to.stride);
+      const Factors<T> product{block, static_cast<const T*>(packed), depth};
+      multiply_rows(&product, 1, rows, width, to.rows, to.stride);
       if (!to.final)
         for (int k = 0; k < rows; ++k) write_row(dtype, out, first + k, width, to.rows + k * to.stride, T(1));
     }
@@ -182,11 +184,11 @@ struct Rows {
       if (gradient.key || gradient.weight) {
         const Factors<T> terms[] = {{key, static_cast<const T*>(slopes.gram), width},
                                     {value, static_cast<const T*>(slopes.moment_transposed), value_width}};
-        multiply_rows(terms, present.count, width, u.rows, u.stride);
+        multiply_rows(terms, 2, present.count, width, u.rows, u.stride);
       }
       if (gradient.value || gradient.weight) {
-        const Factors<T> terms[] = {{key, static_cast<const T*>(slopes.moment), width}};
-        multiply_rows(terms, present.count, value_width, y.rows, y.stride);
+        const Factors<T> term{key, static_cast<const T*>(slopes.moment), width};
+        multiply_rows(&term, 1, present.count, value_width, y.rows, y.stride);
       }
       if (gradient.key && !u.final) scatter(shape.dtype, gradient.key, first, rows, width, present, u, weight);
       if (gradient.value && !y.final)

@@ -103,16 +103,18 @@ struct Target {
   bool first;  // whether nothing is there yet
 };
 
-// Adds a tile of sums to the target; columns past the last are left out.
-template <class S, int R, int kColumns, class T>
-inline void add_sums(const S (&sums)[R][kColumns], const Target<T>& target, int row, int column) {
+// Adds a tile of sums, `rows` rows of kColumns, to the target; columns past the last are left out. One copy serves
+// tiles of any number of rows.
+template <int kColumns, class S, class T>
+__attribute__((noinline)) void add_sums(const S* sums, int rows, const Target<T>& target, int row, int column) {
+  const ptrdiff_t width = target.width;
   const auto add = [&](auto columns) {  // mostly a constant number
-    for (int r = 0; r < R; ++r) {
-      double* to = target.to + ptrdiff_t(row + r) * target.width + column;
+    double* to = target.to + row * width + column;
+    for (const S *from = sums, *end = sums + rows * kColumns; from < end; from += kColumns, to += width) {
       if (target.first)
-        for (int c = 0; c < columns; ++c) to[c] = sums[r][c];
+        for (int c = 0; c < columns; ++c) to[c] = from[c];
       else
-        for (int c = 0; c < columns; ++c) to[c] += sums[r][c];
+        for (int c = 0; c < columns; ++c) to[c] += from[c];
     }
   };
   if (target.width - column < kColumns)
@@ -131,19 +133,20 @@ inline bool all_finite(const float* sums, int count) {
   return !overflow;
 }
 
-// Recomputes in float64 a tile whose float32 sums overflowed.
-template <int R, int kColumns>
-__attribute__((noinline)) void add_in_double(const Run<float>& run, const Target<float>& target, int row, int column) {
-  double sums[R][kColumns] = {};
+// Recomputes in float64 a tile of `rows` rows whose float32 sums overflowed.
+template <int kColumns>
+__attribute__((noinline)) void add_in_double(const Run<float>& run, int rows, const Target<float>& target, int row,
+                                             int column) {
+  double sums[kNarrow][kColumns] = {};
   for (int i = 0; i < run.count; ++i) {
     const float* key = run.key.rows + i * run.key.stride + row;
     const float* right = target.right.rows + i * target.right.stride + column;
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < rows; ++r) {
       const double left = double(run.weight ? run.weight[i] : 1.0f) * key[r];
       for (int c = 0; c < kColumns; ++c) sums[r][c] += left * right[c];
     }
   }
-  add_sums(sums, target, row, column);
+  add_sums<kColumns>(sums[0], rows, target, row, column);
 }
 
 // sums (R rows, C vectors) += left' right over a few keys. Not inlined: the compiler would keep both accumulators and
@@ -177,8 +180,8 @@ inline void add_tile(const Run<T>& run, const Target<T>& target, int row, int co
                           target.right.stride, keys, ahead, sums[0]);
   }
   if constexpr (sizeof(T) == 4)
-    if (!all_finite(sums[0], R * kColumns)) return add_in_double<R, kColumns>(run, target, row, column);
-  add_sums(sums, target, row, column);
+    if (!all_finite(sums[0], R * kColumns)) return add_in_double<kColumns>(run, R, target, row, column);
+  add_sums<kColumns>(sums[0], R, target, row, column);
 }
 
 template <class V, int C, class T>
@@ -189,7 +192,7 @@ inline void add_rows(const Run<T>& run, const Target<T>& target, int first, int 
 
 template <class V, class T>
 inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ahead<T>& ahead) {
-  for_each_panel(padded_width<T>(moment.width) / lanes<V>(), [&](int first, auto columns) {
+  for_each_panel<kPanelColumns<V>>(padded_width<T>(moment.width) / lanes<V>(), [&](int first, auto columns) {
     add_rows<V, decltype(columns)::value>(run, moment, 0, width, first * lanes<V>(), ahead);
   });
 }
@@ -205,7 +208,7 @@ inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead<T>& ahead) 
       add_rows<NarrowVector<T>, 1>(run, gram, row, end, column, ahead);
       column += kNarrow;
     }
-    for_each_panel((padded_width<T>(gram.width) - column) / lanes<V>(), [&](int first, auto columns) {
+    for_each_panel<kPanelColumns<V>>((padded_width<T>(gram.width) - column) / lanes<V>(), [&](int first, auto columns) {
       add_rows<V, decltype(columns)::value>(run, gram, row, end, column + first * lanes<V>(), ahead);
     });
   }

@@ -28,6 +28,10 @@ CMAB_INLINE void with_vector(int width, Function function) {
     function(Vector<T>{});
 }
 
+// The most vectors of a panel: rows of vectors narrower than the widest are one such vector.
+template <class V>
+constexpr int kPanelColumns = sizeof(V) < CMAB_VECTOR_BYTES ? 1 : kMaxColumns;
+
 // A register tile is R rows of C vectors: 16 to 24 accumulators of 32 registers with AVX-512, 12 of 16 elsewhere.
 constexpr int tile_rows(int columns) { return columns == kMaxColumns ? 6 : 8; }
 
@@ -115,9 +119,13 @@ inline Tile<T> load_rows(DType dtype, const Matrix& matrix, const PresentRows& p
 template <class T>
 inline const T* load_weights(DType dtype, const GramKeys& keys, const PresentRows& present, T* copy) {
   if (!keys.weight) return nullptr;
-  with_type<T>(state_type(dtype), keys.weight, [&](const auto* from) {
-    for (int k = 0; k < present.count; ++k) copy[k] = widen(from[present.row[k] * keys.weight_stride]);
-  });
+  const auto load = [&](const auto* from) {
+    for (int k = 0; k < present.count; ++k) copy[k] = T(from[present.row[k] * keys.weight_stride]);
+  };
+  if (dtype == DType::kFloat64)
+    load(static_cast<const double*>(keys.weight));
+  else
+    load(static_cast<const float*>(keys.weight));
   return copy;
 }
 
