@@ -19,11 +19,10 @@ struct Products {
     T* to = static_cast<T*>(packed);
     with_elements<T>(dtype, matrix, [&](const auto* from) {
       for_each_panel(Tiles<T>::vectors(width), [&](int first, auto columns) {
-        constexpr int kColumns = decltype(columns)::value * kLanes;
-        const int column = first * kLanes;
-        pack_panel<kColumns>(from + column * matrix.col_stride, matrix, depth,
-                             width - column < kColumns ? width - column : kColumns, to);
-        to += ptrdiff_t(depth) * kColumns;
+        const int stride = columns * kLanes, column = first * kLanes;
+        pack_panel(from + column * matrix.col_stride, matrix, depth, width - column < stride ? width - column : stride,
+                   stride, to);
+        to += ptrdiff_t(depth) * stride;
       });
     });
   }
@@ -64,20 +63,21 @@ struct Products {
     for (; row < rows; row += kRowStep) function(row, Constant<kRowStep>());
   }
 
-  template <int kColumns, class From>
-  static void pack_panel(const From* from, const Matrix& matrix, int depth, int width, T* to) {
+  // Packs `width` columns into rows of `stride`; one copy serves panels of any stride.
+  template <class From>
+  static __attribute__((noinline)) void pack_panel(const From* from, const Matrix& matrix, int depth, int width,
+                                                   int stride, T* to) {
     if constexpr (std::is_same_v<From, T>)
-      if (matrix.row_stride == 1) return pack_squares<kColumns>(from, matrix.col_stride, depth, width, to);
-    if (width < kColumns)
-      for (ptrdiff_t i = 0; i < ptrdiff_t(depth) * kColumns; ++i) to[i] = 0;
+      if (matrix.row_stride == 1) return pack_squares(from, matrix.col_stride, depth, width, stride, to);
+    if (width < stride)
+      for (ptrdiff_t i = 0; i < ptrdiff_t(depth) * stride; ++i) to[i] = 0;
     for (int d = 0; d < depth; ++d)
-      for (int c = 0; c < width; ++c) to[d * kColumns + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
+      for (int c = 0; c < width; ++c) to[d * stride + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
   }
 
   // Packs a transposed matrix, whose columns are contiguous, by squares of registers.
-  template <int kColumns>
-  static void pack_squares(const T* from, ptrdiff_t col_stride, int depth, int width, T* to) {
-    for (int c = 0; c < kColumns; c += kLanes)
+  static void pack_squares(const T* from, ptrdiff_t col_stride, int depth, int width, int stride, T* to) {
+    for (int c = 0; c < stride; c += kLanes)
       for (int d = 0; d < depth; d += kLanes) {
         const int count = depth - d < kLanes ? depth - d : kLanes;
         V square[kLanes];
@@ -87,7 +87,7 @@ struct Products {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + (c + kLanes + i) * col_stride + d);
         transpose(square);
-        for (int i = 0; i < count; ++i) store(to + (d + i) * kColumns + c, square[i]);
+        for (int i = 0; i < count; ++i) store(to + (d + i) * stride + c, square[i]);
       }
   }
 
