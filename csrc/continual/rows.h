@@ -178,7 +178,7 @@ struct Ring {
 // The rows of `count` tokens from `first` on, in type T: in place if they are of that type and contiguous, else in
 // `copy`.
 template <class T>
-inline Tile<T> ring_rows(const Ring& ring, int64_t first, int64_t count, T* copy) {
+__attribute__((noinline)) Tile<T> ring_rows(const Ring& ring, int64_t first, int64_t count, T* copy) {
   const int64_t row = first % ring.capacity, before_end = least(count, ring.capacity - row);
   return with_elements<T>(ring.dtype, {ring.rows, ring.width, 1}, [&](const auto* all) -> Tile<T> {
     const auto* from = all + row * ring.width;
