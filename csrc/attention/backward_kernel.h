@@ -68,11 +68,13 @@ template <class B, class V, class T>
 inline void accumulate_key_gradient(T* out, int stride, int keys, const T* weights, const T* rows_of, int rows) {
   constexpr int kStep = lanes<V>();
   int d = 0;
-  for (; d + kMaxColumns * kStep <= stride; d += kMaxColumns * kStep)
-    accumulate_keys<B, kMaxColumns, V>(out + d, stride, keys, weights, rows_of + d, rows);
-  if constexpr (kMaxColumns == 4)
-    for (; d + 2 * kStep <= stride; d += 2 * kStep)
-      accumulate_keys<B, 2, V>(out + d, stride, keys, weights, rows_of + d, rows);
+  if constexpr (sizeof(V) == CMAB_VECTOR_BYTES) {  // a row of narrower vectors is a single one
+    for (; d + kMaxColumns * kStep <= stride; d += kMaxColumns * kStep)
+      accumulate_keys<B, kMaxColumns, V>(out + d, stride, keys, weights, rows_of + d, rows);
+    if constexpr (kMaxColumns == 4)
+      for (; d + 2 * kStep <= stride; d += 2 * kStep)
+        accumulate_keys<B, 2, V>(out + d, stride, keys, weights, rows_of + d, rows);
+  }
   for (; d < stride; d += kStep) accumulate_keys<B, 1, V>(out + d, stride, keys, weights, rows_of + d, rows);
 }
 

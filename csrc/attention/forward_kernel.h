@@ -78,7 +78,8 @@ CMAB_INLINE V scaled(V x, double factor) {
 
 // As pack_columns below, for rows of the compute type whose elements are contiguous: by squares of registers.
 template <class T>
-inline void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int width, double factor, T* columns) {
+__attribute__((noinline)) void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int width, double factor,
+                                            T* columns) {
   using V = Vector<T>;
   constexpr int kLanes = lanes<V>();
   const int stride = padded_rows<T>(rows);
@@ -99,7 +100,8 @@ inline void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int widt
 
 // columns[d][row] = factor * matrix[row][d], zero past the last row.
 template <class T>
-inline void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor, T* columns) {
+__attribute__((noinline)) void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor,
+                                            T* columns) {
   const int stride = padded_rows<T>(rows);
   with_elements<T>(dtype, matrix, [&](const auto* from) {
     if constexpr (std::is_same_v<decltype(from), const T*>)

@@ -65,7 +65,8 @@ CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* 
 
 // The present rows of a tile, copied into whole vectors: in place they may start at any address.
 template <class T>
-inline Tile<T> copy_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width, T* copy) {
+__attribute__((noinline)) Tile<T> copy_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present,
+                                            int width, T* copy) {
   const int padded = whole_vectors<T>(width);
   with_elements<T>(dtype, matrix, [&](const auto* data) {
     const auto* from = data + first * matrix.row_stride;
