@@ -31,8 +31,8 @@ IN_CPP = {
     ),
     "a last square of a matrix that is not packed": Fault(
         "csrc/linear/products.h",
-        "for (int i = 0; i < count; ++i) store(to + (d + i) * kColumns + c, square[i]);",
-        "for (int i = 0; i + 1 < count; ++i) store(to + (d + i) * kColumns + c, square[i]);",
+        "for (int i = 0; i < count; ++i) store(to + (d + i) * stride + c, square[i]);",
+        "for (int i = 0; i + 1 < count; ++i) store(to + (d + i) * stride + c, square[i]);",
         f"{SUITE}::TestGeglu::test_accuracy -k native",
     ),
     "ignored rows that are read": Fault(
