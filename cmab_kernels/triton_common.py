@@ -316,12 +316,15 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 @triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach beyond `last`."""
+    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach beyond `last`.
+
+    A sum over an axis of length 1 hides the load of bytes, for whose sake Triton 3.6 would fail to multiply in float64 (`as_operand`).
+    """
     keys = start + tl.arange(0, BLOCK)
     keep = None
     if mask is not None:
         ignored = tl.load(mask + (tl.cast(batch, tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]), mask=keys < last, other=1)
-        keep = ignored == 0
+        keep = tl.sum(ignored[:, None], 1) == 0
     elif RAGGED:
         keep = keys < last
     return keep
@@ -334,31 +337,31 @@ def quotient(x, y):
 
 
 @triton.jit
-def _operand(tile, OPERAND: tl.constexpr):
+def as_operand(tile, OPERAND: tl.constexpr, HIDDEN: tl.constexpr = True):
     """The tile converted to the dtype OPERAND for `tl.dot`.
 
     Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of length 1 hides
-    the conversion.
+    the conversion. What is in float64 already is HIDDEN too, unless its kernel fares better with tiles that stay in shared memory.
     """
-    if tl.float64 == OPERAND:
+    if tl.float64 == OPERAND and (HIDDEN or tile.dtype != tl.float64):
         tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)
     return tile.to(OPERAND)
 
 
 @triton.jit
-def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The matrix product of two tiles, which are converted to OPERAND; "tf32x3" multiplies float32 in two parts each."""
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
+    """The matrix product of two tiles, which are converted to OPERAND (`as_operand`); "tf32x3" multiplies float32 in two parts each."""
     if PRECISION == "tf32x3":
         a_high, a_low = parts(a)
         b_high, b_low = parts(b)
         result = product_of_parts(a_high, a_low, b_high, b_low)
     else:
-        result = tl.dot(_operand(a, OPERAND), _operand(b, OPERAND), input_precision=PRECISION)
+        result = tl.dot(as_operand(a, OPERAND, HIDDEN), as_operand(b, OPERAND, HIDDEN), input_precision=PRECISION)
     return result
 
 
 @triton.jit
-def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
     """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied in parts: what it is rounded to, and the rest.
 
     Two parts hold 22 bits in float16, and three hold all 24 in bfloat16. An infinity has NaNs for its rest, as in `product_of_parts`.
@@ -372,7 +375,7 @@ def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
         rest = tl.dot(a, middle, tl.dot(a, low)) if tl.bfloat16 == OPERAND else tl.dot(a, middle)
         result = tl.dot(a, high, tl.where(rest > -3.4e38, rest, -3.4e38))
     else:
-        result = product(a, b, OPERAND, PRECISION)
+        result = product(a, b, OPERAND, PRECISION, HIDDEN)
     return result
 
 

@@ -138,7 +138,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
     """Compile a launch for one compute capability and return its figures; the object file is written into `folder`."""
     code = machine_code(launch, capability, folder)
     instructions = Counter(
-        re.findall(r"^\s+(?:/\*[0-9a-f]+\*/)?\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", code.sass, re.M),
+        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", code.sass, re.M),
     )
     return Figures(
         launch.kernel.__name__.strip("_"),

@@ -33,18 +33,13 @@ SPILLING = {
     ("fp64", 3, 90): {"_gram": 0.04},
     ("fp64", 1, 100): {"_gram": 0.11},
     ("fp64", 32, 100): {"_gram": 0.16},
-    ("fp64", 64, 100): {"_apply": 0.1},
-    ("fp64", 128, 100): {"_apply": 0.17},
-    ("fp64", 256, 100): {"_apply": 0.17},
+    ("fp64", 64, 90): {"_gram_backward": 0.01},
 }
 """Kernels known to spill, and the most of their instructions that may access local memory, as a share. Float64 on sm_100: Triton 3.6 uses
 no matrix units. Width 1: two warps, as of all narrow sums, load its numbers one by one; four spill none, and issue a fifth more (half
-types) or a seventh (float64). Width 256: tiles of 64 rows, not 128, spill none, and issue up to a third more for each. The rest, with 80
-or 96 registers: ptxas spills a few values to fit one more block."""
-WEIGHTED = {
-    **{(name, 128, 90): {"_gram_backward": 0.015} for name in ("bf16", "fp16")},
-    **{("fp64", width, 100): SPILLING["fp64", width, 100] for width in (64, 128)},
-}
+types) or a seventh (float64). Width 256: tiles of 64 rows, not 128, spill none, and issue up to a third more for each. The rest:
+ptxas spills a few values to fit one more block."""
+WEIGHTED = {(name, 128, 90): {"_gram_backward": 0.015} for name in ("bf16", "fp16")}
 """The same with a mask and weights."""
 EXACT = {("fp32", 64, 90): {"_gram": 0.015}}
 """The same summed in float64."""

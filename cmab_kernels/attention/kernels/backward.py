@@ -32,7 +32,7 @@ from ...triton_common import (
     triton_dtype,
 )
 from .backward_in_parts import _backward_in_parts
-from .forward import LOG2_E
+from .forward import IN_SHARED, LOG2_E
 from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
 from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
@@ -42,7 +42,7 @@ IN_PLACE = ("half",)
 
 
 @triton.jit
-def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
     """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries).
 
     Tiles of float16 are multiplied as such, whatever OPERAND is: matrix units cut off a score of 1e5 at 1e-2, and it has the weight that
@@ -52,7 +52,7 @@ def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECIS
     if first.dtype == tl.float16 and second.dtype == tl.float16:
         scores = tl.dot(first, tl.trans(second))
     else:
-        scores = product_of_wide(first, tl.trans(second), OPERAND, PRECISION)
+        scores = product_of_wide(first, tl.trans(second), OPERAND, PRECISION, HIDDEN)
     return scores
 
 
@@ -68,6 +68,7 @@ def weigh(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     others=None,
+    HIDDEN: tl.constexpr = True,
 ):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or if TURNED (keys, queries).
 
@@ -77,7 +78,7 @@ def weigh(
     queries, douts, high, low, delta = rows
     KEYS: tl.constexpr = 0 if TURNED else 1
     high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
-    scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION)
+    scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION, HIDDEN)
     if others is not None:
         scores += others[0]
     exponents = (scores - high) * log2_scale - low
@@ -88,7 +89,7 @@ def weigh(
         weights = tl.where(tl.expand_dims(keep, 1 - KEYS), weights, 0.0)
     slopes = weights
     if SLOPES:
-        dweights = scores_of(values, douts, TURNED, OPERAND, PRECISION)
+        dweights = scores_of(values, douts, TURNED, OPERAND, PRECISION, HIDDEN)
         if others is not None:
             dweights += others[1]
         slopes = weights * (dweights - delta)
@@ -151,6 +152,7 @@ def _pull(
 ):
     """Process one tile of keys: store dK and dV, and return dq with the tile's share of dQ added."""
     SLOPES: tl.constexpr = QUERY or dkey is not None
+    HIDDEN: tl.constexpr = max(D_PAD, E_PAD) < IN_SHARED
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
@@ -158,13 +160,15 @@ def _pull(
     values = keys
     if SLOPES:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-    weights, slopes = weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION)
+    weights, slopes = weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION, HIDDEN=HIDDEN)
     if dvalue is not None:
-        store_keys(dvalue, product(tl.trans(weights), douts, OPERAND, PRECISION), keep, sizes, batch, head, start, last, E)
+        dv = product(tl.trans(weights), douts, OPERAND, PRECISION, HIDDEN)
+        store_keys(dvalue, dv, keep, sizes, batch, head, start, last, E)
     if dkey is not None:
-        store_keys(dkey, product(tl.trans(slopes), queries, OPERAND, PRECISION) * scale, keep, sizes, batch, head, start, last, D)
+        dk = product(tl.trans(slopes), queries, OPERAND, PRECISION, HIDDEN) * scale
+        store_keys(dkey, dk, keep, sizes, batch, head, start, last, D)
     if QUERY:
-        dq += product(slopes, keys, OPERAND, PRECISION)
+        dq += product(slopes, keys, OPERAND, PRECISION, HIDDEN)
     return dq
 
 

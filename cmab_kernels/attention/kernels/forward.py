@@ -31,6 +31,8 @@ from .launch import WIDEST_BLOCK, forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+IN_SHARED = tl.constexpr(32)
+"""The width from which float64 heads are multiplied as they lie in shared memory: in registers, most of them would be spilled."""
 
 
 @triton.jit
@@ -65,6 +67,7 @@ def absorb(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     others=None,
+    HIDDEN: tl.constexpr = True,
 ):
     """Update (maximum, sum of weights, weighted values) with one tile; scaling and subtracting the maximum are one multiply-add.
 
@@ -72,7 +75,7 @@ def absorb(
     the difference, unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds
     nothing. Weights are multiplied by LIFT where they meet the values, but not in their sum. `others` are what other columns add to scores.
     """
-    scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION)
+    scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
     if others is not None:
         scores += others
     if keep is not None:
@@ -85,7 +88,7 @@ def absorb(
     total = total * fade + tl.sum(weights, 1)
     if PRECISION == "tf32x3":
         weights, values = in_place(weights, values)
-    acc = acc * fade[:, None] + product(weights * LIFT, values, OPERAND, PRECISION)
+    acc = acc * fade[:, None] + product(weights * LIFT, values, OPERAND, PRECISION, HIDDEN)
     return higher, total, acc
 
 
@@ -189,17 +192,22 @@ def _forward(
     peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
     total = tl.zeros([BLOCK_L], DTYPE)
     acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    HIDDEN: tl.constexpr = max(D_PAD, E_PAD) < IN_SHARED
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+        peak, total, acc = absorb(
+            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION, HIDDEN=HIDDEN
+        )
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+        peak, total, acc = absorb(
+            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION, HIDDEN=HIDDEN
+        )
 
     acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT)
     store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)

@@ -393,5 +393,6 @@ def _added(
             ROWS=ROWS,
             ALIGN=alignment(rows),
             num_warps=4,
+            enable_fp_fusion=False,  # as of `_row_terms`: fused with the first addition, a product gives each lane of a row another sum
         )
     return drows, dweights

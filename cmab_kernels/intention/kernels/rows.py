@@ -13,7 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
+from ...triton_common import (
+    alignment,
+    as_operand,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    on_device,
+    product,
+    rows_at,
+    tile_at,
+    triton_dtype,
+)
 from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 
@@ -25,7 +37,7 @@ def _matrix(matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, 
     else:
         rows = row + tl.arange(0, TILE[0])
         pointers = rows_at(matrix + slot.to(tl.int64) * (SHAPE[0] * SHAPE[1]), rows, SHAPE[1], TILE[1], column)
-        tile = load_tile(pointers, rows < SHAPE[0], SHAPE[1], column).to(OPERAND)
+        tile = as_operand(load_tile(pointers, rows < SHAPE[0], SHAPE[1], column), OPERAND, False)
     return tile
 
 
@@ -65,7 +77,7 @@ def _times(
         right = at_hand
         if at_hand is None:
             right = _matrix(matrix, slot, inner, column, SHAPE, TILE, TURNED, OPERAND)
-        sums += product(left, right, OPERAND, PRECISION)
+        sums += product(left, right, OPERAND, PRECISION, False)
     return sums
 
 

@@ -49,8 +49,10 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
 
 
 def _by_matrix_units(launch: Launch, capability: int) -> bool:
-    in_float32 = launch.options.get("OPERAND") == tl.float32 and launch.options["PRECISION"] == "ieee"
-    return launch.kernel.__name__ in WITH_PRODUCTS and not in_float32
+    """Return whether matrix units multiply: not float32 in full, and float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
+    operand = launch.options.get("OPERAND")
+    in_float32 = operand == tl.float32 and launch.options["PRECISION"] == "ieee"
+    return launch.kernel.__name__ in WITH_PRODUCTS and not in_float32 and (operand != tl.float64 or capability in (80, 90))
 
 
 def _check(name: str, width: int, capability: int, folder: Path) -> None:
