@@ -47,12 +47,13 @@ SPILLING = {
     **{("fp64", width, 100): {"_forward": 0.04, "_backward": 0.06} for width in (8, 16)},
     ("fp64", 16, 80): {"_sum_runs": 0.01},
     ("fp64", 128, 100): {"_forward": 0.25},
-    ("fp64", 256, 80): {"_forward": 0.02, "_backward": 0.015},
-    ("fp64", 256, 90): {"_forward": 0.025, "_backward": 0.03},
-    ("fp64", 256, 100): {"_forward": 0.01},
+    ("fp64", 256, 80): {"_forward": 0.02, "_backward": 0.25},
+    ("fp64", 256, 90): {"_forward": 0.025, "_backward": 0.42},
+    ("fp64", 256, 100): {"_forward": 0.01, "_backward": 0.45},
 }
 """Kernels known to spill, and the most of their instructions that may access local memory, as a share. Without matrix units for float64 on
-sm_100 a thread holds whole rows and columns. No tile was found that avoids it."""
+sm_100 a thread holds whole rows and columns; gradients of float64 heads of 256 columns do not fit in shared memory everywhere. No tile was
+found that avoids it."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
