@@ -57,7 +57,7 @@ def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
         operands = operands[1:]
     if not operands or not re.match(r"U?R\d|\[R1\b", operands[0]):
         return
-    words = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+    words = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name or name == "CS2R" else 1
     target, *given = [_words(operand, words) for operand in operands]
     if name.startswith(("STL", "LDL")):
         made.update({to: _of(made, [source]) for to, source in zip(target, given[0], strict=True)})
