@@ -19,7 +19,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from cmab_kernels.attention.projected import kernels
 from cmab_kernels.attention.projected.kernels import launch as launches
 from cmab_kernels.attention.projected.kernels.launch import Tiles
-from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, record
+from tests.machine_code import wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 KERNELS = ("_projected_forward", "_projected_backward", "_projected_backward_inputs")
@@ -27,14 +28,49 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 ORDINARY = [("fp32", 16, 64, 90), ("fp32", 16, 64, 80), ("bf16", 64, 64, 100), ("fp64", 16, 64, 90)]
 EVERY = [*itertools.product(DTYPES, (16, 32, 64), (64, 512), CAPABILITIES), *itertools.product(DTYPES, (128, 256), (64,), CAPABILITIES)]
 NIGHTLY = [case for case in EVERY if case not in ORDINARY]
-SPILLING = {
-    *itertools.product(("bf16", "fp32"), (64,), (80, 86, 89)),
-    *itertools.product(("bf16",), (16,), (80, 86, 89)),
-    *itertools.product(("bf16", "fp32"), (128, 256), CAPABILITIES),
-    *itertools.product(("fp64",), (32, 64, 128, 256), CAPABILITIES),
+_SPILLED = {
+    ("bf16", 16, 512, "_projected_forward"): (0.01, 0, 0, 0, 0, 0),
+    ("bf16", 16, 512, "_projected_backward"): (0.025, 0, 0, 0, 0, 0),
+    ("bf16", 64, 64, "_projected_backward"): (0.045, 0.02, 0.02, 0, 0, 0.02),
+    ("bf16", 64, 512, "_projected_backward"): (0.015, 0, 0, 0, 0, 0),
+    ("bf16", 64, 512, "_projected_backward_inputs"): (0.01, 0, 0, 0, 0, 0),
+    ("bf16", 128, 64, "_projected_backward"): (0.115, 0.1, 0.1, 0, 0.01, 0.095),
+    ("bf16", 128, 64, "_projected_backward_inputs"): (0.065, 0.05, 0.05, 0.055, 0.045, 0.035),
+    ("bf16", 256, 64, "_projected_forward"): (0, 0, 0, 0.01, 0, 0),
+    ("bf16", 256, 64, "_projected_backward"): (0.105, 0.09, 0.09, 0, 0, 0.095),
+    ("bf16", 256, 64, "_projected_backward_inputs"): (0.085, 0.03, 0.03, 0.03, 0.02, 0.03),
+    ("fp32", 16, 512, "_projected_backward"): (0, 0, 0, 0.01, 0, 0),
+    ("fp32", 32, 512, "_projected_backward"): (0.01, 0, 0, 0, 0, 0),
+    ("fp32", 64, 64, "_projected_backward_inputs"): (0.015, 0, 0, 0.015, 0, 0),
+    ("fp32", 64, 512, "_projected_backward_inputs"): (0.02, 0, 0, 0.01, 0, 0),
+    ("fp32", 128, 64, "_projected_forward"): (0, 0, 0, 0.01, 0, 0),
+    ("fp32", 128, 64, "_projected_backward_inputs"): (0.09, 0.08, 0.08, 0.075, 0.065, 0.055),
+    ("fp32", 256, 64, "_projected_forward"): (0, 0, 0, 0.07, 0, 0),
+    ("fp32", 256, 64, "_projected_backward_inputs"): (0.085, 0.07, 0.07, 0.055, 0.045, 0.045),
+    ("fp64", 32, 64, "_projected_backward"): (0.045, 0, 0, 0.035, 0, 0),
+    ("fp64", 32, 64, "_projected_backward_inputs"): (0, 0.19, 0.19, 0, 0.125, 0.065),
+    ("fp64", 32, 512, "_projected_backward"): (0.055, 0, 0, 0.035, 0, 0),
+    ("fp64", 32, 512, "_projected_backward_inputs"): (0, 0.195, 0.195, 0, 0.13, 0.07),
+    ("fp64", 64, 64, "_projected_forward"): (0, 0.055, 0.055, 0, 0.055, 0.03),
+    ("fp64", 64, 64, "_projected_backward"): (0.11, 0, 0, 0.105, 0.015, 0),
+    ("fp64", 64, 64, "_projected_backward_inputs"): (0, 0.255, 0.255, 0, 0.2, 0.135),
+    ("fp64", 64, 512, "_projected_forward"): (0, 0.06, 0.06, 0, 0.055, 0.03),
+    ("fp64", 64, 512, "_projected_backward"): (0.135, 0.015, 0.015, 0.115, 0.015, 0),
+    ("fp64", 64, 512, "_projected_backward_inputs"): (0, 0.265, 0.265, 0, 0.205, 0.14),
+    ("fp64", 128, 64, "_projected_forward"): (0, 0.165, 0.165, 0.01, 0.16, 0.105),
+    ("fp64", 128, 64, "_projected_backward"): (0.115, 0.035, 0.035, 0.09, 0.035, 0.015),
+    ("fp64", 128, 64, "_projected_backward_inputs"): (0.035, 0.185, 0.185, 0.035, 0.19, 0.095),
+    ("fp64", 256, 64, "_projected_forward"): (0, 0.045, 0.045, 0, 0.05, 0.025),
+    ("fp64", 256, 64, "_projected_backward"): (0.12, 0.025, 0.025, 0.095, 0.025, 0.015),
+    ("fp64", 256, 64, "_projected_backward_inputs"): (0.04, 0.19, 0.19, 0.025, 0.19, 0.095),
 }
-"""Dtype, width and capability of kernels known to spill: 1 % to 3 % of the instructions; the gradient of the inputs for heads of several
-chunks 4 %, in float32 9 %; in float64 up to 19 %. No tile was found that avoids it."""
+SPILLING: dict[tuple[str, int, int, int], dict[str, float]] = {}
+"""The kernels known to spill, and the most of their instructions that may access local memory, as a share, for each case of `EVERY`. Wide
+heads and float64 have the most; no tile was found that avoids theirs."""
+for (*case, spilled), shares in _SPILLED.items():
+    for capability, share in zip(CAPABILITIES, shares, strict=True):
+        if share:
+            SPILLING.setdefault((*case, capability), {})[spilled] = share
 
 
 def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False) -> dict[str, Launch]:
@@ -52,16 +88,14 @@ def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
 
-def _faults(found: dict[str, Launch], capability: int, folder: Path) -> list[str]:
-    wrong = []
-    for name in KERNELS:
-        options = found[name].options
-        figures = compiled(found[name], capability, folder)
-        print(figures)
-        in_float64 = options["OPERAND"] == launches.triton_dtype(torch.float64)
-        matrix = options["PRECISION"] != "ieee" or (in_float64 and capability in (80, 90))
-        wrong += [f"{figures}: {fault}" for fault in faults(figures, matrix)]
-    return wrong
+def _by_matrix_units(launch: Launch, capability: int) -> bool:
+    """Return whether matrix units multiply: not float32 in full, and float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
+    in_float64 = launch.options["OPERAND"] == launches.triton_dtype(torch.float64)
+    return launch.options["PRECISION"] != "ieee" or (in_float64 and capability in (80, 90))
+
+
+def _faults(found: dict[str, Launch], capability: int, folder: Path, spilling: dict[str, float] | None = None) -> list[str]:
+    return wrong((found[name] for name in KERNELS), capability, folder, _by_matrix_units, spilling)
 
 
 @pytest.mark.parametrize("name, width, columns, capability", ORDINARY)
@@ -74,12 +108,10 @@ def test_compiled(name: str, width: int, columns: int, capability: int, tmp_path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, width, columns, capability", NIGHTLY)
-def test_compiled_everywhere(name: str, width: int, columns: int, capability: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if (name, width, capability) in SPILLING:
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason="spills"))
+def test_compiled_everywhere(name: str, width: int, columns: int, capability: int, tmp_path: Path) -> None:
     with as_if_on(capability):
         found = _launches(DTYPES[name], width, columns)
-    assert _faults(found, capability, tmp_path) == []
+    assert _faults(found, capability, tmp_path, SPILLING.get((name, width, columns, capability))) == []
 
 
 @pytest.mark.nightly
