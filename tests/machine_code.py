@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
+import triton.language as tl
+
 from cmab_kernels.testing.cubin import SPILLS, Launch, compiled, faults
+
+
+def by_matrix_units(names: Collection[str], launch: Launch, capability: int) -> bool:
+    """Return whether matrix units multiply, in the kernels of these names: not float32 in full, and float64 on sm_80 and sm_90 alone, as
+    Triton 3.6 does."""
+    operand = launch.options.get("OPERAND")
+    in_float32 = operand == tl.float32 and launch.options["PRECISION"] == "ieee"
+    return launch.kernel.__name__ in names and not in_float32 and (operand != tl.float64 or capability in (80, 90))
 
 
 def wrong(

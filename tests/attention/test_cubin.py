@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record
 from cmab_kernels.triton_common import Kernel, kernel
-from tests.machine_code import wrong
+from tests.machine_code import by_matrix_units, wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys", "_backward_in_parts")
@@ -71,13 +72,6 @@ def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = F
     return record(call)
 
 
-def _by_matrix_units(launch: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply: not float32 in full, and float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
-    operand = launch.options.get("OPERAND")
-    in_float32 = operand == tl.float32 and launch.options["PRECISION"] == "ieee"
-    return launch.kernel.__name__ in WITH_PRODUCTS and not in_float32 and (operand != tl.float64 or capability in (80, 90))
-
-
 def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
     """Check what is launched for one block of queries and for several.
 
@@ -88,7 +82,7 @@ def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
     in_parts = name == "fp32" and width <= 64
     backward = {"_backward_in_parts"} if in_parts else {"_backward_keys", "_backward"}
     assert set(found) == {"_forward", "_merge", "_row_terms", "_sum_runs"} | backward
-    assert wrong(found.values(), capability, folder, _by_matrix_units, SPILLING.get((name, width, capability))) == []
+    assert wrong(found.values(), capability, folder, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get((name, width, capability))) == []
 
 
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
@@ -107,13 +101,13 @@ def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: P
 def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
     with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
         found = [launch for latents in (300, 128) for launch in _launches(torch.float32, width, latents)]
-    assert wrong(found, capability, tmp_path, _by_matrix_units, SPILLING.get(("tf32", width, capability))) == []
+    assert wrong(found, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get(("tf32", width, capability))) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> None:
     """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernel must keep them apart."""
-    assert wrong(_launches(dtype, 16, mask=True, state=True), 90, tmp_path, _by_matrix_units) == []
+    assert wrong(_launches(dtype, 16, mask=True, state=True), 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
 
 
 @pytest.mark.nightly
@@ -124,7 +118,7 @@ def test_float32_gradients_spill_nowhere(width: int, capability: int, mask: bool
     with as_if_on(capability):
         found = [launch for latents in (128, 16) for launch in _launches(torch.float32, width, latents, mask)]
     gradients = [launch for launch in found if launch.kernel.__name__ == "_backward_in_parts"]
-    assert wrong(gradients, capability, tmp_path, _by_matrix_units) == []
+    assert wrong(gradients, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
 
 
 def _shared_memory(name: str, width: int, capability: int, folder: Path) -> list[str]:
@@ -187,7 +181,7 @@ def test_declared_spills_are_held_to(tmp_path: Path) -> None:
     share = figures.local / figures.instructions.total()
 
     def found(launch: Launch, bound: float) -> list[str]:
-        return wrong([launch], 90, tmp_path, _by_matrix_units, {"_forward": bound})
+        return wrong([launch], 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS), {"_forward": bound})
 
     assert found(spilled, share) == [] and "spilled" in found(spilled, 0.9 * share)[0]
     assert found(sound, share) == ["_forward is declared to spill, and does not"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton.language as tl
 
 from cmab_kernels.attention.prefix import kernels
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
-from tests.machine_code import wrong
+from tests.machine_code import by_matrix_units, wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_windows", "_prefix_keys", "_prefix_queries")
@@ -74,13 +74,6 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
     return record(call)
 
 
-def _by_matrix_units(launch: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply: not float32 in full, and float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
-    operand = launch.options.get("OPERAND")
-    in_float32 = operand == tl.float32 and launch.options["PRECISION"] == "ieee"
-    return launch.kernel.__name__ in WITH_PRODUCTS and not in_float32 and (operand != tl.float64 or capability in (80, 90))
-
-
 def _check(name: str, width: int, capability: int, folder: Path) -> None:
     """Check what is launched for a state after every key, every few, and every hundred."""
     with as_if_on(capability):
@@ -89,7 +82,7 @@ def _check(name: str, width: int, capability: int, folder: Path) -> None:
     assert names == {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries", "_sum_runs"}
     once = {str((launch.kernel.__name__, launch.options.get("GROUP"), [t is None for t in launch.args])): launch for launch in found}
     compiled = [launch for launch in once.values() if launch.kernel.__name__ != "_sum_runs"]
-    assert wrong(compiled, capability, folder, _by_matrix_units, SPILLING.get((name, width, capability))) == []
+    assert wrong(compiled, capability, folder, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get((name, width, capability))) == []
 
 
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
@@ -109,4 +102,4 @@ def test_compiled_with_a_mask(dtype: torch.dtype, spilling: dict[str, float] | N
     with as_if_on(90):
         found = _launches(dtype, 16, 1, mask=True)
     compiled = [launch for launch in found if launch.kernel.__name__ in WITH_PRODUCTS]
-    assert wrong(compiled, 90, tmp_path, _by_matrix_units, spilling) == []
+    assert wrong(compiled, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS), spilling) == []
