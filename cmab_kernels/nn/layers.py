@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
 
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
@@ -119,7 +119,9 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
     state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
-    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state or _has_any_global_hook():
+    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state:
+        return None
+    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
