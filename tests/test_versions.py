@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,26 @@ SAMPLE = [
 ]
 NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference"]
 """What the sample imports beside the package, torch and NumPy."""
+UNPROMISED = {
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._cuda_getCurrentRawStream",
+    "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._is_tracing",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._assert_async",
+    "torch._dynamo.reset",
+    "torch.cuda._DeviceGuard",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+}
+"""The names of torch that it does not promise to keep. Each is in torch 2.6, too: look there before adding one."""
 
 
 # ---- Triton
@@ -70,6 +92,22 @@ def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
 
 
 # ---- torch
+
+
+def _names_of_torch(code: ast.AST) -> Iterator[str]:
+    for node in ast.walk(code):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module.split(".")[0] == "torch")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            yield ast.unparse(node)
+
+
+def test_what_torch_does_not_promise_is_in_the_oldest_too() -> None:
+    """A name that only newer versions have would keep the package from being imported, and no ordinary test runs the oldest."""
+    sources = [*ROOT.glob("cmab_kernels/**/*.py"), *ROOT.glob("python/cmab_models/**/*.py")]
+    names = {name for source in sources for name in _names_of_torch(ast.parse(source.read_text()))}
+    private = {name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))}
+    assert {name for name in private if not any(longer.startswith(f"{name}.") for longer in private)} == UNPROMISED
 
 
 @pytest.mark.nightly
