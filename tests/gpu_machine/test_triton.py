@@ -268,7 +268,7 @@ def test_ridge_state_of_several_runs() -> None:
 def test_ridge_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three keys, in several runs; and long chunks, whose sums are added up."""
     monkeypatch.setattr(importlib.import_module("cmab_kernels.intention.kernels.scan"), "GRAIN", 3)
-    extents = {"B": 1, "H": 2, "N": 31, "D": 5, "E": 3}
+    extents = {"B": 1, "H": 2, "N": 31, "D": 9, "E": 8}
     assert accuracy(intention.TestPrefixStates, name, extents) >= {*RIDGE_PREFIXES, "_scan_matrices"}
     monkeypatch.setattr(intention.TestPrefixStates, "every", 16)
     assert accuracy(intention.TestPrefixStates, name, {**extents, "N": 70}) >= {"_scan_matrices", "_gram", "_gram_backward"}

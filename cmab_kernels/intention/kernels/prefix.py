@@ -362,6 +362,7 @@ def _back_by_tiles(
             tuple(cut),
             planes,
             **tiles,
+            enable_fp_fusion=False,  # as in `_added`
         )
     dkey, dweights = _added(to_key, weighed, key, weights, mask, needs_key, needs_weights)
     dvalue, _ = _added(to_value, 0, value, weights, mask, needs_value, False)
