@@ -100,8 +100,8 @@ KEPT: list[object] = []
 
 @pytest.mark.parametrize("leak", [lambda: KEPT.append(torch.empty(1)), lambda: KEPT.append([])], ids=["a tensor", "an object"])
 def test_what_stays_behind_is_seen(leak: Callable[[], None]) -> None:
-    """In rounds of 200 calls: of 20, three blocks that the runner's own thread frees meanwhile would hide an object a call."""
+    """In rounds of 2,000 calls: of 200, twenty blocks that the runner's own thread frees in one round would hide an object a call."""
     suite, impl, inputs = _suite("latent_attention")
     with torch.no_grad(), pytest.raises(AssertionError, match="stay behind"):
-        _assert_flat(lambda: (suite.call(impl, **inputs), leak()), 2_000)
+        _assert_flat(lambda: (suite.call(impl, **inputs), leak()), 20_000)
     KEPT.clear()
