@@ -18,7 +18,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """Base class of all models: `save_pretrained(folder)` and `from_pretrained(folder)`.
 
     A folder holds `model.safetensors`, the parameters, and `config.json`, the arguments of the constructor, which are numbers, strings and
-    booleans. Nothing is executed when it is read. What the constructor's annotations promise is checked before anything is made: a
+    booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a `RuntimeError`, unless
+    `from_pretrained` is given `strict=False`. What the constructor's annotations promise is checked before anything is made: a
     `ValueError` for a size that is not a positive int, a number that is not finite, or heads that do not divide the width.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
@@ -30,6 +31,12 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         _check_arguments(cls, args, kwargs)
         made: Self = super().__new__(cls, *args, **kwargs)
         return made
+
+    @classmethod
+    def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
+        """Refuse what `load_state_dict` refuses: by default huggingface_hub lets parameters that are missing be random."""
+        loaded: Self = super()._from_pretrained(strict=strict, **kwargs)
+        return loaded
 
 
 def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

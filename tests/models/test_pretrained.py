@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cmab_models.systems import SYSTEMS
+from safetensors.torch import load_file, save_file
 
 WRONG = {
     "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
@@ -67,3 +69,14 @@ def test_arguments_by_place_are_checked_too() -> None:
     with pytest.raises(TypeError, match="dim_y"):
         SYSTEMS["cnp"](1)
     assert copy.deepcopy(SYSTEMS["cnp"](1, 1, 4)).dim_x == 1
+
+
+def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path: Path) -> None:
+    """What is missing would stay random, without a word."""
+    SYSTEMS["cmanp"](**least("cmanp")).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        SYSTEMS["lbanp"].from_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(dict(list(load_file(file).items())[:5]), file)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        SYSTEMS["cmanp"].from_pretrained(tmp_path)
