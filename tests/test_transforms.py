@@ -15,6 +15,7 @@ from cmab_kernels.nn import CMAB, TransformerEncoderLayer
 
 Q, K, V, W = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (8, 4)))
 K1 = K[:, :, :1]
+MASK, WEIGHTS = torch.tensor([[False, True, False]]), torch.tensor([[0.5, 0.0, 2.0]], dtype=torch.float64)
 BLOCK = CMAB(4, 2, 2, dtype=torch.float64)
 ENCODER = TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
@@ -25,6 +26,9 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "intention": (lambda k: ck.intention(Q, k, V, 0.3), K),
     "sums": (lambda k: ck.ridge_state(k, V).gram, K),
     "sigma": (lambda k: ck.sigma_intention(Q, k, V, 0.3), K),
+    "dual": (lambda k: ck.intention(Q, k, V[:, :, :3], 0.3, key_padding_mask=MASK), K[:, :, :3]),
+    "weighted dual": (lambda w: ck.intention(Q, K[:, :, :3], V[:, :, :3], 0.3, weights=w), WEIGHTS),
+    "sigma of a dual": (lambda k: ck.sigma_intention(Q, k, V[:, :, :3], 0.3, weights=WEIGHTS), K[:, :, :3]),
     "step": (lambda k: ck.ridge_step(ck.empty_ridge(1, 2, 4, 4), k, V, 0.3).solution.weight, K),
     "solve": (lambda k: ck.regularised_solve(k.mT @ k, k.mT, 0.5).weight, K),
     "window": (lambda k: ck.continual_attention_step(ck.continual_attention_init(k, k, k), K1, K1, K1).out, K),

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..autograd import differentiable
 from ..backends import choose
 from ..dtypes import state_dtype
+from ..tracing import is_forward_mode
 from .reference import rows_of
 from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads
@@ -63,8 +64,22 @@ class Dual:
         if self._weights is None:
             return solve_heads(products, rhs, self._penalty, self._solver).weight
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
+        if is_forward_mode():
+            return _weighted_formula(*flat).view(rhs.shape)
         chosen = choose("intention.solve", self._solver, *flat[:2])  # here: a compiler keeps all numbers that a Function's forward compares
         return _weighted(*flat, chosen).view(rhs.shape)
+
+
+def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor) -> Tensor:
+    """Y of `_weighted_forward` without the root, which has no derivative at a weight of 0: for forward mode, where torch differentiates it.
+
+    There, and with alpha = 0, a 1 on the diagonal keeps the matrix regular; a singular one gives NaN.
+    """
+    alpha = alpha.masked_fill(alpha < 0, torch.nan).unsqueeze(-1)
+    diagonal = alpha + ((weights == 0) & (alpha == 0))
+    system = weights.unsqueeze(-1) * products + torch.diag_embed(diagonal)
+    factor, pivots, info = torch.linalg.lu_factor_ex(system)  # not `solve`, whose forward-mode derivative has a wrong derivative itself
+    return torch.linalg.lu_solve(factor, pivots, weights.unsqueeze(-1) * value).masked_fill((info != 0)[:, None, None], torch.nan)
 
 
 def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
