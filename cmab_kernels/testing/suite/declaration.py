@@ -293,6 +293,7 @@ class Declaration:
             "mapped": ["all", *(["some"] if len(self.graded) > 1 else [])],
             "cast": [True] if self.autocast else [],
             "forward_mode_of": list(self.graded[:1]) if self.forward_mode else [],
+            "outer": ["forward", "reverse"] if self.forward_mode else [],
             "order": [1, 2, 3],
             "subset": self._subsets(),
             "bad": self.bad_arguments(),
