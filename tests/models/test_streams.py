@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,12 @@ def test_a_stream_goes_on_from_its_state_and_errors_leave_it(kind: str) -> None:
     state, next_token = model.get_state(), tokens[:, N + 3]
     expected = model.forward_step(next_token)
     model.set_state(state)
-    nan = next_token.clone()
+    nan, largest = next_token.clone(), max(model.embedding.weight, key=lambda row: float(row.abs().sum()))
     nan[0, 0] = torch.nan
     for wrong, said in (
         (next_token[:1], "there are 2 streams"),
         (nan, "finite"),
+        (1.7e308 * largest.sign().expand(2, C), "finite"),  # embedded, it overflows
         (next_token[:, 1:], "have shape"),
         (tokens, "have shape"),
     ):
@@ -117,17 +119,88 @@ def test_a_stream_goes_on_from_its_state_and_errors_leave_it(kind: str) -> None:
             model.forward_step(wrong)
     torch.testing.assert_close(model.forward_step(next_token), expected, rtol=1e-12, atol=1e-12)
     model.clean_state()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.forward_step(torch.randn(3, C))
     assert model.get_state() is None
     assert model.forward_step(next_token[:1]) is None
     with pytest.raises(ValueError, match="have shape"):
         model(tokens)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
+def test_an_error_in_a_layer_leaves_the_stream(kind: str, depth: int) -> None:
+    model, tokens = made(kind, depth), stream(N + 4)
+    for token in tokens[:, :-1].unbind(1):
+        model.forward_step(token)
+    expected = copy.deepcopy(model).forward_step(tokens[:, -1])
+    with pytest.raises(ValueError, match="`query` holds a NaN"):
+        model.forward_step(torch.randn(2, C, dtype=torch.float64).sign() * 1e200)  # its variance overflows
+    assert torch.equal(model.forward_step(tokens[:, -1]), expected)  # type: ignore[arg-type]  # the window is full
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seen", [3, N + 3])
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_comes_back_without_the_stream(kind: str, tmp_path: Path) -> None:
-    model, tokens = made(kind, depth=2).float(), stream().float()
+def test_the_state_dict_holds_the_stream_and_weights_alone_end_it(kind: str, depth: int, seen: int) -> None:
+    model, other, tokens = made(kind, depth), made(kind, depth), stream()
+    weights = copy.deepcopy(model.state_dict())
+    for token in tokens[:, :seen].unbind(1):
+        model.forward_step(token)
+    other.load_state_dict(model.state_dict())
+    assert other.get_state() is not None
+    for token in tokens[:, seen : seen + N].unbind(1):
+        ours, theirs = model.forward_step(token), other.forward_step(token)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]  # the line above
+    other.load_state_dict(weights)
+    assert other.get_state() is None
+    assert other.forward_step(tokens[:1, 0]) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["continual", "exact"])
+def test_parts_of_a_stream_are_refused(kind: str) -> None:
+    model, tokens = made(kind, depth=2), stream(N + 4)
+    for token in tokens[:, : N + 2].unbind(1):
+        model.forward_step(token)
+    state, entries = model.get_state(), copy.deepcopy(model.state_dict())
+    assert state is not None
+    expected = copy.deepcopy(model).forward_step(tokens[:, -1])
+    del entries["stream.tokens"]
+    with pytest.raises(RuntimeError, match=r"stream\.tokens has 0 tokens of 0 streams, and the last layer has 2"):
+        model.load_state_dict(entries)
+    for wrong, said in (
+        (state._replace(window=None), "state.window has 0 tokens"),
+        (state._replace(last=None), "the last layer has 0"),
+        (state._replace(place=99), "`state` is 99"),
+        (state._replace(window=state.window.float()), "`state.tokens` is torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.set_state(wrong)
+    assert torch.equal(model.forward_step(tokens[:, -1]), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_is_cast_with_its_model(kind: str, depth: int) -> None:
+    model, tokens = made(kind, depth), stream(N + 4)
+    for token in tokens[:, :-1].unbind(1):
+        model.forward_step(token)
+    expected = copy.deepcopy(model).forward_step(tokens[:, -1])
+    torch.testing.assert_close(model.float().forward_step(tokens[:, -1].float()), expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_comes_back_without_the_stream(kind: str, depth: int, tmp_path: Path) -> None:
+    model, tokens = made(kind, depth).float(), stream().float()
     for token in tokens[:, : N + 1].unbind(1):
         model.forward_step(token)
+    model.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path)
     again = KINDS[kind][0].from_pretrained(tmp_path).eval()
     assert again.get_state() is None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer
+from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
+from cmab_kernels.nn.stream import extent, follow_weights
 
 from ..pretrained import Pretrained
+from .window import TokenWindow
 
 
 class StreamState(NamedTuple):
@@ -35,7 +37,8 @@ class StreamClassifier(Pretrained):
     read the window anew at every step. The last is continual, if it is a `ContinualEncoderLayer`: the newest output of the layers before it
     is the next token of its stream. With `depth` 1 a step is therefore `forward` of the window, as far as the attention's landmarks follow
     the window. With more layers it is so for the first full window; later, the older tokens of the last layer are what they were when they
-    were the newest of their windows, where `forward` computes all of them from one window.
+    were the newest of their windows, where `forward` computes all of them from one window. The `state_dict` holds the streams while there
+    are any, and loading weights alone ends them.
 
     Args:
         layers: of width `dim`, batch first, and without dropout: layers over a window (B, n, dim), and last one of these or a
@@ -54,9 +57,9 @@ class StreamClassifier(Pretrained):
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
+        self.stream = TokenWindow(sequence_len, dim)
+        self.register_load_state_dict_post_hook(follow_weights)
         self._over_window = len(layers) - isinstance(layers[-1], ContinualEncoderLayer)
-        self._window: Tensor | None = None
-        self._batch: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the scores (B, num_classes) of windows (B, n, C), oldest token first. The stream stays as it is.
@@ -91,18 +94,21 @@ class StreamClassifier(Pretrained):
     def forward_step(self, token: Tensor) -> Tensor | None:
         """Take the next token (B, C) of B streams, and return their scores (B, num_classes), or None before the window is full.
 
-        A token of a wrong shape or batch, or on a CPU one that is not finite, is a `ValueError` and leaves the streams as they were.
+        A token of a wrong shape or batch, or on a CPU one that is not finite, or not when it is embedded, is a `ValueError` and leaves the
+        streams as they were.
         """
         self._check(token, (self.dim_in,))
         if self._batch not in (None, token.shape[0]):
             raise ValueError(f"token has batch {token.shape[0]}; there are {self._batch} streams, which clean_state() ends")
-        if token.device.type == "cpu" and not token.isfinite().all():
-            raise ValueError("token holds a NaN or an infinity; every element must be finite")
-        self._batch = token.shape[0]
-        embedded = self.positions.forward_step(self.embedding(token)).unsqueeze(1)
-        newest = self._read_window(embedded) if self._over_window else embedded
+        embedded = self.positions.forward_step(self.embedding(token), update_state=False).unsqueeze(1)
+        if embedded.device.type == "cpu" and not embedded.isfinite().all():
+            raise ValueError("token holds a NaN or an infinity, or has one when it is embedded; every element must be finite")
+        window = self._window_with(embedded) if self._over_window else None
+        newest = embedded if window is None else self._read(window)
         if newest is not None and self._is_continual:
             newest = self._last.forward_steps(newest)
+        self.stream.hold(window)  # only now: a layer that raises leaves all of the stream where it was
+        self.positions.set_state((self.positions.get_state() + 1) % self.positions.period)
         return None if newest is None else self._scores(newest)
 
     def clean_state(self) -> None:
@@ -113,16 +119,25 @@ class StreamClassifier(Pretrained):
         """Return the state of the streams, which later steps do not change, or None before the first token."""
         if self._batch is None:
             return None
-        last = self._last.get_state() if self._is_continual else None
-        return StreamState(self.positions.get_state(), self._window, last, self._batch)
+        window, last = self.stream.state, self._last.get_state() if self._is_continual else None
+        return StreamState(self.positions.get_state(), None if window is None else window.tokens, last, self._batch)
 
     def set_state(self, state: StreamState | None) -> None:
-        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
-        place, window, last, batch = (None,) * 4 if state is None else state
-        if self._is_continual:
-            self._last.set_state(last)
-        self.positions.set_state(place)
-        self._window, self._batch = window, batch
+        """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
+        place, window, last, _ = (None,) * 4 if state is None else state
+        misfit = self._misfit({"state.window": window, "state.last": getattr(last, "queries", None)}, "state.window", "state.last")
+        if misfit:
+            raise ValueError(misfit)
+        before = self.stream.held, self.positions.held
+        try:
+            self.stream.state = None if window is None else RecentTokens(window)
+            self.positions.set_state(place)
+            if self._is_continual:
+                self._last.set_state(last)
+        except Exception:
+            self.stream.hold(before[0])
+            self.positions.hold(before[1])
+            raise
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Save the parameters; streams are not saved."""
@@ -133,6 +148,31 @@ class StreamClassifier(Pretrained):
         finally:
             self.set_state(state)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse a window without the stream of the last layer that belongs to it, and the other way round."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        last = f"{prefix}layers.{len(self.layers) - 1}.self_attn.stream.queries"
+        misfit = self._misfit(state_dict, f"{prefix}stream.tokens", last)
+        if misfit:
+            args[-1].append(misfit)
+
+    def _misfit(self, entries: Mapping[str, Any], window: str, last: str) -> str:
+        """Return why the entry of a window and that of the last layer's queries are not of one state, or "" if they may be."""
+        batch, tokens, streams = extent(entries, window, 0), extent(entries, window, 1), extent(entries, last, 0)
+        begun = batch if tokens == self.sequence_len else 0
+        if not self._is_continual or (streams == begun if self._over_window else batch == 0):
+            return ""
+        return f"{window} has {tokens} tokens of {batch} streams, and the last layer has {streams}: they are of no state of this model"
+
+    @property
+    def _batch(self) -> int | None:
+        """The number of streams, or None before the first token."""
+        if self._over_window:
+            window = self.stream.held
+            return None if window is None else window.tokens.shape[0]
+        last = self._last.self_attn.stream.held
+        return None if last is None else last.queries.shape[0]
+
     @property
     def _last(self) -> Any:
         return self.layers[-1]
@@ -141,16 +181,19 @@ class StreamClassifier(Pretrained):
     def _is_continual(self) -> bool:
         return self._over_window < len(self.layers)
 
-    def _read_window(self, newest: Tensor) -> Tensor | None:
+    def _window_with(self, newest: Tensor) -> RecentTokens:
+        """Return the window (B, at most n, dim) with the newest token (B, 1, dim)."""
+        held = self.stream.held
+        return RecentTokens(newest if held is None else torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :].contiguous())
+
+    def _read(self, window: RecentTokens) -> Tensor | None:
         """Return what the layers over the window make of it: of all tokens (B, n, dim) when it is first full, of the newest later."""
-        held, n = self._window, self.sequence_len
-        features = newest if held is None else torch.cat([held, newest], 1)[:, -n:]
-        self._window = features
-        if features.shape[1] < n:
+        features, held = window.tokens, self.stream.held
+        if features.shape[1] < self.sequence_len:
             return None
         for layer in self.layers[: self._over_window]:
             features = layer(features)
-        return features if held is None or held.shape[1] < n else features[:, -1:]
+        return features if held is None or held.tokens.shape[1] < self.sequence_len else features[:, -1:]
 
     def _scores(self, features: Tensor) -> Tensor:
         """Return the scores (B, num_classes) of the newest of the tokens (B, N, dim)."""
