@@ -159,6 +159,11 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
         (lambda: model.log_prob(times, marks.double()), "marks are torch.float64"),
         (lambda: model.log_prob(times, marks[:, 1:]), "times, marks have shapes"),
         (lambda: model.observe(None, times, marks), "time, mark have shapes"),
+        (lambda: model.observe(state, times[:1, 2], marks[:1, 2]), "time has batch 1; the state has 3"),
+        (lambda: model.log_prob(times, marks, LENGTHS + 1), r"lengths are torch.int64 \(3,\) from 2 to 14"),
+        (lambda: model.log_prob(times, marks, LENGTHS - 2), "lengths are .* from -1 to 11"),
+        (lambda: model.log_prob(times, marks, LENGTHS[:2]), r"lengths are torch.int64 \(2,\)"),
+        (lambda: model.log_prob(times, marks, LENGTHS.double()), "lengths are torch.float64"),
     ):
         with pytest.raises(ValueError, match=said):
             call()

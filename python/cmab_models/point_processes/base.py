@@ -71,6 +71,8 @@ class PointProcess(Pretrained):
         """Return the state after one more event of each sequence: time (B,), not before that of the event before, and mark (B,) int64."""
         if time.dim() != 1 or mark.shape != time.shape:
             raise ValueError(f"time, mark have shapes {tuple(time.shape)}, {tuple(mark.shape)}; both must be (batch,)")
+        if state is not None and state.time.shape != time.shape:
+            raise ValueError(f"time has batch {len(time)}; the state has {len(state.time)}")
         time = time.double()
         gap = _checked(time if state is None else time - state.time)
         self._check_marks(mark)
@@ -93,6 +95,7 @@ class PointProcess(Pretrained):
             raise ValueError(f"times, marks have shapes {tuple(times.shape)}, {tuple(marks.shape)}; both must be (batch, events)")
         batch, longest = times.shape
         lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
+        _check_lengths(lengths, batch, longest)
         there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
         times, marks = times.double().where(there, 0.0), marks.where(there, 0)
         gaps = _checked(times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
@@ -129,6 +132,15 @@ class PointProcess(Pretrained):
             raise ValueError(
                 f"marks are {marks.dtype} from {marks.min()} to {marks.max()}; int64 from 0 to {self.num_marks - 1} are needed"
             )
+
+
+def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
+    fits = lengths.shape == (batch,) and not lengths.is_floating_point()
+    if not fits or (batch and not 0 <= lengths.min() <= lengths.max() <= longest):
+        values = f" from {lengths.min()} to {lengths.max()}" if lengths.numel() else ""
+        raise ValueError(
+            f"lengths are {lengths.dtype} {tuple(lengths.shape)}{values}; int64 ({batch},) from 0 to {longest}, the events, are needed"
+        )
 
 
 def _checked(gaps: Tensor) -> Tensor:
