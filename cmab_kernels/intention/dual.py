@@ -110,9 +110,10 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dvalue = _weighted(products, dout, weights, alpha, ctx.impl)
     absent = weights == 0
     overlap = (dvalue * solution).sum(-1) / weights.masked_fill(absent, 1.0)
-    penalty = alpha.unsqueeze(-1)
+    alpha = alpha.unsqueeze(-1)
     residuals = ((value - row_products(products, solution)) * (dout - row_products(products, dvalue))).sum(-1)
-    dweights = torch.where(absent, residuals / penalty, penalty * overlap / weights.masked_fill(absent, 1.0))
+    penalty = alpha.masked_fill(~absent | ((alpha == 0) & (residuals == 0)), 1.0)  # a 0 / 0 has a NaN for its derivative, used or masked
+    dweights = torch.where(absent, residuals / penalty, alpha * overlap / weights.masked_fill(absent, 1.0))
     dproducts = row_products(dvalue, solution.mT)
     return (dproducts + dproducts.mT) / -2, dvalue, dweights, -overlap.sum(-1), None
 

@@ -271,6 +271,24 @@ def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
         assert abs(ours[:, i].sum() - (slope - bend)) < 1e-3 * max(1.0, abs(float(slope)))
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[False, True, False]])])
+def test_second_derivatives_in_weights_without_a_penalty(impl: str, mask: Tensor | None) -> None:
+    """With alpha = 0 the dual form has those of a vanishing alpha, in weights and keys at once."""
+    tensors = [torch.randn(1, 1, 3, 5, dtype=torch.float64), torch.rand(1, 1, 3, dtype=torch.float64) + 0.5]
+    q, v = torch.randn(1, 1, 2, 5, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
+
+    def second(alpha: float) -> tuple[Tensor, ...]:
+        k, weights = (t.requires_grad_() for t in tensors)
+        out = ck.intention(q, k, v, alpha, weights=weights, key_padding_mask=mask, impl=impl)
+        grads = torch.autograd.grad(out.square().sum(), (k, weights), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), (k, weights))
+
+    limit = second(1e-10)
+    size = max(float(t.abs().max()) for t in limit)
+    for ours, right in zip(second(0.0), limit, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0.0, atol=1e-5 * size)
+
+
 def test_flops() -> None:
     q, k, v = _rows()
     sums, apply, system = 4 * 5 * (3 * 4 + 2 * 3 * 2), 4 * 4 * 2 * 3 * 2, 4 * (3**3 // 3 + 2 * 3**2 * 2)
