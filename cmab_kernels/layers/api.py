@@ -114,7 +114,7 @@ def attention_layer(
         norm: (weight, bias, eps) of a `torch.nn.LayerNorm` over C, whose bias may be None; None: no norm.
         context_norm: the same over C'; only with a context.
         key_padding_mask: (B, N) bool, True = ignore. What an ignored row of the context holds does not matter; without a context an ignored
-            row of x still is a query, and its own result is made from it.
+            row of x still is a query, and its own result is made from it. The norm of the context, or of x without one, needs an eps > 0.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
@@ -161,6 +161,8 @@ def attention_layer(
     _check_norm("norm", norm_weight, norm_bias, width)
     _check_norm("context_norm", context_weight, context_bias, depth)
     check_mask(key_padding_mask, seen, seen.shape[:2])
+    if key_padding_mask is not None:
+        _check_norm_of_zeros("norm" if context is None else "context_norm", norm if context is None else context_norm)
     x, context, *weights = _cast(
         *(x, context, norm_weight, norm_bias, context_weight, context_bias, query_weight, query_bias, key_weight, key_bias),
         *(value_weight, value_bias, output_weight, output_bias),
@@ -201,6 +203,12 @@ def _check_shape(name: str, tensor: Tensor | None, meaning: str, shape: tuple[in
 def _check_norm(name: str, weight: Tensor | None, bias: Tensor | None, width: int) -> None:
     _check_shape(f"{name}[0]", weight, "one number for each column", (width,))
     _check_shape(f"{name}[1]", bias, "one number for each column", (width,))
+
+
+def _check_norm_of_zeros(name: str, norm: Norm | None) -> None:
+    """Raise if a row of zeros, which an ignored one becomes, has no norm."""
+    if norm is not None and norm[2] == 0:
+        raise ValueError(wrong(f"{name}[2]", "is 0", "eps, a number > 0, is needed with a key_padding_mask, which makes rows of zeros"))
 
 
 def _check_heads(name: str, weight: Tensor, num_heads: int) -> int:

@@ -21,6 +21,7 @@ ATTENTION = {
     "output_weight": torch.randn(4, 8),
     "num_heads": 2,
 }
+SELF = {"context": None, "key_weight": MATRIX, "value_weight": torch.randn(8, 4)}
 
 BAD_FEED_FORWARD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "x without columns": (ValueError, r"`x` has shape \(2, 0\).*C >= 1", {"x": torch.randn(2, 0)}),
@@ -55,6 +56,16 @@ BAD_ATTENTION: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "output bias too long": (ValueError, r"`output_bias` has shape \(5,\).*\(4,\)", {"output_bias": torch.randn(5)}),
     "a context's norm of x's width": (ValueError, r"`context_norm\[0\]` has shape \(4,\).*\(6,\)", {"context_norm": NORM}),
     "a mask of x": (ValueError, r"`key_padding_mask` has shape \(2, 3\).*\(2, 7\)", {"key_padding_mask": torch.zeros(2, 3).bool()}),
+    "a norm of ignored rows without eps": (
+        ValueError,
+        r"`context_norm\[2\]` is 0.*> 0.*key_padding_mask",
+        {"context_norm": (torch.ones(6), None, 0.0), "key_padding_mask": torch.zeros(2, 7).bool()},
+    ),
+    "a norm of its own ignored rows without eps": (
+        ValueError,
+        r"`norm\[2\]` is 0",
+        {**SELF, "norm": (*NORM[:2], 0), "key_padding_mask": torch.zeros(2, 3).bool()},
+    ),
     "an additive mask": (TypeError, r"`key_padding_mask` is torch.float32", {"key_padding_mask": torch.zeros(2, 7)}),
 }
 
@@ -71,6 +82,13 @@ def test_bad_arguments_of_an_attention_layer(case: str) -> None:
     error, message, changed = BAD_ATTENTION[case]
     with pytest.raises(error, match=message):
         ck.attention_layer(**{**ATTENTION, **changed})
+
+
+def test_a_norm_may_have_an_eps_of_zero_where_no_row_is_ignored(impl: str) -> None:
+    norm = torch.ones(4), torch.zeros(4), 0.0
+    ignored = torch.tensor([[False, True, False, False, True, False, False]]).expand(2, -1)
+    for changed in ({**SELF, "norm": norm}, {"norm": norm, "key_padding_mask": ignored}):
+        assert ck.attention_layer(**{**ATTENTION, **changed, "impl": impl}).isfinite().all()
 
 
 def test_the_norm_of_a_context_that_is_not_there() -> None:
