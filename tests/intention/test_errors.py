@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels import RidgeState
@@ -144,6 +145,19 @@ def test_bad_systems(case: str) -> None:
     error, message, changed = BAD_SYSTEMS[case]
     with pytest.raises(error, match=message):
         ck.regularised_solve(**{"gram": A, "rhs": RHS, "alpha": 0.1, **changed})
+
+
+@pytest.mark.parametrize("gram", [torch.tensor(3.0), torch.ones(4), A[..., :3], A[..., :3, :], A[..., :0, :0], A.long()])
+def test_bad_matrices_to_invert(gram: Tensor) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^`gram` (has shape|is) "):
+        ck.regularised_inverse(gram, 0.1)
+
+
+def test_a_penalty_that_float32_does_not_hold() -> None:
+    for solve in (lambda alpha: ck.regularised_solve(A, RHS, alpha), lambda alpha: ck.regularised_inverse(A.half(), alpha)):
+        with pytest.raises(ValueError, match=r"`alpha` is 1e\+39.*finite in torch.float32"):
+            solve(1e39)
+    ck.regularised_solve(A.double(), RHS.double(), 1e39)
 
 
 def test_an_unknown_form() -> None:

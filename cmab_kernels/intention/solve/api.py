@@ -14,6 +14,9 @@ from ...checks import check_operands, kind_of, wrong
 from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
+_LARGEST = torch.finfo(torch.float32).max
+"""The largest penalty in float32."""
+
 
 class RidgeSolution(NamedTuple):
     """The solution of a regularised system, and how far it can be trusted."""
@@ -50,8 +53,7 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     (True, [0, 0, 0])
     """
     check_operands(gram=gram, rhs=rhs)
-    if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or gram.shape[-1] == 0:
-        raise ValueError(wrong("gram", f"has shape {tuple(gram.shape)}", "(..., D, D) with D >= 1 is needed"))
+    _check_square(gram)
     if rhs.dim() != gram.dim() or rhs.shape[:-1] != gram.shape[:-1]:
         allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E) is needed, as gram has shape {tuple(gram.shape)}"
         raise ValueError(wrong("rhs", f"has shape {tuple(rhs.shape)}", allowed))
@@ -73,8 +75,14 @@ def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "aut
             [0.0000, 0.2500]])
     """
     check_operands(gram=gram)
+    _check_square(gram)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return regularised_solve(gram, one.expand(gram.shape), alpha, impl=impl).weight
+
+
+def _check_square(gram: Tensor) -> None:
+    if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or gram.shape[-1] == 0:
+        raise ValueError(wrong("gram", f"has shape {tuple(gram.shape)}", "(..., D, D) with D >= 1 is needed"))
 
 
 def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -82,8 +90,8 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     if not isinstance(alpha, Tensor):
         if not isinstance(alpha, Real):
             raise TypeError(wrong("alpha", f"is {kind_of(alpha)}", "a number or a floating tensor is needed"))
-        if not 0 <= alpha < math.inf:
-            raise ValueError(wrong("alpha", f"is {alpha}", "a finite number >= 0 is needed"))
+        if not 0 <= alpha < math.inf or (dtype == torch.float32 and float(alpha) > _LARGEST):
+            raise ValueError(wrong("alpha", f"is {alpha}", f"a number >= 0, finite in {dtype}, is needed"))
         return torch.full(shape, alpha, dtype=dtype, device=device)
     if not alpha.is_floating_point():
         raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
