@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -28,13 +29,31 @@ def check_source(source: Any, read_twice: bool) -> None:
         raise ValueError(wrong("chunks", f"is {kind_of(source)}, which can be read once only", allowed))
 
 
-def read_chunks(source: Any, weight: Tensor) -> Iterator[Tensor]:
+def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return a function whose contexts have the caller's grad mode, inference mode and autocast, which torch keeps for each thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)}
+
+    def entered() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        for kind, dtype in casts.items():
+            stack.enter_context(torch.autocast(kind, dtype))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        return stack
+
+    return entered
+
+
+def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager]) -> Iterator[Tensor]:
     """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`; the next is fetched by a thread meanwhile.
+
+    The thread runs the code of the source, such as a generator's, in `modes`.
 
     `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first.
     """
-    batch = None
-    for i, chunk in enumerate(_prefetched(_rows(chunk, weight) for chunk in _cut(source))):
+    batch, refilled = None, not (_is_array(source) or isinstance(source, list | tuple))
+    for i, chunk in enumerate(_prefetched((_rows(chunk, weight, refilled) for chunk in _cut(source)), modes)):
         name = f"chunks[{i}]"
         if not isinstance(chunk, Tensor):
             raise TypeError(wrong(name, f"is {kind_of(chunk)}", "a tensor, an array or a batch of an Arrow table is needed"))
@@ -70,8 +89,11 @@ def _cut(source: Any) -> Iterable[Any]:
     return source.to_batches(max_chunksize=CHUNK) if _is_table(source) else source
 
 
-def _rows(chunk: Any, weight: Tensor) -> Any:
-    """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first."""
+def _rows(chunk: Any, weight: Tensor, refilled: bool) -> Any:
+    """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first.
+
+    So is a tensor that may be `refilled`: the next chunk, fetched while this one is used, may be written to the same memory.
+    """
     if isinstance(chunk, tuple | list) and chunk:
         chunk = chunk[0]
     if hasattr(chunk, "column_names"):
@@ -79,15 +101,20 @@ def _rows(chunk: Any, weight: Tensor) -> Any:
         chunk = torch.stack(columns, -1)
     elif _is_array(chunk) and not isinstance(chunk, Tensor):
         chunk = torch.tensor(chunk, dtype=weight.dtype)
-    return chunk.to(weight.device, non_blocking=True) if isinstance(chunk, Tensor) else chunk
+    return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 
 
-def _prefetched(chunks: Iterator[Any]) -> Iterator[Any]:
-    """Yield the chunks, each next one computed by another thread while the last is used."""
+def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManager]) -> Iterator[Any]:
+    """Yield the chunks, each next one computed by another thread, in `modes`, while the last is used."""
+
+    def fetch() -> Any:
+        with modes():
+            return next(chunks, _END)
+
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, chunks, _END)
+        coming = thread.submit(fetch)
         while (chunk := coming.result()) is not _END:
-            coming = thread.submit(next, chunks, _END)
+            coming = thread.submit(fetch)
             yield chunk
 
 

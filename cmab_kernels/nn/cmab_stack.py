@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from ..attention.projected.api import attention_state_of_chunks
 from ..attention.state import subtract_state
 from ..checks import check_count, wrong
 from . import fused
-from .chunks import check_source, progress_bar, read_chunks
+from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .layers import plain_parameters, projects_inside
 from .stream import AttentionStream, follow_weights
@@ -151,7 +151,8 @@ class CMABStack(nn.Module):
             chunks: a tensor or a NumPy array (N, dim) or (B, N, dim), also a memory-mapped one; an Arrow table or an open Arrow file
                 (`pyarrow.ipc.open_file`), whose columns are the features; or any iterable of tensors, arrays or batches of a table
                 (n, dim) or (B, n, dim), such as a `DataLoader`, of whose tuples the first entry is taken. Arrays are cut, and are cast to
-                the module's dtype. A thread fetches the next chunk while one is computed.
+                the module's dtype. A thread fetches the next chunk while one is computed, in the caller's grad mode and autocast; an
+                iterable may write each chunk to the same memory.
             state: the state of earlier inputs; None: there are none.
             progress: True shows a bar, with tqdm if it is installed. A function is called after each chunk with the number of chunks
                 read and their state: save it there, and after a stop go on from it with the chunks that are left, to the same bits.
@@ -191,7 +192,12 @@ class CMABStack(nn.Module):
                 )
             )
         query, weights, norm = stacked
-        return attention_state_of_chunks(query, lambda: read_chunks(chunks, weight), *weights, context_norm=norm, state=state, after=after)
+        modes = callers_modes(weight.device)  # here: within autograd's forward and backward there are others
+
+        def read() -> Iterator[Tensor]:
+            return read_chunks(chunks, weight, modes)
+
+        return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
 
     @property
     def _blocks(self) -> list[CMAB]:

@@ -248,6 +248,47 @@ def test_the_next_chunk_is_fetched_meanwhile_and_no_more() -> None:
         module.encode(source(), progress=meanwhile)
 
 
+def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
+    weight, parts = stack().blocks[0].latents, torch.randn(4, BATCH, 5, DIM, dtype=torch.float64)
+    written = [threading.Event() for _ in (*parts, None)]
+
+    def source() -> Iterator[Tensor]:
+        memory = torch.empty_like(parts[0])
+        for part, event in zip(parts, written, strict=False):
+            memory.copy_(part)
+            event.set()
+            yield memory
+        written[-1].set()
+
+    with torch.no_grad():
+        read = chunks.read_chunks(source(), weight, chunks.callers_modes(weight.device))
+        for chunk, part, after in zip(read, parts, written[1:], strict=True):
+            assert after.wait(10) and torch.equal(chunk, part)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
+    """Also in the backward pass, which reads it again."""
+    module, project, found = stack(torch.float32), torch.nn.Linear(DIM, DIM), []
+    parts = points(torch.float32)[0].bfloat16().split(20, 1)
+
+    class Source:
+        def __iter__(self) -> Iterator[Tensor]:
+            for part in parts:
+                found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+                yield project(part).float()
+
+    with torch.set_grad_enabled(grad), torch.autocast("cpu"):
+        state = module.encode(Source())
+        assert same(state, module.encode([project(part).float() for part in parts]))
+    if grad:
+        state.out.sum().backward()
+    assert found == [(grad, True)] * len(parts) * (1 + grad)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    with torch.inference_mode():
+        module.encode(project(part) for part in parts[0].float().split(1))
+
+
 @pytest.mark.parametrize("with_tqdm", [False, True])
 def test_progress(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if with_tqdm:
