@@ -76,6 +76,31 @@ def test_points_in_pieces_masked_or_forgotten(kind: type[NeuralProcess]) -> None
         close(values(model.predict(left, target_x)), at_once)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_masked_points_may_hold_anything(kind: type[NeuralProcess]) -> None:
+    model, (x, y, target_x, _) = made(kind), batch()
+    mask = torch.arange(x.shape[1]) % 3 == 1
+    holes = [part.masked_fill(mask.unsqueeze(-1), hole) for part, hole in ((x, torch.nan), (y, torch.inf))]
+    leaves, found = list(model.parameters()), []
+    for state in (model.condition(*holes, mask=mask.expand(2, -1)), model.condition(x[:, ~mask], y[:, ~mask])):
+        predicted = values(model.predict(state, target_x))
+        total = torch.stack([each.sin().sum() for each in predicted]).sum()
+        found.append((predicted, torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)))
+    close(*found)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_of_nothing_there_is_nothing(kind: type[NeuralProcess]) -> None:
+    """One point has no points before it; there may be no targets, and no functions."""
+    model, (x, y, target_x, _) = made(kind), batch()
+    assert model.prefix_log_prob(x[:, :1], y[:, :1]).shape == (2, 0)
+    assert model(x, y, target_x[:, :0]).mean.numel() == 0
+    assert model.sample(x, y, target_x[:, :0]).shape == (2, 0, 3)
+    assert model(x[:0], y[:0], target_x[:0]).mean.shape[0] == 0
+    assert model.sample(x[:0], y[:0], target_x[:0]).shape == (0, 7, 3)
+    assert model.prefix_log_prob(x[:0], y[:0]).shape == (0, x.shape[1] - 1)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not IncTNP])
 def test_one_of_two_equal_points_is_forgotten(kind: type[NeuralProcess]) -> None:
     model, (x, y, target_x, _) = made(kind), batch()
@@ -166,7 +191,7 @@ def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("cmab_models.neural_processes.cmanp.CHUNK", 4)
         rows: list[int] = []
         model.embedding.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
-        close(model.condition(x, y, mask=mask), expected)
+        close(model.condition(x.masked_fill(mask.unsqueeze(-1), torch.nan), y, mask=mask), expected)
     assert rows == [4, 4, 3]
 
 

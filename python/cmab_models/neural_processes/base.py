@@ -46,7 +46,10 @@ class NeuralProcess(Pretrained):
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
-        """Return the state of the points x, y and those of `state`; points where `mask` (B, N) bool is True are ignored."""
+        """Return the state of the points x, y and those of `state`; points where `mask` (B, N) bool is True are ignored.
+
+        What these hold does not matter; it may be NaN.
+        """
 
     @abstractmethod
     def forget(self, state: Any, x: Tensor, y: Tensor) -> Any:
@@ -94,7 +97,7 @@ class NeuralProcess(Pretrained):
         for i in range(1, x.shape[1]):
             state = self.condition(x[:, i - 1 : i], y[:, i - 1 : i], state)
             found.append(joint_log_prob(self.predict(state, x[:, i : i + 1]), y[:, i : i + 1]))
-        return torch.stack(found, 1)
+        return torch.stack(found, 1) if found else y.new_zeros(y.shape[0], 0)
 
     @torch.no_grad()
     def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
@@ -125,8 +128,18 @@ class NeuralProcess(Pretrained):
             raise ValueError(f"y has shape {tuple(y.shape)}; {(*x.shape[:2], self.dim_y)}, as x has, is needed")
 
 
+def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return points with zeros for those that are ignored: a NaN times a weight of 0, or a gradient of 0, would be a NaN."""
+    if mask is None:
+        return x, y
+    ignored = mask.unsqueeze(-1)
+    return x.masked_fill(ignored, 0.0), y.masked_fill(ignored, 0.0)
+
+
 def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
-    """Return the log-density (B,) of all values y (B, M, dim_y)."""
+    """Return the log-density (B,) of all values y (B, M, dim_y), 0 where there are none, of which torch's may raise."""
+    if not y.numel():
+        return y.new_zeros(len(y))
     if isinstance(predicted, MultivariateNormal):
         return predicted.log_prob(y.flatten(1))
     return predicted.log_prob(y).flatten(1).sum(1)

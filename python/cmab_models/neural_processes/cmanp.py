@@ -15,7 +15,7 @@ from cmab_kernels.nn import CMABStack
 
 from ..prefixes import prefix_states
 from . import official
-from .base import NeuralProcess, joint_log_prob
+from .base import NeuralProcess, joint_log_prob, without_masked
 from .parts import Decoder, JointHead, NormalHead, point_embedding
 
 if TYPE_CHECKING:
@@ -92,11 +92,12 @@ class CMANP(NeuralProcess):
         """
         self._check(x, y)
         if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
-            return self.blocks.read(self._embedded(x, y), state, key_padding_mask=mask)
+            return self.blocks.read(self._embedded(*without_masked(x, y, mask)), state, key_padding_mask=mask)
         xs, ys = x.split(CHUNK, 1), y.split(CHUNK, 1)
         masks = [None] * len(xs) if mask is None else mask.split(CHUNK, 1)
         for some_x, some_y, ignored in zip(xs, ys, masks, strict=True):
-            state = self.blocks.read(self._embedded(some_x, some_y), state, key_padding_mask=ignored)
+            embedded = self._embedded(*without_masked(some_x, some_y, ignored))
+            state = self.blocks.read(embedded, state, key_padding_mask=ignored)
         assert state is not None  # a split has at least one chunk
         return state
 
@@ -126,7 +127,7 @@ class CMANP(NeuralProcess):
         states = prefix_states(self.blocks, self._embedded(x[:, :-1], y[:, :-1]))
         target_x, target_y = (points[:, 1:].flatten(0, 1).unsqueeze(1) for points in (x, y))
         predicted = self._decoded(target_x, self.blocks.retrieve(self.latents, states, all_blocks=True))
-        return joint_log_prob(predicted, target_y).view(x.shape[0], -1)
+        return joint_log_prob(predicted, target_y).view(x[:, 1:].shape[:2])
 
     def _embedded(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.embedding(torch.cat([x, y], -1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from .base import NeuralProcess
+from .base import NeuralProcess, without_masked
 from .parts import NormalHead, point_embedding
 
 
@@ -63,7 +63,7 @@ class CNP(NeuralProcess):
 
     def _total(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Total:
         self._check(x, y)
-        features = self.embedding(torch.cat([x, y], -1))
+        features = self.embedding(torch.cat(without_masked(x, y, mask), -1))
         if mask is None:
             return Total(features.sum(1), x.new_full((x.shape[0], 1), x.shape[1]))
         return Total(features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(x.dtype))

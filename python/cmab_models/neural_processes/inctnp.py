@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from .base import NeuralProcess
+from .base import NeuralProcess, without_masked
 from .parts import NormalHead, perceptron, point_embedding
 
 
@@ -95,7 +95,7 @@ class IncTNP(NeuralProcess):
         causal = position <= position[before:, None]
         itself = position == position[before:, None]  # an ignored point sees itself, so that no row of attention is empty
         allowed = (causal & ~ignored[:, None, :] | itself).unsqueeze(1)
-        features, keys, values = self.embedding(torch.cat([x, y], -1)), [], []
+        features, keys, values = self.embedding(torch.cat(without_masked(x, y, mask), -1)), [], []
         for k, layer in enumerate(self._layers):
             key, value = layer.keys_and_values(features)
             if state is not None:

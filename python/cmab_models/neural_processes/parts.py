@@ -66,6 +66,11 @@ class Decoder(nn.Module):
         return result
 
 
+def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True; torch's raises where there are none."""
+    return encoder(tokens, src_key_padding_mask=mask) if tokens.numel() else tokens
+
+
 class NormalHead(nn.Module):
     """Means and standard deviations from features (B, M, dim).
 
@@ -95,11 +100,11 @@ class JointHead(nn.Module):
         layer = nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.projection = perceptron(dim, hidden, rank * dim_y, depth)
-        self.dim_y, self.bound_std = dim_y, bound_std
+        self.rank, self.bound_std = rank, bound_std
 
     def forward(self, features: Tensor) -> MultivariateNormal:
         mean = self.mean(features).flatten(1)
-        rows = self.projection(self.encoder(features)).view(*mean.shape, -1)
+        rows = self.projection(encoded(self.encoder, features)).view(*mean.shape, self.rank)
         factor = (rows @ rows.mT).tril()
         if self.bound_std:
             diagonal = factor.diagonal(dim1=-2, dim2=-1)

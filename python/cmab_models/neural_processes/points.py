@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .base import NeuralProcess
+from .base import NeuralProcess, without_masked
 
 
 class Points(NamedTuple):
     """The points of a context, and which of them count."""
 
     x: Tensor
-    """(B, N, dim_x)"""
+    """(B, N, dim_x), 0 where a point was masked"""
     y: Tensor
     """(B, N, dim_y)"""
     ignored: Tensor
@@ -27,7 +27,7 @@ class KeepsPoints(NeuralProcess):
     def condition(self, x: Tensor, y: Tensor, state: Points | None = None, mask: Tensor | None = None) -> Points:
         self._check(x, y)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-        new = Points(x, y, ignored)
+        new = Points(*without_masked(x, y, mask), ignored)
         return new if state is None else Points(*(torch.cat(parts, 1) for parts in zip(state, new, strict=True)))
 
     def forget(self, state: Points, x: Tensor, y: Tensor) -> Points:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from .parts import JointHead, NormalHead, point_embedding
+from .parts import JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points
 
 
@@ -52,7 +52,7 @@ class TNPD(KeepsPoints):
         asked = torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1)
         tokens = self.embedding(torch.cat([torch.cat([state.x, state.y], -1), asked], 1))
         hidden = torch.cat([state.ignored, state.ignored.new_ones(len(asked), targets)], 1)
-        features = self.encoder(tokens, src_key_padding_mask=hidden)
+        features = encoded(self.encoder, tokens, hidden)
         result: Distribution = self.head(features[:, points:])
         return result
 
