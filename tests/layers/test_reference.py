@@ -60,6 +60,18 @@ def test_any_number_of_dimensions(impl: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(y, x + (x @ expand.T).relu() @ contract.T)
 
 
+def test_no_rows_of_any_strides(impl: str) -> None:
+    """torch takes an empty tensor for contiguous, whatever its strides."""
+    x, expand, contract = torch.randn(3, 8)[:0, ::2].requires_grad_(), torch.randn(6, 8)[:, ::2], torch.randn(6, 4).T
+    y = ck.feed_forward_layer(x, expand, contract, activation="relu", impl=impl)
+    assert y.shape == torch.autograd.grad(y.sum(), x)[0].shape == (0, 4)
+    context, square = torch.randn(2, 3, 8)[:, :0, ::2], torch.randn(4, 4)
+    x = torch.randn(2, 3, 8)[..., ::2].requires_grad_()
+    for latents in (x, x[:0], x[:, :0]):
+        y = ck.attention_layer(latents, *(square,) * 4, context=context[: len(latents)], num_heads=2, impl=impl)
+        assert y.shape == torch.autograd.grad(y.sum(), latents)[0].shape == latents.shape
+
+
 def test_flops(native: str) -> None:
     """Two operations for each product, backward those that the gradients in question need."""
     x = torch.randn(2, 5, 4, requires_grad=True)
