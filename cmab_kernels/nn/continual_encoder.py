@@ -13,7 +13,7 @@ from ..checks import check_count, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
 from .projections import extending
-from .stream import extent, follow_weights
+from .stream import Stream, extent, follow_weights
 
 LayerState = WindowState | tuple[RecentTokens, WindowState]
 
@@ -240,6 +240,8 @@ class ContinualEncoder(nn.Module):
 
     `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
     seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
+    An error in the first layer, or in grad mode, leaves the streams unchanged. Under `torch.no_grad()` one in a later layer, as for numbers
+    that overflow there, ends them, like `clean_state`: a copy of the windows at each step would cost more than the step.
 
     With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
     L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n
@@ -306,23 +308,45 @@ class ContinualEncoder(nn.Module):
         """Return the states of the layers, first to last."""
         return tuple(layer.get_state() for layer in self._each())
 
-    def set_state(self, state: Sequence[LayerState | None]) -> None:
-        """Go on from a state that `get_state` returned."""
-        if len(state) != len(self.layers):
-            raise ValueError(wrong("state", f"has {len(state)} parts", f"one for each of {len(self.layers)} layers is needed"))
-        for layer, part in zip(self._each(), state, strict=True):
-            layer.set_state(part)
+    def set_state(self, state: Sequence[LayerState | None] | None) -> None:
+        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        parts = (None,) * len(self.layers) if state is None else state
+        if len(parts) != len(self.layers):
+            raise ValueError(wrong("state", f"has {len(parts)} parts", f"one for each of {len(self.layers)} layers is needed"))
+        before = self._held()
+        try:
+            for layer, part in zip(self._each(), parts, strict=True):
+                layer.set_state(part)
+        except BaseException:
+            self._put_back(before)
+            raise
 
     def _each(self) -> list[Any]:
         return list(self.layers)
 
+    def _held(self) -> list[tuple[Stream, Any]]:
+        return [(part, part.state) for part in self.modules() if isinstance(part, Stream)]
+
+    def _put_back(self, held: list[tuple[Stream, Any]]) -> None:
+        for stream, state in held:
+            stream.hold(state)
+
     def _through(self, method: str, src: Tensor, update_state: bool, batched: bool) -> Tensor | None:
-        tokens = src
-        for layer in self.layers[:1] if self.retroactive else self.layers:
-            tokens = getattr(layer, method)(tokens, update_state=update_state)
-            if tokens is None:
-                return None
-        return self._normed(self._read(tokens, batched) if self.retroactive else tokens)
+        # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
+        before, tokens, taken = self._held() if torch.is_grad_enabled() else None, src, False
+        try:
+            for layer in self.layers[:1] if self.retroactive else self.layers:
+                tokens = getattr(layer, method)(tokens, update_state=update_state)
+                if tokens is None:
+                    return None
+                taken = update_state
+            return self._normed(self._read(tokens, batched) if self.retroactive else tokens)
+        except BaseException:
+            if before is not None:
+                self._put_back(before)
+            elif taken:  # the layers are no longer at the same token, and what the first ones had is overwritten
+                self.clean_state()
+            raise
 
     def _read(self, windows: Tensor, batched: bool) -> Tensor:
         """Return what the layers after the first make of its windows ([T',] n, [B,] C), or with a batch first (B, [T',] n, C)."""

@@ -185,6 +185,50 @@ def test_a_checkpoint_of_half_a_stream_is_refused() -> None:
             same(module.forward_step(tokens(1)[:, 0] * 0, update_state=False), expected)
 
 
+@pytest.mark.parametrize("output", LAYERS)
+def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
+    """In grad mode the streams stay; without, they end, because the steps before wrote over the oldest tokens."""
+    module = ContinualEncoder(layer(output=output), 2, torch.nn.LayerNorm(C, dtype=torch.float64)).eval()
+    module.layers[0].requires_grad_(False)
+    token = tokens()[:, 0]
+
+    def fails(*_: Any) -> None:
+        raise OverflowError
+
+    with torch.no_grad():
+        module.forward_steps(tokens())
+        expected = module.forward_step(token, update_state=False)
+    handle = module.norm.register_forward_pre_hook(fails)
+    with pytest.raises(OverflowError if output == "retroactive" else RuntimeError, match=None if output == "retroactive" else "gradient"):
+        module.forward_step(token)
+    with torch.no_grad():
+        with pytest.raises(OverflowError):
+            module.forward_step(token, update_state=False)
+        handle.remove()
+        assert torch.equal(module.forward_step(token, update_state=False), expected)
+        handle = module.norm.register_forward_pre_hook(fails)
+        with pytest.raises(OverflowError):
+            module.forward_step(token)
+        assert module.get_state() == (None, None)
+        handle.remove()
+        same(module.forward_steps(part := tokens()), module(part))
+
+
+@pytest.mark.parametrize("output", LAYERS)
+def test_a_state_is_taken_by_all_layers_or_none(output: str) -> None:
+    module = ContinualEncoder(layer(output=output), 2).eval()
+    with torch.no_grad():
+        module.forward_steps(tokens())
+        older, token = module.get_state(), tokens()[:, 0]
+        module.forward_steps(tokens())
+        expected = module.forward_step(token, update_state=False)
+        with pytest.raises((TypeError, ValueError), match="state"):
+            module.set_state((older[0], (1, 2)))
+        assert torch.equal(module.forward_step(token, update_state=False), expected)
+        module.set_state(None)
+        assert module.get_state() == (None, None)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="`num_layers` is 1"):
         ContinualEncoder(layer(output="retroactive"), 1)
