@@ -84,6 +84,7 @@ _BACKWARD_IN_PARTS = {
     BLACKWELL: {32: Tiles(64, 64, 4, 1), 64: Tiles(64, 128, 8, 1)},
 }
 _AMPERE_BACKWARD_IN_PARTS = {32: Tiles(64, 64, 4, 1), 64: Tiles(32, 64, 4, 1)}
+_AMPERE_BACKWARD = _BACKWARD["tf32"] | {64: Tiles(128, 16, 8, 2)}
 
 
 def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
@@ -102,8 +103,10 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
     """The tiles of `_backward`, or for float32 in parts `_backward_in_parts`, which hold a block of queries and read the keys."""
-    in_parts = _BACKWARD_IN_PARTS.get(capability_of(device)[0], _AMPERE_BACKWARD_IN_PARTS)
-    return _tiles("attention.backward", _BACKWARD | {"tf32x3": in_parts}, products, device, width).at_most(queries)
+    generation = capability_of(device)[0]
+    of_one = _AMPERE_BACKWARD if generation < HOPPER[0] else _BACKWARD["tf32"]
+    in_parts = _BACKWARD_IN_PARTS.get(generation, _AMPERE_BACKWARD_IN_PARTS)
+    return _tiles("attention.backward", _BACKWARD | {"tf32": of_one, "tf32x3": in_parts}, products, device, width).at_most(queries)
 
 
 _PIECES: dict[int, dict[int, int | None]] = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {32: 16, 64: 32}}
