@@ -63,11 +63,19 @@ class _FusedLayer(nn.Module):
         dropouts = (part for name, part in self.named_children() if name.startswith("dropout"))
         if any(plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None for part in dropouts):
             return "a dropout does more than its kind, or has hooks"
-        if any(getattr(getattr(self, name, None), "__func__", None) is not getattr(self.theirs, name, None) for name in _BLOCKS):
+        if not self._has_their_blocks():
             return "a subclass has a block of its own"
         if fused_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None
+
+    def _has_their_blocks(self) -> bool:
+        return all(getattr(getattr(self, name, None), "__func__", None) is getattr(self.theirs, name, None) for name in _BLOCKS)
+
+    def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
+        """Return x after a block of torch's layer, with its norm and residual connection."""
+        result: Tensor = x + block(norm(x)) if self.norm_first else norm(x + block(x))
+        return result
 
     def _why_no_attention(
         self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.Module, attn_mask: Tensor | None, is_causal: bool, mask: Tensor | None
@@ -187,11 +195,22 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
-        if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is not None:
+        if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
+            self._check(src=src)
+            return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
+        if src.is_nested or self._is_as_made():
             theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return theirs
-        self._check(src=src)
-        return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
+        x = self._as_torch(lambda x: self._sa_block(x, src_mask, src_key_padding_mask, is_causal), self.norm1, src)
+        return self._as_torch(self._ff_block, self.norm2, x)
+
+    def _is_as_made(self) -> bool:
+        """Whether each part is just its kind: torch's fused layer, which runs in evaluation, reads their weights and calls none of them."""
+        kinds = {nn.MultiheadAttention: ("self_attn",), nn.Linear: ("linear1", "linear2"), nn.LayerNorm: ("norm1", "norm2")}
+        kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
+        if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
+            return False
+        return plain_parameters(self.self_attn.out_proj, NonDynamicallyQuantizableLinear) is not None and self._has_their_blocks()
 
     def why_torch(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
@@ -274,8 +293,3 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
             "cross-attention": self._why_no_attention(x, self.multihead_attn, self.norm2, *cross),
             "feed-forward": self._why_no_feed_forward(x, self.norm3),
         }
-
-    def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
-        """Return x after a block of torch's layer, with its norm and residual connection."""
-        result: Tensor = x + block(norm(x)) if self.norm_first else norm(x + block(x))
-        return result

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +192,44 @@ def test_an_attention_of_another_kind_is_called(kind: type[nn.Module], operators
     same(ours, theirs, inputs(theirs))
     assert "attention does more" in ours.why_torch(*inputs(ours))
     assert operators == (["attention_layer", "feed_forward_layer"] if kind is nn.TransformerDecoderLayer else [])
+
+
+class Doubled(nn.Linear):
+    """An adapter in place of a projection: what reads its weights alone misses the factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class CenteredNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 1
+
+
+def _feed_twice(self: Any, x: Tensor) -> Tensor:
+    return 2 * nn.TransformerEncoderLayer._ff_block(self, x)
+
+
+ADAPTERS = {
+    "linear1": lambda layer: setattr(layer, "linear1", Doubled(8, 16)),
+    "linear2": lambda layer: setattr(layer, "linear2", Doubled(16, 8)),
+    "norm1": lambda layer: setattr(layer, "norm1", CenteredNorm(8)),
+    "forward": lambda layer: setattr(layer.linear1, "forward", lambda x: torch.sin(x).repeat(1, 1, 2)),
+    "attention": lambda layer: setattr(layer, "self_attn", Mean()),
+    "block": lambda layer: setattr(layer, "_ff_block", types.MethodType(_feed_twice, layer)),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_called_in_evaluation(name: str, masked: bool) -> None:
+    """torch's fused layer, which it prefers without gradients, reads the weights of its parts and calls none of them."""
+    layer, x = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval(), torch.randn(2, 5, 8)
+    ADAPTERS[name](layer)
+    mask = torch.zeros(5, 5).fill_diagonal_(-math.inf) if masked else None
+    with_gradients = layer(x, src_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, src_mask=mask), with_gradients.detach())
 
 
 def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
