@@ -6,6 +6,7 @@ import itertools
 import os
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 
+from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.prefix import kernels
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import by_matrix_units, wrong
@@ -94,6 +96,14 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name, width, capability", NIGHTLY)
 def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: Path) -> None:
     _check(name, width, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 86])
+def test_gradients_with_tf32_fit(capability: int, tmp_path: Path) -> None:
+    """Heads of 256 columns, which float32 in tf32 fills most of shared memory with."""
+    with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
+        found = [launch for launch in _launches(torch.float32, 256, 100) if launch.kernel.__name__ in ("_prefix_keys", "_prefix_queries")]
+    assert wrong(found, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
 
 
 @pytest.mark.parametrize("dtype, spilling", [(torch.bfloat16, None), (torch.float64, {"_prefix_queries": 0.01})])

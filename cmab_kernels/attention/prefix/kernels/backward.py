@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....tiles import has_little_shared_memory
 from ....triton_common import GRAIN, alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, product, rows_at, tile_at, triton_dtype
 from ...kernels.backward import product_over_queries, store_keys, weigh
 from ...kernels.forward import LOG2_E, state_strides
@@ -335,7 +336,9 @@ def _fill(
     }
     tiles = backward_tiles(products, query.device, max(D, E), min(group * L, WIDEST_BLOCK))
     if dkey is not None or dvalue is not None:
-        few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, 64), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))  # more would spill
+        crowded = products.kind == "tf32" and max(D, E) > 128 and has_little_shared_memory(query.device)
+        rows = 16 if crowded else 64  # more would not fit, or spill
+        few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, rows), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))
         programs = B * H * triton.cdiv(N, few.BLOCK_N)
         _prefix_keys(programs, *inputs, dkey, dvalue, strides, (H, L, N, T), every, scale, **options, **few._asdict())
     if dquery is not None:
