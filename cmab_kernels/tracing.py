@@ -14,6 +14,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_mode_of = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""The mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -78,7 +81,7 @@ def is_direct(chosen: str, *tensors: Tensor | None) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether Python may read the values: meta and fake tensors have none, and a trace or transform must not depend on them."""
-    if _is_compiling() or _is_tracing() or _under_transform():
+    if _is_compiling() or _is_tracing() or _under_transform() or _mode_of(_PROXY) is not None:
         return False
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cmab_kernels as ck
 from cmab_kernels.nn import CMAB, TransformerEncoderLayer
@@ -100,3 +101,12 @@ def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
     spoilt = gram.tril() + torch.full_like(gram, torch.nan).triu(1)
     for result, expected in zip(*(jvp(solved, (each,), (slope,)) for each in (spoilt, gram)), strict=True):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of its folding of constants
+def test_graphs(name: str) -> None:
+    """`linearize` and `make_fx` record a call: the graph depends on no number that the call was recorded with."""
+    function, x = CALLS[name]
+    close(linearize(function, x)[1](x), jvp(function, (x,), (x,))[1])
+    close(make_fx(function)(x)(x.flip(-1)), function(x.flip(-1)))

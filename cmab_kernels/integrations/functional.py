@@ -8,6 +8,7 @@ from torch import Tensor
 from ..attention import latent_attention
 from ..backends import has_kernel
 from ..dtypes import FLOATING
+from ..tracing import has_values
 
 _torchs = torch.nn.functional.scaled_dot_product_attention  # as it is now: a program may put ours in its place
 
@@ -91,12 +92,12 @@ def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 def _ignored(row: Tensor) -> Tensor | None:
     """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if it is to be added to logits.
 
-    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler. A row whose keys are all hidden is torch's:
-    if by a finite number, it is attention as if none were hidden.
+    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler, a transform or a trace. A row whose keys are
+    all hidden is torch's: if by a finite number, it is attention as if none were hidden.
     """
     if row.dtype == torch.bool:
         return ~row
-    if not row.is_floating_point() or row.requires_grad or row.device.type != "cpu" or torch.compiler.is_compiling():
+    if not row.is_floating_point() or row.requires_grad or row.device.type != "cpu" or not has_values(row):
         return None
     ignore = row <= torch.finfo(row.dtype).min
     return ignore if bool(((row == 0) | ignore).all() & ~ignore.all(-1).any()) else None

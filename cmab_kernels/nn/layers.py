@@ -15,7 +15,7 @@ from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
 from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
 from ..layers.schema import attention, feed_forward
-from ..tracing import is_forward_mode
+from ..tracing import has_values, is_forward_mode
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
@@ -54,21 +54,22 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
 
     `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or in a
-    compiled call a `RuntimeError`. On a GPU, where its values are not read, it makes the whole key NaN, and with it every result. The meta
-    device has no values to check.
+    compiled call a `RuntimeError`. On a GPU and under a transform or trace, where its values are not read, it makes the whole key NaN, and
+    with it every result. The meta device has no values to check.
     """
     if key_padding_mask is None or not key_padding_mask.is_floating_point():
         return key_padding_mask, key
     ignore = key_padding_mask == -torch.inf
     sound = (ignore | (key_padding_mask == 0)).all()
-    if key_padding_mask.is_cuda:  # an assertion on the device would end every other use of it
-        return ignore, key.masked_fill(~sound, torch.nan)
     if key_padding_mask.is_meta:
         return ignore, key
     message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
-    elif not sound:
+        return ignore, key
+    if key_padding_mask.is_cuda or not has_values(key_padding_mask):  # an assertion on the device would end every other use of it
+        return ignore, key.masked_fill(~sound, torch.nan)
+    if not sound:
         raise ValueError(message)
     return ignore, key
 
@@ -76,13 +77,16 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
 def is_additive(mask: Tensor | None) -> bool:
     """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or learns.
 
-    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them.
+    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them. Under a
+    transform or trace, which must not depend on them, any mask may be one.
     """
     if mask is None or not mask.is_floating_point():
         return False
     if mask.requires_grad:
         return True
-    return not (mask.is_cuda or mask.is_meta or torch.compiler.is_compiling()) and not bool(((mask == 0) | (mask == -torch.inf)).all())
+    if mask.is_cuda or mask.is_meta or torch.compiler.is_compiling():
+        return False
+    return not has_values(mask) or not bool(((mask == 0) | (mask == -torch.inf)).all())
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
