@@ -29,7 +29,8 @@ def kind_of(value: object) -> str:
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts them, dtypes may differ."""
+    """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts all if the first is not float64,
+    dtypes may differ."""
     first_name, device, dtype = "", None, None
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
@@ -40,7 +41,7 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
         if tensor.device != device:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {device}; move them together"))
-        if tensor.dtype != dtype and not autocasts(device):
+        if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
             raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {dtype}; cast them alike"))
 
 

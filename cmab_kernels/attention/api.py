@@ -99,6 +99,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     states = (first, *others)
     if not isinstance(first, AttentionState):
         raise TypeError(wrong("states[0]", f"is {kind_of(first)}", "an AttentionState(out, lse) is needed"))
+    if first.out.dtype != state_dtype(first.out.dtype):
+        raise TypeError(wrong("states[0].out", f"is {first.out.dtype}", "float32 or float64 is needed; states are never half precision"))
     for position, state in enumerate(states):
         check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
     if not others:

@@ -119,3 +119,17 @@ def test_the_state_is_never_changed() -> None:
 def test_an_impl_that_cannot_run_here_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"`impl` is 'triton'.*cannot run here"):
         ck.latent_attention(Q, K, V, impl="triton")
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_states_in_half_precision_are_not_merged(impl: str) -> None:
+    half = AttentionState(STATE.out.half(), STATE.lse)
+    with ck.use_impl(impl), pytest.raises(TypeError, match=r"`states\[0\]\.out` is torch.float16"):
+        ck.merge_states(half, half)
+
+
+@pytest.mark.parametrize("call", [ck.latent_attention, ck.continual_attention_init], ids=lambda call: call.__name__)
+def test_float64_is_not_cast_by_autocast_nor_are_its_neighbours(call: Callable[..., Any]) -> None:
+    """torch leaves float64 alone under autocast, and refuses to mix it."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"`key` is torch.float32.*query is torch.float64"):
+        call(K.double(), K, K)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import as_autocast, check_every, check_key_value, check_mask, check_operands, over_batch
+from ...checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
 from ...dtypes import state_dtype
 from ..state import AttentionState, check_state
 from .schema import prefix_attention_op
@@ -67,5 +67,6 @@ def prefix_attention_states(
     if state is not None:
         check_state(state, (*query.shape[:-1], value.shape[-1]), state_dtype(query.dtype), query.device)
     chosen = choose("attention.prefix", impl, query, key, value)
-    scale = float(key.shape[-1] ** -0.5 if scale is None else scale)
+    scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
+    every = min(every, max(key.shape[2], 1))
     return AttentionState(*prefix_attention_op(query, key, value, key_padding_mask, *(state or (None, None)), every, scale, chosen))

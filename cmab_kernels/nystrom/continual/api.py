@@ -68,7 +68,8 @@ def continual_nystrom_init(
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
         sums = row_sums(chosen.queries, key, value, factor)
-        given: Any = (t.contiguous() for t in (chosen.queries, chosen.keys, inverse))
+        own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))  # the caller's may change
+        given: Any = (*own, inverse.contiguous())
         counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
         return ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts])
 

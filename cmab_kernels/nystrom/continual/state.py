@@ -6,8 +6,10 @@ the step then writes only to memory that the given state does not read, a free r
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -273,6 +275,17 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     counts: Any = fields[-3 if followed else -1 :]
     made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts)
     return type(state)._make(made)
+
+
+def _sent(state: State) -> tuple[Any, ...]:
+    """Reduce a state that goes to another process to copies: torch would share its memory, and no side sees who holds it on the other."""
+    fields: tuple[Any, ...] = state
+    copies = (field.clone() if isinstance(field, Tensor) and not field.requires_grad else field for field in fields)
+    return copyreg.__newobj__, (type(state), *copies)  # type: ignore[attr-defined]  # the stubs leave out what protocol 2 names
+
+
+for _kind in (ContinualNystromState, ContinualAttentionState):
+    ForkingPickler.register(_kind, _sent)
 
 
 def refuse_other_output(state: State, retroactive: bool) -> None:

@@ -197,3 +197,17 @@ def test_every_that_is_no_number_of_keys(given: Any, error: type[Exception]) -> 
     rows = torch.randn(1, 2, 9, 4)
     with pytest.raises(error, match=r"`every` is .*: an int >= 1 is needed"):
         ck.prefix_attention_states(rows, rows, rows, every=given)
+
+
+@pytest.mark.parametrize("every", [9, 10, 2**63 - 1, 2**63])
+@pytest.mark.parametrize("impl", ["native", "reference"])
+def test_prefixes_longer_than_all_keys_are_one(every: int, impl: str) -> None:
+    rows = torch.randn(1, 2, 9, 4)
+    states = ck.prefix_attention_states(rows, rows, rows, every=every, impl=impl)
+    assert torch.equal(states.lse, ck.prefix_attention_states(rows, rows, rows, every=9, impl=impl).lse) and states.lse.shape[2] == 1
+
+
+def test_a_learned_scale_is_refused() -> None:
+    rows = torch.randn(1, 2, 9, 4)
+    with pytest.raises(TypeError, match="`scale` requires a gradient"):
+        ck.prefix_attention_states(rows, rows, rows, scale=torch.tensor(0.5, requires_grad=True))

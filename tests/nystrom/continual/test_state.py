@@ -216,6 +216,35 @@ def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
     assert all(torch.equal(tensor, copied) for tensor, copied in zip(kept, copies, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
+def test_a_state_that_was_sent_is_nobody_elses(impl: str, kind: str) -> None:
+    """torch moves the tensors that a queue takes to memory that processes share: no step of a side may be seen by another."""
+    stream = _stream(40)
+    held, rest = _start(stream, 10, 3, kind == "fixed")
+    if kind == "exact":
+        held = ck.continual_attention_init(*(t[:, :, :10] for t in stream))
+    frozen, queue = copy.deepcopy(held), torch.multiprocessing.SimpleQueue()
+    queue.put(held)
+    received = [queue.get()]
+    assert _same(received[0], frozen)
+    last(received.pop(), rest, impl=impl)
+    assert _same(held, frozen) and not any(t.is_shared() for t in held if isinstance(t, Tensor))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["(H, m, D)", "(B, H, m, D)"])
+def test_given_landmarks_may_be_written_to(shared: bool) -> None:
+    """As an optimizer does with learned ones: the stream keeps those that it began with."""
+    tokens = torch.randn(1, 2, 20, 6)
+    first, rest = tokens.split([16, 4], dim=2)
+    landmarks = torch.randn(2, *(1,) * (not shared), 2, 3, 6).unbind()
+    state = ck.continual_nystrom_init(first, first, first, landmarks=landmarks)
+    frozen = copy.deepcopy(state)
+    for part in landmarks:
+        part.mul_(2)
+    assert _same(state, frozen)
+    assert torch.equal(*(ck.continual_nystrom_step(each, rest, rest, rest).out for each in (state, frozen)))
+
+
 @pytest.mark.usefixtures("native")
 def test_a_state_that_nobody_shares_is_not_copied() -> None:
     """A step takes constant time: one ring serves the whole stream, and two tensors of sums take turns."""
