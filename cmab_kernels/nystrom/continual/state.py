@@ -6,7 +6,6 @@ the step then writes only to memory that the given state does not read, a free r
 
 from __future__ import annotations
 
-import copyreg
 import sys
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -280,8 +279,8 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
 def _sent(state: State) -> tuple[Any, ...]:
     """Reduce a state that goes to another process to copies: torch would share its memory, and no side sees who holds it on the other."""
     fields: tuple[Any, ...] = state
-    copies = (field.clone() if isinstance(field, Tensor) and not field.requires_grad else field for field in fields)
-    return copyreg.__newobj__, (type(state), *copies)  # type: ignore[attr-defined]  # the stubs leave out what protocol 2 names
+    copies = [field.clone() if isinstance(field, Tensor) and not field.requires_grad else field for field in fields]
+    return type(state)._make, (copies,)
 
 
 for _kind in (ContinualNystromState, ContinualAttentionState):
