@@ -17,6 +17,7 @@ from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
 from ..tracing import is_batched_gradient, is_differentiated
+from .reference import layer_norm
 from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
@@ -58,7 +59,7 @@ def composed(
 
     def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
         scale_of_norm, shift, *context_norm, query, key, value, _, _ = weights
-        normed = F.layer_norm(block, block.shape[-1:], scale_of_norm, shift, eps)
+        normed = layer_norm(block, (scale_of_norm, shift), eps)
         queries = F.linear(normed, query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
         norm = context_norm[0], context_norm[1], eps
         state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")

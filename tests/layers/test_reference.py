@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,6 +95,26 @@ def test_flops(native: str) -> None:
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 2 * 10 * 2 * 4 * (6 + 3)
+
+
+def test_third_derivatives_with_a_norm(impl: str) -> None:
+    """Those of reverse mode equal those of forward mode, which torch's own LayerNorm fails."""
+    x, along = torch.randn(2, 2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64)
+    square, norm = torch.randn(3, 3, dtype=torch.float64), (torch.randn(3).double(), torch.randn(3).double(), 1e-5)
+
+    def layers(x: Tensor) -> Tensor:
+        attended = ck.attention_layer(x, *(square,) * 4, norm=norm, num_heads=1, impl=impl)
+        return ck.feed_forward_layer(attended, square, square, norm=norm, activation="gelu", impl=impl).sin().sum()
+
+    def forward(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.func.jvp(function, (x,), (along,))[1]
+
+    y = x.clone().requires_grad_()
+    ours = layers(y)
+    for _ in range(3):
+        (slope,) = torch.autograd.grad(ours, y, create_graph=True)
+        ours = (slope * along).sum()
+    torch.testing.assert_close(ours, forward(forward(forward(layers)))(x), rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_of_weights_for_each_sample(impl: str) -> None:
