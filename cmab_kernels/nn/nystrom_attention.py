@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_count, wrong
+from ..checks import as_autocast, as_they_are, check_count, wrong
 from ..nystrom import nystrom_attention
-from ..nystrom.api import check_pinv
+from ..nystrom.api import Landmarks, check_pinv, choose_landmarks
+from ..nystrom.reference import landmark_kernel, logits, pinv_reference
 from .layers import check_features
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
@@ -135,8 +136,11 @@ class NystromAttention(MatrixFreeAttention):
         return nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
 
     def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        one = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-        return self._attend(query, key, one, mask)
+        options = self._options()
+        query, key = as_autocast(query, key)
+        with as_they_are(key.device):
+            landmarks = choose_landmarks(query, key, options.get("num_landmarks"), options.get("landmarks"), mask)
+            return _linear_map(query, key, landmarks, mask, self.pinv_iterations if self.pinv == "iterative" else 0)
 
     def _options(self) -> dict[str, Any]:
         """Return the operator's keyword arguments for the landmarks and the pseudo-inverse."""
@@ -174,6 +178,30 @@ class NystromAttention(MatrixFreeAttention):
         if len(error_msgs) > errors:
             for name in made:
                 setattr(self, name, None)
+
+
+def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int) -> Tensor:
+    """Return the matrix (B, H, L, N) of the formula, a product of three, whose inner dimensions are m."""
+    scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
+    near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
+    if mask is not None:
+        ignored = mask[:, None]
+        key = key.masked_fill(ignored.unsqueeze(-1), 0.0)
+    if landmarks.absent is not None:
+        absent = landmarks.absent[:, None]
+        near, far = (part.masked_fill(absent.unsqueeze(-1), 0.0) for part in (near, far))
+    inverse = pinv_reference(landmark_kernel(near, far, absent, scale), iterations)
+    to_landmarks = _softmax(logits(query.to(dtype), far, scale), absent)
+    to_keys = _softmax(logits(near.to(key.dtype).to(dtype), key.to(dtype), scale), ignored)
+    return (to_landmarks @ inverse @ to_keys).to(query.dtype)
+
+
+def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:
+    """Return the softmax by rows over the columns that are not `ignored` (B, 1, columns), which have weight 0."""
+    if ignored is None:
+        return scores.softmax(-1)
+    ignored = ignored.unsqueeze(-2)
+    return scores.masked_fill(ignored, -torch.inf).softmax(-1).masked_fill(ignored, 0.0)
 
 
 def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:

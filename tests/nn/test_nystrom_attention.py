@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from cmab_kernels.nn import ContinualNystromAttention, NystromAttention, replace_modules
 from cmab_kernels.nn.nystrom_attention import LANDMARKS
@@ -93,6 +95,25 @@ def gradients(out: Tensor, leaves: list[Tensor], again: bool = True) -> list[Ten
 def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.detach().abs().max()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_weights_are_the_largest_matrix() -> None:
+    """Nothing of N x N is formed for them, and no size that the caller did not give is warned about."""
+    module, largest = made(num_landmarks=2, landmarks="fixed", batch_first=True).float(), 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            largest = max(largest, *(part.numel() for part in tree_iter(result) if isinstance(part, Tensor)), 0)
+            return result
+
+    query, tokens = torch.randn(1, 4, DIM), torch.randn(1, 300, DIM)
+    with torch.no_grad(), Sizes():
+        weights = module(query, tokens, tokens)[1]
+    assert weights.shape == (1, 4, 300)
+    assert largest == tokens.numel()
 
 
 @pytest.mark.parametrize("queries", [TOKENS, 11])
