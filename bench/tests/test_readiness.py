@@ -249,7 +249,7 @@ def test_the_loop_is_the_one_that_was_meant(record: dict[str, Any]) -> None:
             row = _row(record, f"latent_attention forward, {case}", "_forward", capability)
             assert list(row["flops"].values()) == [4 * width] and 1 <= row["counts"]["special"] < 1.1, row
     row = _row(record, "projected_attention_state forward, 4 heads of 16, C 64, L 128, N 1e6, bfloat16", "_projected_forward", 90)
-    assert row["flops"] == {"half": 2 * 16 * (2 + 1 + 64 / 128), "tf32": 2 * 16 * 3 * 64 / 128}, "scores in two parts, keys in three"
+    assert row["flops"] == {"half": 2 * 16 * (3 + 1 + 64 / 128), "tf32": 2 * 16 * 3 * 64 / 128}, "scores and keys in three products"
     for capability in (90, 100):
         row = _row(record, "latent_attention backward, 4 heads of 16, L 128, N 1e6, bfloat16", "_backward", capability)
         assert row["flops"] == {"half": 10 * 16}

@@ -175,8 +175,8 @@ MODELS = {
     ),
     "a window of tokens that does not slide": Fault(
         "python/cmab_models/streams/base.py",
-        "torch.cat([held, newest], 1)[:, -n:]",
-        "torch.cat([held, newest], 1)[:, :n]",
+        "torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :]",
+        "torch.cat([held.tokens, newest], 1)[:, : self.sequence_len]",
         "tests/models/test_streams.py::test_a_step_equals_the_window tests/models/test_streams.py -k 'step_equals or layers'",
     ),
     "a reward that is forgotten too late": Fault(
@@ -193,14 +193,14 @@ MODELS = {
     ),
     "a first full window of which only the newest token is read": Fault(
         "python/cmab_models/streams/base.py",
-        "return features if held is None or held.shape[1] < n else features[:, -1:]",
+        "return features if held is None or held.tokens.shape[1] < self.sequence_len else features[:, -1:]",
         "return features[:, -1:]",
         "tests/models/test_streams.py::test_with_more_layers_the_last_sees_the_newest_features_of_each_window",
     ),
     "a stream that forgets its place": Fault(
         "python/cmab_models/streams/base.py",
-        "return StreamState(self.positions.get_state(), self._window",
-        "return StreamState(0, self._window",
+        "return StreamState(self.positions.get_state(), None if window",
+        "return StreamState(0, None if window",
         "tests/models/test_streams.py::test_a_stream_goes_on_from_its_state_and_errors_leave_it",
     ),
     "saving that ends the stream": Fault(
@@ -217,8 +217,8 @@ MODELS = {
     ),
     "a NaN that a stream takes": Fault(
         "python/cmab_models/streams/base.py",
-        'if token.device.type == "cpu" and not token.isfinite().all():',
-        'if token.device.type == "none" and not token.isfinite().all():',
+        'if embedded.device.type == "cpu" and not embedded.isfinite().all():',
+        'if embedded.device.type == "none" and not embedded.isfinite().all():',
         "tests/models/test_streams.py::test_a_stream_goes_on_from_its_state_and_errors_leave_it",
     ),
     "layers whose landmarks are all fitted on the first one's tokens": Fault(
