@@ -53,7 +53,8 @@ class CMAB(nn.Module):
 
     Inputs are normed and projected inside the operator (`cmab_kernels.projected_attention_state`), so that memory is constant in N, in
     training too, beyond the inputs' own gradient. On a GPU that holds for heads up to 256 wide, and in training for `dim` up to 128:
-    beyond that keys and values are written, in chunks with grad mode off, or all at once where the backward pass needs them.
+    beyond that keys and values are written, in chunks with grad mode off, or all at once where the backward pass needs them. Autocast
+    makes a copy of the inputs in its dtype.
 
     `update` and `remove` take a state and return the next. Without one they advance the module's own stream, `stream.state`: None before
     the first update and after `stream.state = None`, else a state that is part of the `state_dict`, in float32 even in a half-precision
