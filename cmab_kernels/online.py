@@ -144,6 +144,9 @@ class OnlineRidge:
             if rows.weights is not None and not rows.weights.any():
                 raise ValueError(wrong("sample_weight", "is zero for all examples", "the first examples need one that is not"))
             held = _Sums.of_none(rows, X, bool(self.fit_intercept))
+        elif held.intercept != bool(self.fit_intercept):
+            allowed = "the examples so far were added with the other; change it before `fit`, which starts anew"
+            raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", allowed))
         weights, state, number = rows.weights, held.state, len(rows.x)
         if self.forgetting != 1:
             ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)

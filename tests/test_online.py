@@ -255,3 +255,11 @@ x = torch.randn(20, 3)
 assert model.fit(x, x.sum(1)).score(x, x.sum(1)) > 0.9
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_intercept_cannot_come_or_go_between_examples() -> None:
+    x = np.random.default_rng(0).standard_normal((20, 3))
+    model = OnlineRidge().partial_fit(x, x[:, 0]).set_params(fit_intercept=False)
+    with pytest.raises(ValueError, match="`fit_intercept` is False"):
+        model.partial_fit(x, x[:, 0])
+    assert model.n_samples_seen_ == 20 and model.fit(x, x[:, 0]).intercept_ == 0

@@ -1,4 +1,4 @@
-"""Our continual modules in containers of the package continual-inference: `continual.Sequential`, `continual.Residual` and others."""
+"""Our continual modules in `continual.Sequential` of the package continual-inference, and stepped in its `continual.Residual`."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
     return entered
 
 
-def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager]) -> Iterator[Tensor]:
+def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager], batch: int | None) -> Iterator[Tensor]:
     """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`; the next is fetched by a thread meanwhile.
 
     The thread runs the code of the source, such as a generator's, in `modes`.
 
-    `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first.
+    `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first, or than `batch`, that of a state.
     """
-    batch, refilled = None, not (_is_array(source) or isinstance(source, list | tuple))
+    refilled = not (_is_array(source) or isinstance(source, list | tuple))
     for i, chunk in enumerate(_prefetched((_rows(chunk, weight, refilled) for chunk in _cut(source)), modes)):
         name = f"chunks[{i}]"
         if not isinstance(chunk, Tensor):
@@ -60,7 +60,7 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
         check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
         chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
         if batch not in (None, chunk.shape[0]):
-            raise ValueError(wrong(name, f"has batch {chunk.shape[0]}", f"the chunks before have batch {batch}"))
+            raise ValueError(wrong(name, f"has batch {chunk.shape[0]}", f"the state or the chunks before have batch {batch}"))
         batch = chunk.shape[0]
         yield chunk
 
@@ -100,6 +100,7 @@ def _rows(chunk: Any, weight: Tensor, refilled: bool) -> Any:
         columns = [torch.tensor(column.to_numpy(zero_copy_only=False), dtype=weight.dtype) for column in chunk.columns]
         chunk = torch.stack(columns, -1)
     elif _is_array(chunk) and not isinstance(chunk, Tensor):
+        chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=False)  # torch reads no other byte order, nor rows backwards
         chunk = torch.tensor(chunk, dtype=weight.dtype)
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 

@@ -195,7 +195,7 @@ class CMABStack(nn.Module):
         modes = callers_modes(weight.device)  # here: within autograd's forward and backward there are others
 
         def read() -> Iterator[Tensor]:
-            return read_chunks(chunks, weight, modes)
+            return read_chunks(chunks, weight, modes, None if state is None else state.lse.shape[1])
 
         return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
 

@@ -240,8 +240,9 @@ class ContinualEncoder(nn.Module):
 
     `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
     seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
-    An error in the first layer, or in grad mode, leaves the streams unchanged. Under `torch.no_grad()` one in a later layer, as for numbers
-    that overflow there, ends them, like `clean_state`: a copy of the windows at each step would cost more than the step.
+    In grad mode an error leaves the streams unchanged, and so does a token that the first layer's attention refuses. Under
+    `torch.no_grad()` an error in a later layer, as for numbers that overflow there, ends them, like `clean_state`: a copy of the windows at
+    each step would cost more than the step.
 
     With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
     L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n

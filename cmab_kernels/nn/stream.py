@@ -50,6 +50,15 @@ class Keeper(nn.Module, Generic[Value]):
             self._loaded = None
         self._value = value
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an entry of the `state_dict` by its name: torch.distributed.checkpoint looks up whatever a `state_dict` names."""
+        if name in type(self).fields and "_value" in self.__dict__:
+            held = self.held
+            entries = {} if held is None else self._entries(held)
+            if name in entries:
+                return entries[name]
+        return super().__getattr__(name)
+
     @abstractmethod
     def _entries(self, value: Value) -> dict[str, Tensor]:
         """Return the `state_dict` entries of a value, with names in `fields`: tensors that later steps do not change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +261,7 @@ def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
         written[-1].set()
 
     with torch.no_grad():
-        read = chunks.read_chunks(source(), weight, chunks.callers_modes(weight.device))
+        read = chunks.read_chunks(source(), weight, chunks.callers_modes(weight.device), None)
         for chunk, part, after in zip(read, parts, written[1:], strict=True):
             assert after.wait(10) and torch.equal(chunk, part)
 
@@ -317,6 +317,19 @@ def test_chunks_that_do_not_fit_are_named() -> None:
             module.encode(given)
     with pytest.raises(ValueError, match=r"`state.out` has shape"):
         module.encode([inputs], module.blocks[0].init_state(BATCH))
+
+
+def test_a_state_of_another_batch_is_named() -> None:
+    module = stack()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"`chunks\[0\]` has batch 3: the state .* have batch 2"):
+        module.encode(torch.randn(3, 5, DIM, dtype=torch.float64), module.init_state(2))
+
+
+@pytest.mark.parametrize("given", [lambda rows: rows[::-1], lambda rows: rows.astype(">f8")], ids=["backwards", "other byte order"])
+def test_arrays_that_torch_does_not_read(given: Callable[[Any], Any]) -> None:
+    module, rows = stack(), given(np.random.default_rng(0).standard_normal((50, DIM)))
+    with torch.no_grad():
+        assert same(module.encode(rows), module.encode(torch.tensor(rows.astype(np.float64, order="C"))))
 
 
 def test_a_source_that_changes_is_refused() -> None:

@@ -212,6 +212,16 @@ def test_explain_says_of_each_module_what_a_call_ran() -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+def test_explain_of_what_streams() -> None:
+    """A key and a value of None are the query; the attentions of an encoder are not called, as their `forward_stream` runs."""
+    tokens = torch.randn(1, 3, 16)
+    (row,) = cmab_kernels.explain(cmab_kernels.nn.ContinualAttention(16, 2, batch_first=True, sequence_len=3), tokens)
+    assert "need_weights" in row.reason
+    layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 16, batch_first=True, sequence_len=2)
+    for row in cmab_kernels.explain(cmab_kernels.nn.ContinualEncoder(layer, 2).eval(), tokens):
+        assert "forward_stream" in row.reason
+
+
 def test_explain_sees_torchs_fast_path() -> None:
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
     model.self_attn = MultiheadAttention.sharing(model.self_attn)  # by hand: only `replace_modules` has it called

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from cmab_kernels.nn import CMAB, AttentionStream
 
@@ -165,3 +166,13 @@ def test_assignment_is_checked() -> None:
         with pytest.raises(error, match="state"):
             stream.state = state
         assert same_bits(stream.state, good)
+
+
+def test_a_distributed_checkpoint_holds_the_stream() -> None:
+    """It looks up each name of the `state_dict` as an attribute."""
+    model, other = torch.nn.Sequential(streaming()), torch.nn.Sequential(streaming(0))
+    saved = get_model_state_dict(model)
+    assert saved.keys() == model.state_dict().keys() and "0.stream.out" in saved
+    set_model_state_dict(other, saved)
+    assert same_bits(other[0].stream.state, model[0].stream.state)
+    assert not hasattr(streaming(0).stream, "out")
