@@ -16,8 +16,9 @@ from torch import Tensor
 from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
+from ..dtypes import state_dtype
 from ..tracing import is_batched_gradient, is_differentiated
-from .reference import layer_norm
+from .reference import in_dtype, layer_norm
 from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
@@ -59,7 +60,8 @@ def composed(
 
     def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
         scale_of_norm, shift, *context_norm, query, key, value, _, _ = weights
-        normed = layer_norm(block, (scale_of_norm, shift), eps)
+        rows, *of_norm = in_dtype(state_dtype(block.dtype), block, scale_of_norm, shift)
+        normed = layer_norm(rows, of_norm, eps).to(block.dtype)
         queries = F.linear(normed, query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
         norm = context_norm[0], context_norm[1], eps
         state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")
