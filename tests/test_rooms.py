@@ -18,7 +18,7 @@ SHARED = {"checks", "dtypes", "tracing"}
 MAY = {
     "api": {"api", "schema", "reference", "state", "dual", "backends", "public", *SHARED},
     "dual": {"api", "schema", "reference", "autograd", "backends", *SHARED},
-    "block": {"schema", "autograd", "backends", "public", *SHARED},
+    "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
     "state": {"checks", "dtypes"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +47,9 @@ _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
 _READING = range(1, _OF_READING)  # those that only the first cross-attention uses, before its output projection
 
 
-_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
-"""Uninitialised memory of the shape of a tensor, contiguous: also of an empty one, which torch takes for contiguous with any strides."""
+def _like(x: Tensor) -> Tensor:
+    """Return uninitialised memory of the shape of x, contiguous: also for an empty x, which torch takes for contiguous with any strides."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _sums(x: Tensor, *shape: int) -> Tensor:
