@@ -336,7 +336,8 @@ def _fill(
     }
     tiles = backward_tiles(products, query.device, max(D, E), min(group * L, WIDEST_BLOCK))
     if dkey is not None or dvalue is not None:
-        crowded = products.kind == "tf32" and max(D, E) > 128 and has_little_shared_memory(query.device)
+        wide = query.dtype == torch.float32 and products.kind == "tf32" and max(D, E) > 128
+        crowded = wide and has_little_shared_memory(query.device)
         rows = 16 if crowded else 64  # more would not fit, or spill
         few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, rows), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))
         programs = B * H * triton.cdiv(N, few.BLOCK_N)
