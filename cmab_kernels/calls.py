@@ -75,8 +75,8 @@ def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:
 
 
 def _why_not_called(model: nn.Module, path: str) -> str:
-    parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     if hasattr(model.get_submodule(path), "forward_stream"):
         return "not called: if anything, its forward_stream or its steps ran in its place"
+    parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     in_its_place = ": torch's fused encoder layer ran in its place" if isinstance(parent, nn.TransformerEncoderLayer) else ""
     return f"not called{in_its_place}"

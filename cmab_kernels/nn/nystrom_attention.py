@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import as_autocast, as_they_are, check_count, wrong
 from ..nystrom import nystrom_attention
 from ..nystrom.api import Landmarks, check_pinv, choose_landmarks
-from ..nystrom.reference import landmark_kernel, logits, pinv_reference
+from ..nystrom.reference import landmark_values_reference, logits
 from .layers import check_features
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
@@ -190,10 +190,9 @@ def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor |
     if landmarks.absent is not None:
         absent = landmarks.absent[:, None]
         near, far = (part.masked_fill(absent.unsqueeze(-1), 0.0) for part in (near, far))
-    inverse = pinv_reference(landmark_kernel(near, far, absent, scale), iterations)
     to_landmarks = _softmax(logits(query.to(dtype), far, scale), absent)
     to_keys = _softmax(logits(near.to(key.dtype).to(dtype), key.to(dtype), scale), ignored)
-    return (to_landmarks @ inverse @ to_keys).to(query.dtype)
+    return (to_landmarks @ landmark_values_reference(near, far, to_keys, absent, scale, iterations)).to(query.dtype)
 
 
 def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:
