@@ -66,6 +66,12 @@ struct GramGradient {
   void *key, *value, *weight;
 };
 
+// Rows in the caller's memory that are fetched while others are computed; strides and widths in bytes.
+struct Upcoming {
+  const char* data = nullptr;
+  int64_t stride = 0, width = 0, rows = 0;
+};
+
 struct RowsKernel {
   // Packs a (depth, width) matrix, or its sum with `addend`, in the compute type.
   size_t (*packed_bytes)(int depth, int width);
@@ -73,9 +79,10 @@ struct RowsKernel {
   size_t (*apply_scratch_bytes)(int depth, int width);
   // out (count, width), contiguous, = query (count, depth) times the packed matrix.
   void (*apply)(DType, const Matrix& query, int64_t count, int depth, int width, const void* packed, void* out,
-                void* scratch);
+                const Upcoming&, void* scratch);
   size_t (*differentiate_scratch_bytes)(const GramShape&);
-  void (*differentiate)(const GramShape&, const GramKeys&, const PackedSlopes&, const GramGradient&, void* scratch);
+  void (*differentiate)(const GramShape&, const GramKeys&, const PackedSlopes&, const GramGradient&,
+                        const Upcoming (&key_and_value)[2], void* scratch);
 };
 
 // The tables of kernels: [0] computes in float64, from any type; [1] in float32, from all but float64.

@@ -1,6 +1,9 @@
 // Helpers shared by the drivers of regularised least squares.
 #pragma once
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "common/instruction_sets.h"
 #include "common/plan.h"
 #include "gram/call.h"
@@ -32,6 +35,16 @@ inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t firs
   keys.ignored_stride = in.ignored_stride[1];
   keys.count = count;
   return keys;
+}
+
+// Whether heads are interleaved in memory, as in (B, N, H, D).
+inline bool interleaved(const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); }
+
+// How many interleaved heads take turns: those that share pages. There are `tasks` if none do, and each thread is left
+// some.
+inline int64_t heads_together(int64_t row_bytes, int64_t heads, int64_t tasks, int threads) {
+  constexpr int64_t kPage = 4096;
+  return std::clamp<int64_t>(std::min(kPage / row_bytes, tasks / (4 * threads)), 1, std::max<int64_t>(heads, 1));
 }
 
 constexpr double kLittleGram = 1 << 20;  // multiplications that are not worth a second thread

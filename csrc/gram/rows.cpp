@@ -8,22 +8,75 @@ namespace cmab::cpu {
 namespace {
 
 constexpr int64_t kPieceRows = 2048;  // packing the matrices for each piece takes 1 to 2 % of its time
+constexpr int64_t kTurnRows = 96;     // of interleaved heads: those of a page and as many to come stay in the L2 cache
+constexpr size_t kTurnMatrices = 512 << 10;  // bytes of packed matrices that stay there too
 
-// Calls function(b, h, first row, rows, scratch) for pieces of the rows of every head. Heads vary fastest: those that
-// share cache lines are neighbours.
-template <class Function>
-void for_each_piece(int64_t batch, int64_t heads, int64_t rows, size_t scratch_bytes, int threads, Function function) {
-  const int64_t pieces = ceil_div(rows, kPieceRows);
-  Workspace workspace;
-  workspace.reserve(threads * scratch_bytes);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t task = 0; task < batch * pieces * heads; ++task) {
-    const int64_t piece = task / heads % pieces;
-    const int64_t first = piece_start(rows, pieces, piece, 1), end = piece_start(rows, pieces, piece + 1, 1);
-    function(task / heads / pieces, task % heads, first, end - first,
-             workspace.at(omp_get_thread_num() * scratch_bytes));
+// Rows of head h of a group [first_head, end_head), whose piece has rows up to `end`.
+struct Turn {
+  int64_t b, h, first, rows;
+  int64_t first_head, end_head, end;
+  const char* packed;
+  void* scratch;
+
+  // This head's share of the rows of the next turn of all heads of the group, to be fetched meanwhile: row by row, as
+  // they lie in memory. What lies apart the processor fetches.
+  Upcoming ahead(DType dtype, const Operand& x, int64_t width) const {
+    const int64_t heads = end_head - first_head, begin = first + rows, left = std::min(rows, end - begin);
+    if (heads == 1 || !interleaved(x)) return {};
+    const int64_t from = (h - first_head) * left / heads, to = (h + 1 - first_head) * left / heads;
+    const int64_t element = element_bytes(dtype);
+    return {static_cast<const char*>(rows_of(dtype, x, b, first_head, begin + from).data), x.stride[2] * element,
+            ((heads - 1) * x.stride[1] + width) * element, to - from};
   }
-}
+};
+
+// The rows of all heads, in pieces; interleaved heads take turns.
+class Pieces {
+ public:
+  Pieces(const Operand& x, int64_t row_bytes, int64_t batch, int64_t heads, int64_t rows, size_t packed_bytes,
+         size_t scratch_bytes, int threads)
+      : batch_(batch),
+        heads_(heads),
+        rows_(rows),
+        pieces_(ceil_div(rows, kPieceRows)),
+        packed_bytes_(packed_bytes),
+        scratch_bytes_(scratch_bytes),
+        threads_(threads),
+        together_(interleaved(x) ? most_together(row_bytes) : 1) {}
+
+  // Calls pack(b, h, packed) for the heads of each piece, and then compute(Turn).
+  template <class Pack, class Compute>
+  void for_each(Pack pack, Compute compute) const {
+    const int64_t groups = ceil_div(heads_, together_), most = together_ > 1 ? kTurnRows : kPieceRows;
+    const size_t bytes = together_ * packed_bytes_ + scratch_bytes_;
+    Workspace workspace;
+    workspace.reserve(threads_ * bytes);
+#pragma omp parallel for schedule(dynamic) num_threads(threads_)
+    for (int64_t task = 0; task < batch_ * pieces_ * groups; ++task) {
+      char* const packed = workspace.at(omp_get_thread_num() * bytes);
+      const auto of_head = [&](int64_t i) { return packed + i * packed_bytes_; };
+      const int64_t b = task / groups / pieces_, piece = task / groups % pieces_;
+      const int64_t first_head = task % groups * together_, end_head = std::min(first_head + together_, heads_);
+      const int64_t end = piece_start(rows_, pieces_, piece + 1, 1);
+      for (int64_t h = first_head; h < end_head; ++h) pack(b, h, of_head(h - first_head));
+      for (int64_t first = piece_start(rows_, pieces_, piece, 1); first < end; first += most)
+        for (int64_t h = first_head; h < end_head; ++h)
+          compute(Turn{b, h, first, std::min(most, end - first), first_head, end_head, end, of_head(h - first_head),
+                       of_head(together_)});
+    }
+  }
+
+ private:
+  int64_t most_together(int64_t row_bytes) const {
+    const int64_t most = heads_together(row_bytes, heads_, batch_ * heads_ * pieces_, threads_);
+    return std::clamp<int64_t>(kTurnMatrices / std::max<size_t>(packed_bytes_, 1), 1, most);
+  }
+
+  const int64_t batch_, heads_, rows_, pieces_;
+  const size_t packed_bytes_, scratch_bytes_;  // of a head, of a thread
+  const int threads_;
+  const int64_t together_;
+};
 
 Coefficients matrix_of(const Operand& x, int64_t b, int64_t h) {
   return {x.at<const double>(b, h, 0), x.stride[2], x.stride[3]};
@@ -37,45 +90,53 @@ void* row_of(void* rows, int64_t row, int64_t width, DType dtype) {
 
 void apply_rows(const RowsInputs& in, void* out) {
   const RowsKernel& kernel = *gram_kernels(in.dtype == DType::kFloat64).rows;
-  const size_t packed = align(kernel.packed_bytes(in.depth, in.width));
-  const size_t scratch = align(kernel.apply_scratch_bytes(in.depth, in.width));
   const double work = double(in.batch) * in.heads * in.rows * in.depth * in.width;
   prefer_huge_pages(out, in.batch * in.heads * in.rows * in.width * element_bytes(in.dtype));
-  for_each_piece(in.batch, in.heads, in.rows, packed + scratch, useful_threads(work, in.threads, kLittleGram),
-                 [&](int64_t b, int64_t h, int64_t first, int64_t rows, char* memory) {
-                   kernel.pack(matrix_of(in.matrix, b, h), nullptr, in.depth, in.width, memory);
-                   kernel.apply(in.dtype, rows_of(in.dtype, in.query, b, h, first), rows, in.depth, in.width, memory,
-                                row_of(out, (b * in.heads + h) * in.rows + first, in.width, in.dtype), memory + packed);
-                 });
+  const Pieces all(in.query, in.depth * element_bytes(in.dtype), in.batch, in.heads, in.rows,
+                   align(kernel.packed_bytes(in.depth, in.width)),
+                   align(kernel.apply_scratch_bytes(in.depth, in.width)),
+                   useful_threads(work, in.threads, kLittleGram));
+  const auto pack = [&](int64_t b, int64_t h, char* packed) {
+    kernel.pack(matrix_of(in.matrix, b, h), nullptr, in.depth, in.width, packed);
+  };
+  all.for_each(pack, [&](const Turn& turn) {
+    const int64_t row = (turn.b * in.heads + turn.h) * in.rows + turn.first;
+    kernel.apply(in.dtype, rows_of(in.dtype, in.query, turn.b, turn.h, turn.first), turn.rows, in.depth, in.width,
+                 turn.packed, row_of(out, row, in.width, in.dtype), turn.ahead(in.dtype, in.query, in.depth),
+                 turn.scratch);
+  });
 }
 
 void gram_backward(const GramInputs& in, const Operand& dgram, const Operand& dmoment, const GramGradient& gradient) {
   const GramShape& shape = in.shape;
   const int width = shape.key_width, value_width = shape.value_width;
   const RowsKernel& kernel = *gram_kernels(in.exact || shape.dtype == DType::kFloat64).rows;
+  const int64_t element = element_bytes(shape.dtype), keys = in.batch * in.heads * in.keys;
   const size_t gram_bytes = align(kernel.packed_bytes(width, width));
   const size_t transposed_bytes = align(kernel.packed_bytes(value_width, width));
-  const size_t packed = gram_bytes + transposed_bytes + align(kernel.packed_bytes(width, value_width));
-  const size_t scratch = align(kernel.differentiate_scratch_bytes(shape));
-  const int64_t all = in.batch * in.heads * in.keys;
-  prefer_huge_pages(gradient.key, all * width * element_bytes(shape.dtype));
-  prefer_huge_pages(gradient.value, all * value_width * element_bytes(shape.dtype));
-  for_each_piece(in.batch, in.heads, in.keys, packed + scratch,
-                 useful_threads(double(all) * width * (width + 2 * value_width), in.threads, kLittleGram),
-                 [&](int64_t b, int64_t h, int64_t first, int64_t rows, char* memory) {
-                   char *const transposed = memory + gram_bytes, *const moment = transposed + transposed_bytes;
-                   const Coefficients slope = matrix_of(dgram, b, h), mirrored = slope.transposed();
-                   const Coefficients moment_slope = matrix_of(dmoment, b, h);
-                   kernel.pack(slope, &mirrored, width, width, memory);
-                   kernel.pack(moment_slope.transposed(), nullptr, value_width, width, transposed);
-                   kernel.pack(moment_slope, nullptr, width, value_width, moment);
-                   const int64_t row = (b * in.heads + h) * in.keys + first;
-                   const GramGradient to{row_of(gradient.key, row, width, shape.dtype),
-                                         row_of(gradient.value, row, value_width, shape.dtype),
-                                         row_of(gradient.weight, row, 1, state_type(shape.dtype))};
-                   kernel.differentiate(shape, keys_of(in, b, h, first, rows), {memory, transposed, moment}, to,
-                                        memory + packed);
-                 });
+  prefer_huge_pages(gradient.key, keys * width * element);
+  prefer_huge_pages(gradient.value, keys * value_width * element);
+  const size_t packed_bytes = gram_bytes + transposed_bytes + align(kernel.packed_bytes(width, value_width));
+  const Pieces all(in.key, std::max(width, value_width) * element, in.batch, in.heads, in.keys, packed_bytes,
+                   align(kernel.differentiate_scratch_bytes(shape)),
+                   useful_threads(double(keys) * width * (width + 2 * value_width), in.threads, kLittleGram));
+  const auto pack = [&](int64_t b, int64_t h, char* packed) {
+    const Coefficients slope = matrix_of(dgram, b, h), mirrored = slope.transposed();
+    const Coefficients moment_slope = matrix_of(dmoment, b, h);
+    kernel.pack(slope, &mirrored, width, width, packed);
+    kernel.pack(moment_slope.transposed(), nullptr, value_width, width, packed + gram_bytes);
+    kernel.pack(moment_slope, nullptr, width, value_width, packed + gram_bytes + transposed_bytes);
+  };
+  all.for_each(pack, [&](const Turn& turn) {
+    const int64_t row = (turn.b * in.heads + turn.h) * in.keys + turn.first;
+    const GramGradient to{row_of(gradient.key, row, width, shape.dtype),
+                          row_of(gradient.value, row, value_width, shape.dtype),
+                          row_of(gradient.weight, row, 1, state_type(shape.dtype))};
+    const char *const transposed = turn.packed + gram_bytes, *const moment = transposed + transposed_bytes;
+    kernel.differentiate(shape, keys_of(in, turn.b, turn.h, turn.first, turn.rows), {turn.packed, transposed, moment},
+                         to, {turn.ahead(shape.dtype, in.key, width), turn.ahead(shape.dtype, in.value, value_width)},
+                         turn.scratch);
+  });
 }
 
 }  // namespace cmab::cpu

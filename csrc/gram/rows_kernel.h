@@ -31,15 +31,35 @@ inline void multiply_tile(const Factors<T>* terms, int count, int row, int colum
     for (int c = 0; c < C; ++c) store(to + (row + r) * to_stride + column + c * lanes<V>(), acc[r][c]);
 }
 
+// Fetches the upcoming rows evenly over the `visits` of rows that are multiplied: in bursts their lines would be asked
+// for faster than memory gives them.
+class Fetching {
+ public:
+  Fetching(const Upcoming& rows, int64_t visits) : rows_(rows), visits_(visits) {}
+
+  CMAB_INLINE void visit(int visits) {
+    constexpr int64_t kLine = 64;
+    for (due_ += visits * rows_.rows; due_ >= visits_; due_ -= visits_, rows_.data += rows_.stride)
+      for (int64_t i = 0; i < rows_.width; i += kLine) __builtin_prefetch(rows_.data + i, 0, 2);
+  }
+
+ private:
+  Upcoming rows_;
+  const int64_t visits_;
+  int64_t due_ = 0;
+};
+
 // Of `count` rows, for one or two terms: one copy for both.
 template <class T>
 __attribute__((noinline)) void multiply_rows(const Factors<T>* terms, int number, int count, int width, T* to,
-                                             ptrdiff_t to_stride) {
+                                             ptrdiff_t to_stride, Fetching (&ahead)[2]) {
   with_vector<T>(width, [&](auto vector) {
     using V = decltype(vector);
     for_each_panel<kPanelColumns<V>>(padded_width<T>(width) / lanes<V>(), [&](int first, auto columns) {
       constexpr int C = decltype(columns)::value;
       for_each_tile<tile_rows(C)>(0, count, [&](int row, auto rows) {
+        if (first == 0)
+          for (Fetching& fetching : ahead) fetching.visit(decltype(rows)::value);
         multiply_tile<V, decltype(rows)::value, C>(terms, number, row, first * lanes<V>(), to, to_stride);
       });
     });
@@ -133,15 +153,16 @@ struct Rows {
   static size_t apply_scratch_bytes(int depth, int width) { return ApplyScratch(depth, width, nullptr).bytes; }
 
   static void apply(DType dtype, const Matrix& query, int64_t count, int depth, int width, const void* packed,
-                    void* out, void* memory) {
+                    void* out, const Upcoming& upcoming, void* memory) {
     const ApplyScratch scratch(depth, width, memory);
+    Fetching ahead[] = {{upcoming, count}, {{}, 1}};
     for (int64_t first = 0; first < count; first += kBlockRows) {
       const int rows = int(count - first < kBlockRows ? count - first : kBlockRows);
       const PresentRows present(rows, nullptr, 0);
       const auto block = load_rows(dtype, from_row(dtype, query, first), present, depth, kAnywhere, scratch.query);
       const Destination<T> to(dtype, out, first, width, true, scratch.out);
       const Factors<T> product{block, static_cast<const T*>(packed), depth};
-      multiply_rows(&product, 1, rows, width, to.rows, to.stride);
+      multiply_rows(&product, 1, rows, width, to.rows, to.stride, ahead);
       if (!to.final)
         for (int k = 0; k < rows; ++k) write_row(dtype, out, first + k, width, to.rows + k * to.stride, T(1));
     }
@@ -168,8 +189,11 @@ struct Rows {
   // Computes u = S k + dmoment v and y = dmoment' k, a block of rows at a time; then dkey = w u, dvalue = w y and
   // dweight = (k.u + v.y) / 2.
   static void differentiate(const GramShape& shape, const GramKeys& all, const PackedSlopes& slopes,
-                            const GramGradient& gradient, void* memory) {
+                            const GramGradient& gradient, const Upcoming (&upcoming)[2], void* memory) {
     const Scratch scratch(shape, memory);
+    const bool to_key = gradient.key || gradient.weight, to_value = gradient.value || gradient.weight;
+    const int64_t visits = all.count * (to_key + to_value);
+    Fetching ahead[] = {{upcoming[0], visits}, {upcoming[1], visits}};
     const int width = shape.key_width, value_width = shape.value_width;
     for (int64_t first = 0; first < all.count; first += kBlockRows) {
       const int rows = int(all.count - first < kBlockRows ? all.count - first : kBlockRows);
@@ -181,14 +205,14 @@ struct Rows {
       const bool as_is = present.all && !weight;
       const Destination<T> u(shape.dtype, gradient.key, first, width, as_is && gradient.key, scratch.dkey);
       const Destination<T> y(shape.dtype, gradient.value, first, value_width, as_is && gradient.value, scratch.dvalue);
-      if (gradient.key || gradient.weight) {
+      if (to_key) {
         const Factors<T> terms[] = {{key, static_cast<const T*>(slopes.gram), width},
                                     {value, static_cast<const T*>(slopes.moment_transposed), value_width}};
-        multiply_rows(terms, 2, present.count, width, u.rows, u.stride);
+        multiply_rows(terms, 2, present.count, width, u.rows, u.stride, ahead);
       }
-      if (gradient.value || gradient.weight) {
+      if (to_value) {
         const Factors<T> term{key, static_cast<const T*>(slopes.moment), width};
-        multiply_rows(&term, 1, present.count, value_width, y.rows, y.stride);
+        multiply_rows(&term, 1, present.count, value_width, y.rows, y.stride, ahead);
       }
       if (gradient.key && !u.final) scatter(shape.dtype, gradient.key, first, rows, width, present, u, weight);
       if (gradient.value && !y.final)

@@ -39,7 +39,7 @@ class Gram {
         pieces_(key_pieces(in.keys, sum_size() * int64_t(sizeof(double)))),
         most_(int(std::min(run_, in.keys))),
         threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads, kLittleGram)),
-        together_(heads_together()),
+        together_(most_together()),
         groups_(in.batch * ceil_div(in.heads, together_)) {
     scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, most_));
   }
@@ -65,14 +65,10 @@ class Gram {
  private:
   int64_t sum_size() const { return gram_size_ + moment_size_; }
 
-  // How many heads take turns, run by run: heads interleaved in memory share cache lines and pages.
-  int64_t heads_together() const {
-    const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
+  int64_t most_together() const {
     if (!interleaved(in_.key) && !interleaved(in_.value)) return 1;
-    constexpr int64_t kRowBytes = 4096;
-    const int64_t width = std::max(in_.shape.key_width, in_.shape.value_width) * element_bytes(in_.shape.dtype);
-    const int64_t spare = in_.batch * in_.heads * pieces_ / (4 * threads_);
-    return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, std::max<int64_t>(in_.heads, 1));
+    const int64_t row_bytes = std::max(in_.shape.key_width, in_.shape.value_width) * element_bytes(in_.shape.dtype);
+    return heads_together(row_bytes, in_.heads, in_.batch * in_.heads * pieces_, threads_);
   }
 
   HeadGroup group(int64_t index) const {

@@ -214,6 +214,29 @@ inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead<T>& ahead) 
   }
 }
 
+// The register tiles of a (rows, columns) matrix; columns are whole vectors.
+template <class V>
+inline int tiles(int rows, int columns) {
+  int count = 0;
+  for_each_panel<kPanelColumns<V>>(columns / lanes<V>(), [&](int, auto vectors) {
+    for_each_tile<tile_rows(decltype(vectors)::value)>(0, rows, [&](int, auto) { ++count; });
+  });
+  return count;
+}
+
+// The register tiles of both sums, each of which makes one pass over the run.
+template <class V, class T>
+inline int gram_tiles(int width) {
+  int count = 0;
+  for (int row = 0; row < width; row += kNarrow) {
+    const bool narrow = row % lanes<V>() != 0;
+    const int rows = width - row < kNarrow ? width - row : kNarrow;
+    if (narrow) count += tiles<NarrowVector<T>>(rows, kNarrow);
+    count += tiles<V>(rows, padded_width<T>(width) - row - (narrow ? kNarrow : 0));
+  }
+  return count;
+}
+
 template <class T>
 struct GramSums {
   struct Scratch {
@@ -232,9 +255,12 @@ struct GramSums {
   };
   static size_t scratch_bytes(const GramShape& shape, int keys) { return Scratch(shape, keys, nullptr).bytes; }
 
-  // About how many register tiles both sums have, each of which makes one pass over the run.
-  static int64_t passes(int width, int value_width) {
-    return 1 + int64_t(width) * (value_width + width / 2) / (6 * kMaxColumns * kVectorLanes<T>);
+  static int passes(int width, int value_width) {
+    int count = 0;
+    with_vector<T>(value_width,
+                   [&](auto vector) { count += tiles<decltype(vector)>(width, padded_width<T>(value_width)); });
+    with_vector<T>(width, [&](auto vector) { count += gram_tiles<decltype(vector), T>(width); });
+    return count;
   }
 
   static Tile<T> weigh(const Run<T>& run, int width, T* to) {
@@ -265,7 +291,7 @@ struct GramSums {
     if (run.weight) run.left = weigh(run, width, scratch.left);
     Ahead<T> ahead;
     if (next) {
-      const int64_t shares = passes(width, value_width) * (1 + keys.count / kFetchKeys);
+      const int64_t shares = passes(width, value_width) * (1 + (keys.count - 1) / kFetchKeys);  // one of no keys
       const auto upcoming = [&](const Matrix& rows, int columns, T* const(&copy)[2]) {
         return Upcoming<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
       };

@@ -208,6 +208,18 @@ def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype)
         assert _same(list(native.gram(*plain, parts, False)), list(native.gram(*moved, parts, False)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("inside", [(0,), (1,), (0, 1)], ids=["keys", "values", "both"])
+def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Groups of heads and pieces of rows are ragged; a piece ends within a turn; what is fetched meanwhile changes nothing."""
+    plain = _case(2, 9, 2500, 16, 8, dtype, weighted=True)._replace(mask=torch.rand(2, 2500) < 0.3)
+    moved = plain._replace(**{name: LAYOUTS["heads inside"](getattr(plain, name)) for name in (plain._fields[i] for i in inside)})
+    dgram, dmoment = torch.randn(2, 9, 16, 16, dtype=torch.float64), torch.randn(2, 9, 16, 8, dtype=torch.float64)
+    assert _same(*(list(native.gram_backward(dgram, dmoment, *case, ALL, False)) for case in (plain, moved)))
+    assert torch.equal(native.apply_rows(plain.key, dmoment), native.apply_rows(moved.key, dmoment))
+    assert torch.equal(native.apply_rows(plain.key.flip(1), dmoment), native.apply_rows(moved.key.flip(1), dmoment))
+
+
 def test_slopes_of_any_layout() -> None:
     case = _case(2, 3, 50, 9, 6, torch.float32, weighted=True)
     dgram, dmoment = torch.randn(2, 3, 9, 9, dtype=torch.float64), torch.randn(2, 3, 9, 6, dtype=torch.float64)
