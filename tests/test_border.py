@@ -287,6 +287,13 @@ def test_what_is_filled_is_contiguous(call: str) -> None:
             getattr(native, name)(**arguments() | {argument: apart})
 
 
+def test_what_has_no_memory_is_refused() -> None:
+    """A tensor of zeros that torch never wrote, as it may pass to a backward, has a shape and no address."""
+    arguments = _attention() | _state() | {"key": torch._efficientzerotensor(B, H, N, D)}
+    with pytest.raises(ValueError, match="`key` is not a dense tensor"):
+        native.attention_forward(**arguments)
+
+
 def test_widths_beyond_the_kernels_are_refused() -> None:
     arguments = _attention() | _state()
     wide = native.MAX_WIDTH + 1

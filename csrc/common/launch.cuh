@@ -24,8 +24,8 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shar
   int current = -1;
   check(cudaGetDevice(&current), "the current device");
   if (current != on.device) throw std::runtime_error("the device of the tensors is not the current one");
-  if (shared_bytes > kDefaultShared)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+  if (shared_bytes > kDefaultShared)  // the most there is: less would be too little for a thread that launches it now
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory(on.device)),
           "shared memory of a kernel");
   kernel<<<unsigned(blocks), threads, shared_bytes, reinterpret_cast<cudaStream_t>(on.stream)>>>(arguments...);
   check(cudaGetLastError(), "launch of a kernel");

@@ -103,6 +103,11 @@ bool dtype_of(const dlpack::Tensor& seen, DType& dtype) {
   return false;
 }
 
+// A tensor that torch never gave memory to, as its gradients of zero may be, has elements but no address.
+bool has_memory(const TensorView& tensor) {
+  return tensor.data || std::count(tensor.shape, tensor.shape + tensor.dims, 0) > 0;
+}
+
 bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
   dlpack::Tensor seen;
   if (table.look(object, &seen) != 0) {
@@ -118,7 +123,7 @@ bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
   tensor.dims = seen.dims;
   std::copy_n(seen.shape, seen.dims, tensor.shape);
   std::copy_n(seen.stride, seen.dims, tensor.stride);
-  return true;
+  return has_memory(tensor);
 }
 
 // A tensor's data and its DLPack descriptor in one allocation, which torch takes over: a step makes one of a few
@@ -190,7 +195,7 @@ bool read_slowly(PyObject* object, TensorView& tensor) {
   const Object dtype = python::attribute(object, "dtype");
   const auto* known = std::find(std::begin(torch().dtypes), std::end(torch().dtypes), dtype.get());
   tensor.dtype = DType(known - std::begin(torch().dtypes));
-  return known != std::end(torch().dtypes);
+  return known != std::end(torch().dtypes) && has_memory(tensor);
 }
 
 bool look_slowly(PyObject* object, TensorView& tensor) {
