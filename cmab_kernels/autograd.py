@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backends import kernel
 from .checks import as_they_are
-from .tracing import is_differentiated, is_plain, under_transform
+from .tracing import distinct, is_differentiated, is_plain, under_transform
 
 
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
 
     def call(*args: Any) -> Any:
         function = Transformable if under_transform() else Eager
-        return function.apply(*args)
+        return function.apply(*distinct(args))
 
     return call
 

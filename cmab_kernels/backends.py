@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .calls import ModuleExplanation, explain_calls
 from .checks import wrong
-from .tracing import is_forward_mode, traced_as_constant
+from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
 """The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
@@ -169,10 +169,10 @@ class use_impl:
 def choose(family: str, impl: str, *tensors: Tensor) -> str:
     """The name of the implementation to run: `impl`, or for "auto" the one set by `use_impl`, or the first that supports `tensors`.
 
-    In forward mode it is "reference" whatever was asked for: torch differentiates the definition so, and kernels have only a backward pass.
+    Where `needs_definition`, in forward mode above all, it is "reference" whatever was asked for: kernels have only a backward pass.
     `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
     """
-    if is_forward_mode():
+    if needs_definition():
         check_name(family, impl)
         return "reference"
     if impl == "auto":

@@ -41,23 +41,31 @@ def under_transform() -> bool:
     return _under_transform()
 
 
-def is_forward_mode() -> bool:
-    """Whether derivatives are taken in forward mode (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
-    return forward_ad._current_level >= 0
+def needs_definition() -> bool:
+    """Whether only a definition can be differentiated: in forward mode, which kernels have none of, and by a transform of `torch.func` that
+    is compiled, since Dynamo traces none through an autograd Function that takes any number of arguments."""
+    return forward_ad._current_level >= 0 or (_under_transform() and _is_compiling())
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through its autograd Function: for a gradient, under a transform, or in forward mode."""
+    """Whether a call must be differentiable: for a gradient, under a transform, or in forward mode."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    return _under_transform() or is_forward_mode()
+    return _under_transform() or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
     """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
-    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or is_forward_mode()
+    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+
+
+def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an autograd Function, where a tensor that is given twice is another the second time, as Dynamo requires."""
+    if not _is_compiling():
+        return args
+    return tuple(a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

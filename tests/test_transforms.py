@@ -110,3 +110,42 @@ def test_graphs(name: str) -> None:
     function, x = CALLS[name]
     close(linearize(function, x)[1](x), jvp(function, (x,), (x,))[1])
     close(make_fx(function)(x)(x.flip(-1)), function(x.flip(-1)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its attention under vmap
+def test_compiled_transforms(name: str) -> None:
+    """Gradients and maps that are taken within a compiled region."""
+    call, at = CALLS[name]
+
+    def slope(x: Tensor) -> Tensor:
+        return grad(lambda y: call(y).sin().sum())(x)
+
+    torch._dynamo.reset()
+    close(torch.compile(slope, backend="eager")(at), slope(at))
+    close(torch.compile(vmap(slope), backend="eager")(torch.stack([at, 2 * at])), torch.stack([slope(at), slope(2 * at)]))
+
+
+SQUARE = torch.randn(8, 4, dtype=torch.float64)
+TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: ck.latent_attention(x, x, x),
+    "prefixes": lambda x: ck.prefix_attention_states(x, x, x, every=2).out,
+    "nystrom": lambda x: ck.nystrom_attention(x, x, x, landmarks=(x[0], x[0])),
+    "intention": lambda x: ck.intention(x, x, x, 0.3, form="primal"),
+    "dual": lambda x: ck.intention(x, x, x, 0.3, form="dual", weights=x[:, 0, :, 0].square()),
+    "sums": lambda x: ck.ridge_state(x, x).moment,
+    "solve": lambda x: ck.regularised_solve(x.mT @ x, x.mT @ x, 0.5).weight,
+    "projected": lambda x: ck.projected_attention_state(x, x[:, 0], SQUARE, SQUARE).out,
+    "attention layer": lambda x: ck.attention_layer(x[0], *[x[0, 0, :4]] * 4, num_heads=2, context=x[0]),
+    "layer": lambda x: ck.feed_forward_layer(x[0], x[0, 0, :4], x[0, 0, :4], activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_one_tensor_as_two_arguments(name: str) -> None:
+    """It is compiled into one graph, and its gradient is the sum of those of its places."""
+    call, x = TWICE[name], torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.reset()
+    ours, right = torch.compile(call, backend="eager", fullgraph=True)(x), call(x)
+    close(ours, right)
+    close(*(torch.autograd.grad(result.sin().sum(), x)[0] for result in (ours, right)))

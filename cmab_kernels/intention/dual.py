@@ -13,7 +13,7 @@ from torch import Tensor
 from ..autograd import differentiable
 from ..backends import choose
 from ..dtypes import state_dtype
-from ..tracing import is_forward_mode
+from ..tracing import needs_definition
 from .reference import rows_of
 from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads
@@ -64,7 +64,7 @@ class Dual:
         if self._weights is None:
             return solve_heads(products, rhs, self._penalty, self._solver).weight
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
-        if is_forward_mode():
+        if needs_definition():
             return _weighted_formula(*flat).view(rhs.shape)
         chosen = choose("intention.solve", self._solver, *flat[:2])  # here: a compiler keeps all numbers that a Function's forward compares
         return _weighted(*flat, chosen).view(rhs.shape)

@@ -15,7 +15,7 @@ from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
 from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
 from ..layers.schema import attention, feed_forward
-from ..tracing import has_values, is_forward_mode
+from ..tracing import has_values, needs_definition
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
@@ -110,7 +110,7 @@ def fused_impl(features: Tensor) -> str | None:
     if autocasts(features.device):
         return None
     impl = choose("layers", "auto", features)
-    return None if impl == "reference" and not is_forward_mode() else impl
+    return None if impl == "reference" and not needs_definition() else impl
 
 
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
-from ...tracing import is_forward_mode
+from ...tracing import needs_definition
 
 
 class _Mirrored(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _Mirrored(torch.autograd.Function):
 
 def _mirrored(gram: Tensor) -> Tensor:
     """What `_Mirrored` gives, also in forward mode. It has no `jvp` for that: the compiler takes no Function that has one."""
-    if not is_forward_mode():
+    if not needs_definition():
         mirrored: Tensor = _Mirrored.apply(gram)
         return mirrored
     mirrored = gram.tril() + gram.tril(-1).mT
