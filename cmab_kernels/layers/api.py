@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def feed_forward_layer(
     _check_shape("contract_bias", contract_bias, "(C,)", (width,))
     _check_norm("norm", norm_weight, norm_bias, width)
     tensors = _cast(x, norm_weight, norm_bias, expand_weight, expand_bias, contract_weight, contract_bias)
-    rows = tensors[0].reshape(x.shape[:-1].numel(), width)
+    rows = tensors[0].reshape(math.prod(x.shape[:-1]), width)  # of sizes that may be symbols
     return feed_forward(rows, *tensors[1:], eps=eps, activation=activation, impl=choose("layers", impl, rows)).reshape(x.shape)
 
 

@@ -128,7 +128,7 @@ def _attention_inputs(
     x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], heads: int, scale: float, eps: float, context_eps: float
 ) -> dict[str, Any]:
     named: dict[str, Any] = _named(_ATTENTION, parameters)
-    named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.reshape(-1))
+    named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.contiguous().view(-1))
     named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads)
     return named
 

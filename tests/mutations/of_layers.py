@@ -143,7 +143,7 @@ IN_PYTHON = {
     ),
     "padding that a layer sees": Fault(
         "cmab_kernels/layers/native.py",
-        "key_padding_mask=None if mask is None else mask.reshape(-1)",
+        "key_padding_mask=None if mask is None else mask.contiguous().view(-1)",
         "key_padding_mask=None",
         f"{SUITE}::TestAttentionLayer::test_masks -k native",
     ),

@@ -90,3 +90,18 @@ def test_any_size(name: str) -> None:
         torch.testing.assert_close(compiled(*given), module(*given), rtol=1e-5, atol=1e-6)
     # Torch takes a size of 1 for a constant, so the last call has a graph of its own. So have lengths that segments divide evenly.
     assert len(graphs) <= (3 if name == "NystromAttention" else 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported(name: str) -> None:
+    """`torch.export` records one program for any batch and number of tokens (Nyström attention, which has segments: for one number)."""
+    make, inputs = CASES[name]
+    module, one_length = make().eval(), name == "NystromAttention"
+    first, *others = (inputs(batch, 8 if one_length else length) for batch, length in ((2, 8), (3, 9), (5, 64)))
+    vary = [
+        {dim: torch.export.Dim.DYNAMIC for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True)) if sizes[0] != sizes[1]}
+        for a, b in zip(first, others[0], strict=True)
+    ]
+    program = torch.export.export(module, first, dynamic_shapes=tuple(vary)).module()
+    for given in others:
+        torch.testing.assert_close(program(*given), module(*given), rtol=1e-5, atol=1e-6)

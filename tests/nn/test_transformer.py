@@ -98,6 +98,16 @@ def test_padding(kind: type[nn.Module], additive: bool, batch_first: bool, opera
     assert operators[-1] == "feed_forward_layer"
 
 
+@pytest.mark.parametrize("layout", ["step 3", "expanded"])
+def test_masks_of_any_layout(layout: str) -> None:
+    """Also where one element of a batch, or one of all keys, makes a view of what torch would otherwise copy."""
+    theirs, ours = pair(nn.TransformerEncoderLayer, norm_first=True)
+    (x,) = inputs(theirs)
+    apart = PADDING[1:, :, None].expand(1, TOKENS, 3).clone()[..., 0]
+    mask = apart if layout == "step 3" else torch.zeros(1, 1, dtype=torch.bool).expand(1, TOKENS)
+    same(ours, theirs, (x[:1].detach().requires_grad_(),), src_key_padding_mask=mask)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_transformers(training: bool, operators: list[str]) -> None:
     """A model of torch's computes what it did, padded, with a causal mask in the decoder, which then attends to itself by torch's code."""

@@ -1,5 +1,6 @@
 """What the kernels of layers can run, the precision of their products, and the sizes of their blocks."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ def unsupported(x: Tensor, *others: Tensor) -> str | None:
     for rows in (x, *others[:1]):
         if rows.shape[-1] > WIDEST_ROW:
             return f"its rows are at most {WIDEST_ROW} wide, and are {rows.shape[-1]} wide"
-        if rows.shape[:-1].numel() > MOST_ROWS:
+        if math.prod(rows.shape[:-1]) > MOST_ROWS:
             return "it counts rows in 32 bits"
     for heads in others[1:]:
         if heads.shape[-2] > WIDEST:
