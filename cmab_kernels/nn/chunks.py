@@ -15,6 +15,7 @@ from ..checks import kind_of, wrong
 from .layers import CHUNK, check_features
 
 _END = object()
+_NUMBERS = "numbers of at most 64 bits, not complex, are needed"
 
 
 def check_source(source: Any, read_twice: bool) -> None:
@@ -22,8 +23,10 @@ def check_source(source: Any, read_twice: bool) -> None:
     if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
         allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
         raise TypeError(wrong("chunks", f"is {kind_of(source)}", allowed))
-    if _is_array(source) and len(source.shape) not in (2, 3):
-        raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
+    if _is_array(source):
+        _check_array("chunks", source)
+        if len(source.shape) not in (2, 3):
+            raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
     if read_twice and isinstance(source, Iterator):
         allowed = "gradients read the chunks a second time; pass a list, an array or a DataLoader, or use torch.no_grad()"
         raise ValueError(wrong("chunks", f"is {kind_of(source)}, which can be read once only", allowed))
@@ -53,8 +56,8 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
     `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first, or than `batch`, that of a state.
     """
     refilled = not (_is_array(source) or isinstance(source, list | tuple))
-    for i, chunk in enumerate(_prefetched((_rows(chunk, weight, refilled) for chunk in _cut(source)), modes)):
-        name = f"chunks[{i}]"
+    named = ((f"chunks[{i}]", chunk) for i, chunk in enumerate(_cut(source)))
+    for name, chunk in _prefetched(((name, _rows(name, chunk, weight, refilled)) for name, chunk in named), modes):
         if not isinstance(chunk, Tensor):
             raise TypeError(wrong(name, f"is {kind_of(chunk)}", "a tensor, an array or a batch of an Arrow table is needed"))
         check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
@@ -66,8 +69,19 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
 
 
 def _is_array(source: Any) -> bool:
-    """Whether it is a tensor or, as a memory-mapped file is, a NumPy array."""
-    return isinstance(source, Tensor) or type(source).__module__.partition(".")[0] == "numpy"
+    """Whether it is a tensor or, as a memory-mapped file is, a NumPy array; a file of several arrays is none."""
+    return isinstance(source, Tensor) or (type(source).__module__.partition(".")[0] == "numpy" and hasattr(source, "dtype"))
+
+
+def _check_array(name: str, array: Any) -> None:
+    """Raise unless it is a dense tensor, or an array of real numbers without masked entries."""
+    if isinstance(array, Tensor):
+        if array.is_nested or array.layout != torch.strided:
+            raise ValueError(wrong(name, f"is {'a nested tensor' if array.is_nested else array.layout}", "a dense tensor is needed"))
+    elif array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise TypeError(wrong(name, f"is an array of {array.dtype}", _NUMBERS))
+    elif hasattr(array, "mask") and array.mask.any():
+        raise ValueError(wrong(name, "is an array with masked entries", "fill them in, or leave out their rows"))
 
 
 def _is_table(source: Any) -> bool:
@@ -89,20 +103,37 @@ def _cut(source: Any) -> Iterable[Any]:
     return source.to_batches(max_chunksize=CHUNK) if _is_table(source) else source
 
 
-def _rows(chunk: Any, weight: Tensor, refilled: bool) -> Any:
+def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
     """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first.
 
-    So is a tensor that may be `refilled`: the next chunk, fetched while this one is used, may be written to the same memory.
+    So is a tensor that may be `refilled`: the next chunk, fetched while this one is used, may be written to the same memory. An array
+    that is not of numbers, and a table with another column, is a `TypeError` or `ValueError` with the chunk's `name`.
     """
     if isinstance(chunk, tuple | list) and chunk:
         chunk = chunk[0]
     if hasattr(chunk, "column_names"):
-        columns = [torch.tensor(column.to_numpy(zero_copy_only=False), dtype=weight.dtype) for column in chunk.columns]
-        chunk = torch.stack(columns, -1)
-    elif _is_array(chunk) and not isinstance(chunk, Tensor):
-        chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=False)  # torch reads no other byte order, nor rows backwards
-        chunk = torch.tensor(chunk, dtype=weight.dtype)
+        chunk = torch.stack([torch.tensor(values, dtype=weight.dtype) for values in _columns(name, chunk)], -1)
+    elif _is_array(chunk):
+        _check_array(name, chunk)
+        if not isinstance(chunk, Tensor):
+            chunk = chunk.astype(
+                chunk.dtype.newbyteorder("="), order="C", copy=False
+            )  # torch reads no other byte order, nor rows backwards
+            chunk = torch.tensor(chunk, dtype=weight.dtype)
+        elif chunk.is_meta and not weight.is_meta:
+            raise ValueError(wrong(name, "is on meta", f"the module is on {weight.device}, and needs values"))
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
+
+
+def _columns(name: str, table: Any) -> Iterator[Any]:
+    """The columns of an Arrow table, or of a batch of one, as arrays of numbers."""
+    for title, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count:
+            raise ValueError(wrong(name, f"has nulls in its column {title!r}", "fill them in, or leave out their rows"))
+        values = column.to_numpy(zero_copy_only=False)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(wrong(name, f"has a column {title!r} of {column.type}", _NUMBERS))
+        yield values
 
 
 def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManager]) -> Iterator[Any]:

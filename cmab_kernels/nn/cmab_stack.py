@@ -155,7 +155,8 @@ class CMABStack(nn.Module):
                 iterable may write each chunk to the same memory.
             state: the state of earlier inputs; None: there are none.
             progress: True shows a bar, with tqdm if it is installed. A function is called after each chunk with the number of chunks
-                read and their state: save it there, and after a stop go on from it with the chunks that are left, to the same bits.
+                read and their state: save it there, and after a stop go on from it with the chunks that are left, to the same bits. A stop
+                waits for the chunk that is being fetched, and whoever goes on with the same iterator has lost it: make a new one.
 
         With grad mode on, the state has gradients to the parameters and to `state`, and none to the inputs. For them the chunks are read
         a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be

@@ -311,12 +311,64 @@ def test_chunks_that_do_not_fit_are_named() -> None:
         r"`chunks\[1\]` has batch 1: ": ([inputs, inputs[:1]], ValueError),
         r"`chunks\[0\]` is torch.float32: ": ([inputs.float()], TypeError),
         r"`chunks\[0\]` is a str: ": (["rows"], TypeError),
+        r"`chunks\[0\]` is on meta: ": (inputs.to("meta"), ValueError),
     }
     for message, (given, error) in cases.items():
         with pytest.raises(error, match=f"^{message}"):
             module.encode(given)
     with pytest.raises(ValueError, match=r"`state.out` has shape"):
         module.encode([inputs], module.blocks[0].init_state(BATCH))
+
+
+ROWS = np.zeros((4, DIM))
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "objects": (ROWS.astype(object), "is an array of object: numbers"),
+    "text": (ROWS.astype(str), "is an array of <U"),
+    "times": (ROWS.astype("datetime64[s]"), "is an array of datetime64"),
+    "complex": (ROWS + 1j, "is an array of complex128"),
+    "long": (ROWS.astype(np.longdouble), "is an array of float"),
+    "masked": (np.ma.masked_array(ROWS, ROWS == 0), "is an array with masked entries"),
+    "sparse": (torch.tensor(ROWS).to_sparse(), "is torch.sparse_coo: a dense tensor"),
+    "nested": (torch.nested.nested_tensor([torch.tensor(ROWS)] * 2, layout=torch.jagged), "is a nested tensor: a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_arrays_that_are_no_numbers_are_named(kind: str) -> None:
+    module, (given, said) = stack(), UNREADABLE[kind]
+    if kind == "long" and np.dtype(np.longdouble).itemsize == 8:
+        pytest.skip("this platform's long double is its double")
+    for name, source in (("chunks", given), (r"chunks\[1\]", [ROWS, given]), (r"chunks\[0\]", [(given, 3)])):
+        with pytest.raises((TypeError, ValueError), match=f"^`{name}` {said}"):
+            module.encode(source)
+
+
+def test_an_array_without_masked_entries_is_read() -> None:
+    module, given = stack(), np.random.default_rng(0).standard_normal((4, DIM))
+    with torch.no_grad():
+        assert same(module.encode(np.ma.masked_array(given)), module.encode(given))
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ([1.0, None], "nulls in its column 'last'"),
+        ([1, None], "nulls in its column 'last'"),
+        (["a", "b"], "a column 'last' of string: numbers"),
+    ],
+)
+def test_columns_that_are_no_numbers_are_named(column: list[Any], said: str) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Arrow tables are not tested")
+    table = arrow.table({f"c{i}": [1.0, 2.0] for i in range(DIM - 1)} | {"last": column})
+    for source in (table, table.to_batches()):
+        with pytest.raises((TypeError, ValueError), match=rf"^`chunks\[0\]` has {said}"):
+            stack().encode(source)
+
+
+def test_a_file_of_several_arrays_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", rows=ROWS)
+    with np.load(tmp_path / "rows.npz") as file, pytest.raises(TypeError, match=r"^`chunks\[0\]` is a str: "):
+        stack().encode(file)
 
 
 def test_a_state_of_another_batch_is_named() -> None:
