@@ -174,10 +174,16 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the windows that end with them, or None."""
         self._refuse_to_drop()
-        recent = self._recent(src)
-        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
-        if update_state:
-            self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
+        recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
+        attended_before = attention.held
+        try:  # the tokens come first: only then can an error tell whether the attention has taken them
+            if update_state:
+                self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
+            attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+        except BaseException:
+            if attention.held is attended_before:
+                self.stream.hold(before)
+            raise
         return None if attended is None else self._fed(self._windows(recent, attended) + self.dropout1(attended))
 
     def clean_state(self) -> None:
@@ -241,8 +247,8 @@ class ContinualEncoder(nn.Module):
     `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
     seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
     In grad mode an error leaves the streams unchanged, and so does a token that the first layer's attention refuses. Under
-    `torch.no_grad()` an error in a later layer, as for numbers that overflow there, ends them, like `clean_state`: a copy of the windows at
-    each step would cost more than the step.
+    `torch.no_grad()` an error after it, as for numbers that overflow in a later layer, ends them, like `clean_state`: a copy of the windows
+    at each step would cost more than the step.
 
     With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
     L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n
@@ -334,18 +340,18 @@ class ContinualEncoder(nn.Module):
 
     def _through(self, method: str, src: Tensor, update_state: bool, batched: bool) -> Tensor | None:
         # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
-        before, tokens, taken = self._held() if torch.is_grad_enabled() else None, src, False
+        before, tokens, first = self._held() if torch.is_grad_enabled() else None, src, self._each()[0].self_attn.stream
+        first_before = first.held
         try:
             for layer in self.layers[:1] if self.retroactive else self.layers:
                 tokens = getattr(layer, method)(tokens, update_state=update_state)
                 if tokens is None:
                     return None
-                taken = update_state
             return self._normed(self._read(tokens, batched) if self.retroactive else tokens)
         except BaseException:
             if before is not None:
                 self._put_back(before)
-            elif taken:  # the layers are no longer at the same token, and what the first ones had is overwritten
+            elif first.held is not first_before:  # the layers are no longer at the same token, and what the first ones had is overwritten
                 self.clean_state()
             raise
 

@@ -215,6 +215,25 @@ def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
 
 
 @pytest.mark.parametrize("output", LAYERS)
+def test_an_interrupt_within_a_layer_leaves_no_part_ahead(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after an attention took a token: the rest of its layer has it too, and a stack, whose other layers lack it, ends all."""
+    alone, stream = layer(output=output).eval(), tokens()
+    stack = ContinualEncoder(alone, 2).eval()
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for module, first in ((alone, alone), (stack, stack.layers[0])):
+            module.forward_steps(stream[:, :-2])
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(first.self_attn, "_joined", interrupted)
+                module.forward_step(stream[:, -2])
+        assert stack.get_state() == (None, None)
+        same(alone.forward_step(stream[:, -1]), alone(stream)[:, -1])
+
+
+@pytest.mark.parametrize("output", LAYERS)
 def test_a_state_is_taken_by_all_layers_or_none(output: str) -> None:
     module = ContinualEncoder(layer(output=output), 2).eval()
     with torch.no_grad():
