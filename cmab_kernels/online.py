@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .checks import wrong
+from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_SOUND
 from .dtypes import FLOATING, state_dtype
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
 from .intention.variants import LinearRegression
@@ -117,7 +118,7 @@ class OnlineRidge:
 
     @property
     def info_(self) -> int:
-        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned."""
+        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned, or examples lie too far from the first."""
         return int(self._fitted().solved(self, sound=False).info)
 
     @property
@@ -243,7 +244,8 @@ class OnlineRidge:
 class _Sums:
     """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin` and, for an intercept, a column of ones.
 
-    The origins are near the means of the first examples, so that data far from 0 lose no digits. The solution is kept until sums change.
+    The origins are near the means of the first examples, as seen from their spread, so that data far from 0 lose no digits. The solution is
+    kept until sums change.
     """
 
     def __init__(
@@ -264,8 +266,7 @@ class _Sums:
     def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
         """Return the sums of no examples, with the origins, kind and dtype for those that come first."""
         width, outputs = rows.x.shape[1], rows.y.shape[1]
-        # Numbers of 8 bits are the same in all dtypes, so that an example is forgotten exactly whatever dtype it comes in.
-        origin, target_origin = ((intercept * t.double().mean(0)).bfloat16().double().nan_to_num(0.0, 0.0, 0.0) for t in (rows.x, rows.y))
+        origin, target_origin = (intercept * _origin(t.double()) for t in (rows.x, rows.y))
         state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
         return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
 
@@ -297,8 +298,19 @@ class _Sums:
             return LinearRegression(weight, self.origin[None, None], self.target_origin[None, None], info)
         total, x_sum, y_sum = gram[..., -1:, -1:], gram[..., -1:, :-1], moment[..., -1:, :]
         x_mean, y_mean = (torch.where(total > 0, each / total, 0.0) for each in (x_sum, y_sum))
-        weight, info = regularised_solve(gram[..., :-1, :-1] - x_mean.mT * x_sum, moment[..., :-1, :] - x_mean.mT * y_sum, alpha)
+        centred = gram[..., :-1, :-1] - x_mean.mT * x_sum
+        weight, info = regularised_solve(centred, moment[..., :-1, :] - x_mean.mT * y_sum, alpha)
+        rounding = torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1)[..., :-1]  # of sums about the origin
+        lost = (rounding > ILL_CONDITIONED * (centred.diagonal(dim1=-2, dim2=-1) + alpha)).any(-1)
+        info = torch.where(lost & (info == INFO_SOUND), INFO_ILL_CONDITIONED, info)
         return LinearRegression(weight, self.origin + x_mean[..., 0, :], self.target_origin + y_mean[..., 0, :], info)
+
+
+def _origin(rows: Tensor) -> Tensor:
+    """Return the means (C,) of rows (N, C), rounded to a power of two within the spread, so that differences of few bits have few bits."""
+    spread, mean = rows.std(0, correction=0), rows.mean(0)
+    step = torch.ldexp(torch.ones_like(spread), spread.frexp().exponent - 1)
+    return torch.where(spread > 0, (mean / step).round() * step, mean).nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Rows:
@@ -312,7 +324,7 @@ class _Rows:
         self.flat = targets.dim() == 1
         if targets.dim() not in (1, 2) or len(targets) != len(self.x):
             raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"X has {len(self.x)} rows: as many are needed"))
-        self.y = (targets[:, None] if self.flat else targets).to(self.x.dtype)
+        self.y = targets[:, None] if self.flat else targets
         if held is not None and (self.flat, self.y.shape[1]) != (held.flat, held.state.moment.shape[3]):
             wanted = "(N,)" if held.flat else f"(N, {held.state.moment.shape[3]})"
             raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"{wanted} is needed, as in the examples before"))
@@ -326,11 +338,14 @@ class _Rows:
             self.weights = weights[None].double()
 
     def operands(self, held: _Sums) -> tuple[Tensor, Tensor]:
-        """Return key (1, 1, N, D [+ 1]) and value (1, 1, N, E) of these examples for the sums `held`."""
-        key, value = self.x - held.origin.to(self.x.dtype), self.y - held.target_origin.to(self.y.dtype)
-        if held.intercept:
-            key = torch.nn.functional.pad(key, (0, 1), value=1.0)
-        return key[None, None], value[None, None]
+        """Return key (1, 1, N, D [+ 1]) and value (1, 1, N, E) of these examples for the sums `held`.
+
+        In float64, so that an example is forgotten exactly whatever dtype it comes in.
+        """
+        rows, width = self.x.shape
+        key = held.origin.new_ones(rows, width + held.intercept)
+        torch.sub(self.x, held.origin, out=key[:, :width])
+        return key[None, None], (self.y - held.target_origin)[None, None]
 
 
 def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:

@@ -130,12 +130,44 @@ def test_a_forgetting_factor_is_a_weight_by_age() -> None:
         ours.forget(x, y)
 
 
-def test_far_from_zero() -> None:
-    """An offset of 1e6 times the spread of the data costs no more digits than it costs the data themselves."""
+@pytest.mark.parametrize("spread", [1, 1e-3])
+@pytest.mark.parametrize("offset", [1e6, 1e7])
+def test_far_from_zero(offset: float, spread: float) -> None:
+    """An offset costs no more digits than it costs the data themselves, be it 1e10 times their spread."""
+    x, y, weights = _data()
+    x, y = (spread * x + offset) - offset, (y + offset) - offset  # what is left of them
+    ours, theirs = _streamed(OnlineRidge(spread**2), x + offset, y + offset, weights), Ridge(spread**2).fit(x, y, weights)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
+    digits = np.spacing(offset) * (1 + np.abs(theirs.coef_).sum())
+    np.testing.assert_allclose(ours.predict(x + offset) - offset, theirs.predict(x), rtol=1e-10, atol=digits)
+    assert ours.info_ == 0
+
+
+def test_far_from_the_first_examples() -> None:
+    """Sums far from the first examples hold few digits of the spread of the others, which is said."""
     x, y, _ = _data()
-    ours, theirs = _streamed(OnlineRidge(), x + 1e6, y + 1e6), Ridge().fit(x, y)
-    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-7, atol=1e-8)
-    np.testing.assert_allclose(ours.predict(x + 1e6) - 1e6, theirs.predict(x), rtol=1e-6)
+    model = OnlineRidge().fit(x, y).partial_fit(x + 1.5e7, y).forget(x, y)
+    assert model.info_ == 2
+    with pytest.warns(RuntimeWarning, match="few digits may be right"):
+        model.predict(x)
+
+
+def test_what_is_forgotten_may_come_in_another_dtype() -> None:
+    x, y, weights = (part.astype(np.float32) for part in _data())
+    doubled = [part.astype(np.float64) for part in (x, y, weights)]
+    for added, taken in (((x, y, weights), doubled), (doubled, (x, y, weights))):
+        model = OnlineRidge().fit(*added).forget(*(part[:50] for part in taken))
+        np.testing.assert_allclose(
+            model.coef_, OnlineRidge().fit(*(part[50:] for part in doubled)).coef_, rtol=1e-6 if added[0] is x else 1e-11
+        )
+
+
+def test_whole_numbers_are_forgotten_to_the_last_bit() -> None:
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 9, (500, 5)), random.integers(0, 99, 500)
+    model = _streamed(OnlineRidge(), x, y).forget(x[:450], y[:450])
+    key = np.c_[x[450:] - model._sums.origin.numpy(), np.ones(50)]
+    np.testing.assert_array_equal(model._sums.state.gram[0, 0], key.T @ key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
