@@ -48,9 +48,9 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     Raises:
         RuntimeError: `torch.distributed` is not initialised; another rank raised an error in place of merging its state; or the call is
             under a transform of `torch.func` or in forward mode, for which there are no rules.
-        TypeError, ValueError: `state` is no state, or its type, shapes or dtypes are not those of the other ranks. Every rank raises. On a
-            GPU, where a look at the other ranks' shapes would make the program wait, a rank whose own state has the shapes and dtypes of an
-            earlier call gets NaN in place of an error.
+        TypeError, ValueError: `state` is no state or has no values, or its type, shapes or dtypes are not those of the other ranks. Every
+            rank raises. On a GPU, where a look at the other ranks' shapes would make the program wait, a rank whose own state has the
+            shapes and dtypes of an earlier call gets NaN in place of an error.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
@@ -76,9 +76,19 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
         rows, gradient = gathered(packed_bytes(fields), header, group)
     if not gradient:
         return _merged(type(state), rows, fields)
+    state = type(state)(*map(accepted, state))
     if header[0] != WANTED:  # others want one: this rank takes part in the backward pass
-        state = type(state)(*(field.requires_grad_() if field.is_floating_point() else field for field in fields))
+        state = type(state)(*(field.detach().requires_grad_() if field.is_floating_point() else field for field in state))
     return type(state)(*_Merge.apply(type(state), group.group_name, rows, *state))
+
+
+def accepted(tensor: Tensor) -> Tensor:
+    """The tensor, or where autograd is on a copy of one that was made under inference mode: autograd refuses it.
+
+    A rank that raises after the merge leaves the others waiting in the backward pass. Compilers know of no inference mode.
+    """
+    refused = torch.is_grad_enabled() and not torch.compiler.is_compiling() and tensor.is_inference()
+    return tensor.clone() if refused else tensor
 
 
 def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:

@@ -176,6 +176,8 @@ def check(state: AttentionState | RidgeState) -> None:
     like = state[KINDS.index(type(state))]
     if not 2 <= like.dim() <= NUMBERS - 4:
         raise ValueError(wrong("state", f"has tensors of {like.dim()} dimensions", f"2 to {NUMBERS - 4} are needed"))
+    if like.is_meta or like.layout != torch.strided:
+        raise TypeError(wrong("state", f"is {like.layout} on {like.device}", "dense tensors with values are needed"))
     *leading, height, width = like.shape
     wanted: dict[str, tuple[list[int], torch.dtype]]
     if isinstance(state, AttentionState):

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from torch import Tensor, nn
 
 from ..attention import AttentionState, merge_states
-from ..checks import wrong
+from ..attention.state import check_state
+from ..checks import over_batch, wrong
 from ..intention import RidgeState, merge_ridge, ridge_state
+from ..intention.state import check_ridge
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
-from .merge import State, all_merge_state
+from ..nn.layers import split_heads
+from .merge import State, accepted, all_merge_state
 from .messages import announced, members
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ class ContextSharded(nn.Module, Generic[State]):
     """Base class: a module whose context is spread over the ranks of a group.
 
     The wrapped module is the attribute `module`, with its parameters and its own stream, which is advanced on all ranks alike. An error
-    that one rank raises while it reads, for inputs of a wrong shape say, makes all ranks raise.
+    that one rank raises for its arguments or its stream makes all ranks raise, and no stream advances.
     """
 
     wraps: ClassVar[tuple[type[nn.Module], ...]]
@@ -42,8 +45,18 @@ class ContextSharded(nn.Module, Generic[State]):
         group = members(self.group)
         with announced(group, next(self.parameters())):
             part = read()
+            if before is not None:
+                _check_like(part, before)
         merged = all_merge_state(part, group)
         return merged if before is None else self.merge(before, merged)
+
+
+def _check_like(part: AttentionState | RidgeState, state: Any) -> None:
+    """Raise unless `state` has the type, shapes, dtypes and device of `part`, with which it is to be merged."""
+    if isinstance(part, AttentionState):
+        check_state(state, part.out.shape, part.out.dtype, part.out.device)
+    else:
+        check_ridge(state, part.moment.shape, part.moment.device)
 
 
 class ShardedCMAB(ContextSharded[AttentionState]):
@@ -101,7 +114,8 @@ class ShardedCMAB(ContextSharded[AttentionState]):
             return module._read(inputs, None, key_padding_mask)
 
         state = self._read(read, before)
-        return CMABUpdate(module.update(inputs[:, :0], latents, state).latents, state)  # without inputs: what follows a merged state
+        nothing = inputs[:, :0]  # what follows a merged state needs no inputs
+        return CMABUpdate(module.update(nothing, accepted(latents), state).latents, state)
 
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no inputs."""
@@ -179,7 +193,16 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """Return (out, None) over the keys of all ranks; arguments as in `MultiheadIntention` with `need_weights=False`."""
-        return self.module.predict(query, self._read(lambda: self._sums(key, value, key_padding_mask))), None
+        module = self.module
+
+        def read() -> RidgeState:
+            pairs = module._pairs(key, value, key_padding_mask)
+            module._check(None, key=key, query=query)
+            over_batch(split_heads(module._batch_first(query), module.num_heads), pairs["key"], len(pairs["key"]))
+            return ridge_state(**pairs)
+
+        sums = self._read(read)
+        return module.predict(accepted(query), sums), None
 
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
@@ -189,7 +212,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
         `state` is that of all ranks, as an earlier call returned it; with None the module's own stream is advanced, on all ranks alike.
         """
         before = self.module.stream.held if state is None else state
-        updated = self._read(lambda: self._sums(key, value, key_padding_mask), before)
+        updated = self._read(lambda: ridge_state(**self.module._pairs(key, value, key_padding_mask)), before)
         if state is None:
             self.module.stream.state = updated
         return updated
@@ -197,7 +220,3 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
     def init_state(self, batch: int) -> RidgeState:
         """Return the state of no keys."""
         return self.module.init_state(batch)
-
-    def _sums(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> RidgeState:
-        """Return the sums over this rank's keys."""
-        return ridge_state(**self.module._pairs(key, value, key_padding_mask))

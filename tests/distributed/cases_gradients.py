@@ -101,6 +101,20 @@ def case_a_rank_without_a_gradient_takes_part() -> None:
         all_merge_state(part)
 
 
+def case_a_state_of_inference_mode_takes_part() -> None:
+    """Autograd refuses tensors of inference mode, so a rank that brings one merges a copy; the others get their gradients."""
+    rank, leaves = dist.get_rank(), leaves_of(AttentionState)
+    with torch.inference_mode():
+        copies = [leaf.clone() for leaf in leaves[rank]]
+    wanted = torch.autograd.grad(total(AttentionState, leaves), leaves[rank])
+    for part in (rebuilt(AttentionState, leaves[rank] if rank == 0 else copies), AttentionState(leaves[rank][0], copies[1])):
+        loss(all_merge_state(part), rank).backward()
+        for field, each in zip(part, wanted, strict=True):
+            if field.requires_grad:
+                close(field.grad, each)
+                field.grad = None
+
+
 def case_no_graph_where_none_is_wanted() -> None:
     leaves = leaves_of(AttentionState)[dist.get_rank()]
     with torch.no_grad():

@@ -112,6 +112,8 @@ def case_errors_are_raised_on_all_ranks() -> None:
         (good._replace(lse=good.lse.float()), TypeError, "`state.lse` is torch.float32: torch.float64"),
         (good._replace(lse=good.lse[:, :1]), ValueError, "`state.lse` has shape (1, 1, 3): (1, 2, 3)"),
         (good._replace(lse=good.lse.to("meta")), ValueError, "`state.lse` is on meta"),
+        (AttentionState(*(part.to("meta") for part in good)), TypeError, "`state` is torch.strided on meta"),
+        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "`state` is torch.sparse_coo on cpu"),
         (good._replace(out=good.out.half()), TypeError, "`state.out` is torch.float16: torch.float32"),
         (ck.empty_ridge(1, 2, 3, 4)._replace(gram=torch.zeros(3, 3).double()), ValueError, "`state.gram` has shape (3, 3): (1, 2, 3, 3)"),
         (ck.empty_ridge(1, 2, 3, 4)._replace(count=torch.zeros(1, 2)), TypeError, "`state.count` is torch.float32"),

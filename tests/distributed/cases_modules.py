@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import cmab_kernels as ck
 from cmab_kernels.distributed import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention, all_merge_state
 from cmab_kernels.nn import CMAB, CMABStack, MultiheadAttention, MultiheadIntention
 
@@ -180,6 +181,60 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
     assert block.stream.state is None and stack.stream.state is None and fit.stream.state is None
     with raises(ValueError, "differs between ranks", "(1, 3, 5, 4)"):
         ShardedCMAB(block)(inputs[: 1 if rank == last else 2], query[: 1 if rank == last else 2])
+
+
+def refused(call: Callable[[bool], Any], error: type[Exception]) -> None:
+    """Assert that the last rank, whose argument is wrong, raises this error, and the others that its state is missing."""
+    last = dist.get_world_size() - 1
+    with raises(error) if dist.get_rank() == last else raises(RuntimeError, f"missing from rank {last}"):
+        call(dist.get_rank() == last)
+
+
+def case_what_follows_the_merge_is_checked_before_it() -> None:
+    """Where one rank cannot go on with its query, state or stream, none goes on: none waits in a backward pass, no stream advances."""
+    inputs, query, _ = data()
+    block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
+    queried: list[Callable[[Any], Tensor]] = [
+        lambda given: ShardedCMAB(block)(inputs, given),
+        lambda given: ShardedCMAB(stack)(inputs, given),
+        lambda given: ShardedMultiheadAttention(attention)(given, inputs, inputs)[0],
+        lambda given: ShardedMultiheadIntention(fit)(given, inputs, inputs)[0],
+    ]
+    for call in queried:
+        for bad, error in ((query[..., :3], ValueError), (query.float(), TypeError), (query[:1], ValueError), (None, TypeError)):
+            refused(lambda wrong, call=call, bad=bad: call(bad if wrong else query).sum().backward(), error)
+
+    streams: list[tuple[Callable[[int], Any], Callable[[Any], tuple]]] = [
+        (block.init_state, lambda state: ShardedCMAB(block).update(inputs, query, state)),
+        (stack.init_state, lambda state: ShardedCMAB(stack).update(inputs, query, state)),
+        (fit.init_state, lambda state: ShardedMultiheadIntention(fit).update(inputs, state=state)),
+        (
+            lambda batch: ck.empty_state(batch, HEADS, 4, DIM // HEADS, dtype=torch.float64),
+            lambda state: ShardedMultiheadAttention(attention).attend_state(query, inputs, state),
+        ),
+    ]
+    for start, call in streams:
+        good = start(2)
+        for bad, error in ((start(3), ValueError), (good._replace(**{good._fields[0]: good[0].float()}), TypeError), ("none", TypeError)):
+            refused(lambda wrong, call=call, bad=bad, good=good: call(bad if wrong else good)[0].sum().backward(), error)
+    with torch.no_grad():
+        for module, (start, call) in zip((block, stack, fit), streams, strict=False):
+            module.stream.state = start(3) if dist.get_rank() == dist.get_world_size() - 1 else None
+            before = module.stream.state
+            refused(lambda _, call=call: call(None), ValueError)
+            assert module.stream.state is before or all(a is b for a, b in zip(module.stream.state, before, strict=True))
+
+
+def case_queries_of_inference_mode() -> None:
+    """Autograd refuses tensors of inference mode: a rank that brings one goes on with a copy, as the others wait in the backward pass."""
+    inputs, query, _ = data()
+    for make, _, call, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
+        module = shaken(make())
+        with torch.inference_mode(dist.get_rank() == 0):
+            given = query.clone()
+        out = call(wrapper(module), inputs, given, None)
+        out.sum().backward()
+        close(out, call(wrapper(module), inputs, query, None))
 
 
 def case_construction() -> None:
