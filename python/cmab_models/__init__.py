@@ -7,13 +7,20 @@ comes from, `training` the loop, checkpoints and records.
 
 import importlib.util
 
+import torch
+
 if importlib.util.find_spec("huggingface_hub") is None:
     raise ImportError('cmab_models needs packages beside torch: pip install "cmab-kernels[models]"')
 
 from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
-from .point_processes import CMHP, THP, PointProcess
+from .neural_processes.cnp import Total
+from .neural_processes.inctnp import Cache
+from .neural_processes.points import Points
+from .point_processes import CMHP, THP, CMHPState, PointProcess, THPState
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
-from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer
+from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
+
+torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])  # as for the states in cmab_kernels
 
 __all__ = [
     "CMANP",

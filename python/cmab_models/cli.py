@@ -19,6 +19,7 @@ from .pretrained import Pretrained
 from .systems import SYSTEMS
 from .tasks import TASKS
 from .training import Diverged, Interrupted, Run, append, provenance, train
+from .training.checkpoint import load
 
 EXAMPLES = """\
 examples:
@@ -86,7 +87,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
-        "and overrides --config",
+        "and overrides --config; what is not set is as it was in the training, if there was one",
     )
     command.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
@@ -94,14 +95,31 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 
 def _run(asked: argparse.Namespace) -> Run:
-    """Return the run that was asked for; `ValueError` names a setting that does not exist."""
-    settings = _settings(asked.config, asked.set)
+    """Return the run that was asked for; `ValueError` names a setting that does not exist.
+
+    What is not given is the task's own in a training, and later what the model was trained with.
+    """
+    given = _settings(asked.config, asked.set)
+    run = _made(asked, given)
+    if asked.command == "train":
+        return run
+    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed")}
+    return _made(asked, settings | given)
+
+
+def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     task = TASKS[asked.task]().changed({key: value for key, value in settings.items() if not key.startswith("model.")})
     if asked.system not in task.systems:
         raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
     return Run(asked.system, task, folder, asked.seed, _device(asked.device), model)
+
+
+def _trained(run: Run) -> dict[str, Any]:
+    """Return what the model that was kept was trained with, nothing if there is no checkpoint; `BadCheckpoint` if it is another model's."""
+    of_model = {name: value for name, value in run.described().items() if name in ("system", "task", "seed") or name.startswith("model.")}
+    return load(run.checkpoint, of_model).run if run.checkpoint.exists() else {}
 
 
 def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
@@ -157,21 +175,23 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         for name, value in scores.items():
             writer.add_scalar(name, value, run.task.steps)
     print(f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of wall time")
-    _show(run, scores, seconds)
+    _show(run, scores, {**run.described(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
 
 
 def _evaluate(run: Run, asked: argparse.Namespace) -> None:
-    _show(run, run.task.evaluate(kept(run)), {})
+    trained = _trained(run)
+    changed = {name: value for name, value in run.described().items() if name not in trained or trained[name] != value}
+    _show(run, run.task.evaluate(kept(run)), {**trained, "evaluated_with": changed})
 
 
-def _show(run: Run, scores: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-    """Print and record the scores, beside those that need no model."""
+def _show(run: Run, scores: Mapping[str, float], told: Mapping[str, Any]) -> None:
+    """Print the scores, beside those that need no model, and record them with what is `told` of them."""
     rows = [(run.system, name, value) for name, value in scores.items()]
     rows += [("without a model", name, value) for name, value in run.task.references().items()]
     for who, name, value in rows:
         print(f"  {who:16} {name:32} {value:10.4f}")
-    append(run.folder / "results.jsonl", {**run.described(), "scores": dict(scores), **seconds, **provenance()})
+    append(run.folder / "results.jsonl", {**told, "scores": dict(scores), **provenance()})
 
 
 def _stream(run: Run, asked: argparse.Namespace) -> None:

@@ -80,6 +80,12 @@ def test_regrets_of_agents_that_need_no_learning() -> None:
     assert all(value < 5 for value in knowing.values())  # the first arm of each is drawn
 
 
+@pytest.mark.parametrize("plays", [1, 3])
+def test_the_last_quarter_of_few_plays_has_one(plays: int) -> None:
+    references = made(plays=plays).references()
+    assert references["uniform_simple_0.9"] == pytest.approx(100)
+
+
 def test_the_radius_may_change_half_way() -> None:
     delta = torch.tensor([0.7, 0.9, 0.95, 0.99, 0.995]).repeat_interleave(2)
     knowing = made(plays=200, later_delta=0.2).evaluate(Plays(delta=delta))

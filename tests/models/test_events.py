@@ -164,6 +164,10 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
         (lambda: model.log_prob(times, marks, LENGTHS - 2), "lengths are .* from -1 to 11"),
         (lambda: model.log_prob(times, marks, LENGTHS[:2]), r"lengths are torch.int64 \(2,\)"),
         (lambda: model.log_prob(times, marks, LENGTHS.double()), "lengths are torch.float64"),
+        (lambda: model.log_prob(times, marks, end=times[:, -1:] + 1), r"end has shape \(3, 1\); \(batch,\) = \(3,\)"),
+        (lambda: model.log_prob(times[:, :0], marks[:, :0].float()), "marks are torch.float32; int64"),
+        (lambda: model.log_prob(times.masked_fill(times == times[:, -1:], torch.inf), marks), "times are not in order"),
+        (lambda: model.observe(None, times[:, 0] * torch.inf, marks[:, 0]), "times are not in order"),
     ):
         with pytest.raises(ValueError, match=said):
             call()

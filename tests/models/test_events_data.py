@@ -82,6 +82,21 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     torch.save({"sequences": [{"times": [1.0]}]}, tmp_path / "other.pkl")
     with pytest.raises(ValueError, match="arrival_times"):
         read_sequences(tmp_path / "other.pkl")
+    for given, said in (
+        ([{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}], r"sequence 0 has times \(2,\) and marks \(1,\)"),
+        ([{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}], "sequence 1 has an event before"),
+        ([{"arrival_times": [1.0, 5.0], "t_end": 3.0}], "sequence 0 has an event .* after its end"),
+        ([], "at least one sequence"),
+    ):
+        torch.save({"sequences": given}, tmp_path / "wrong.pkl")
+        with pytest.raises(ValueError, match=said):
+            read_sequences(tmp_path / "wrong.pkl")
+    (tmp_path / "data").write_text(CSV)
+    with pytest.raises(ValueError, match="no stream has a run of 16 events"):
+        read_interactions(tmp_path / "data")
+    (tmp_path / "data").write_text(CSV.splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="has no interactions"), pytest.warns(UserWarning, match="no data"):
+        read_interactions(tmp_path / "data")
     torch.save({"sequences": Path("/")}, tmp_path / "runs.pkl")
     with pytest.raises(Exception, match=r"[Ww]eights"):
         read_sequences(tmp_path / "runs.pkl")

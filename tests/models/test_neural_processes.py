@@ -91,9 +91,10 @@ def test_masked_points_may_hold_anything(kind: type[NeuralProcess]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_of_nothing_there_is_nothing(kind: type[NeuralProcess]) -> None:
-    """One point has no points before it; there may be no targets, and no functions."""
+    """One point has no points before it; there may be no points, no targets, and no functions."""
     model, (x, y, target_x, _) = made(kind), batch()
     assert model.prefix_log_prob(x[:, :1], y[:, :1]).shape == (2, 0)
+    assert model.prefix_log_prob(x[:, :0], y[:, :0]).shape == (2, 0)
     assert model(x, y, target_x[:, :0]).mean.numel() == 0
     assert model.sample(x, y, target_x[:, :0]).shape == (2, 0, 3)
     assert model(x[:0], y[:0], target_x[:0]).mean.shape[0] == 0
@@ -234,3 +235,26 @@ def test_wrong_shapes_are_named(kind: type[NeuralProcess]) -> None:
             call()
     with pytest.raises(ValueError, match="block_size is 0"):
         model.log_prob(x, y, target_x, target_y, block_size=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_wrong_batch_or_mask_is_named(kind: type[NeuralProcess]) -> None:
+    model, (x, y, target_x, target_y) = made(kind), batch()
+    state, of_one = model.condition(x, y), model.condition(x[:1], y[:1])
+    calls = [
+        lambda: model.condition(x[:1], y[:1], state),
+        lambda: model.condition(x, y, of_one),
+        lambda: model.predict(state, target_x[:1]),
+        lambda: model.predict(of_one, target_x),
+        lambda: model(x[:1], y[:1], target_x),
+        lambda: model.log_prob(x[:1], y[:1], target_x, target_y),
+        lambda: model.sample(x[:1], y[:1], target_x),
+    ]
+    if kind is not IncTNP:
+        calls += [lambda: model.forget(state, x[:1], y[:1]), lambda: model.forget(of_one, x, y)]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"has batch|state.* shape"):
+            call()
+    for mask in (torch.zeros(2, 10).bool(), torch.zeros(1, 11).bool(), torch.zeros(2, 11)):
+        with pytest.raises(ValueError, match=r"mask is .*; torch\.bool of \(2, 11\)"):
+            model.condition(x, y, None, mask)

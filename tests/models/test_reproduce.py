@@ -16,7 +16,7 @@ from cmab_models.reproduce.jobs import Experiment
 from cmab_models.reproduce.results import Results, Spread
 from cmab_models.reproduce.runner import finished, run_all
 from cmab_models.tasks import TASKS
-from cmab_models.training import Run
+from cmab_models.training import Run, append
 
 WEIGHTS = "model/model.safetensors"
 
@@ -41,6 +41,23 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
     assert finished(changed) is None
     assert run_all([changed], 1, lambda run, code: ended.append(code)) == []  # the checkpoint of other settings is not gone on from
     assert finished(changed) is not None
+
+
+@pytest.mark.parametrize("cut", [b'{"system": "cnp", "ta', b"\0" * 40])
+def test_a_record_that_was_cut_off_counts_as_none(cut: bytes, tmp_path: Path) -> None:
+    """As a full disk or a power loss leaves it."""
+    (run,) = experiment().runs(tmp_path)
+    assert finished(run) is None
+    file = run.folder / "results.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(cut)
+    assert finished(run) is None
+    append(file, run.described() | {"cpu_seconds": 1.0})
+    append(file, run.described() | {"cpu_seconds": 2.0})
+    found = finished(run)
+    assert found is not None
+    assert found["cpu_seconds"] == 2.0
+    assert file.read_bytes().startswith(cut + b"\n{")
 
 
 def record(run: Run, scores: dict[str, float]) -> None:

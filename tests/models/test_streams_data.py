@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 from cmab_models.data import features, patches
 from cmab_models.data.series import LOADERS, series
 from cmab_models.pictures import draw, width
-from cmab_models.tasks.base import Task, seeded
+from cmab_models.tasks.base import TASKS, Task, seeded
 from cmab_models.tasks.classes import FewShotTask
 from cmab_models.tasks.patches import Patches
 from cmab_models.tasks.published_streams import GTZAN, THUMOS
 from cmab_models.tasks.series import Series
 from cmab_models.tasks.sets import LeastSquares
-from cmab_models.tasks.streaming import EVERY
+from cmab_models.tasks.streaming import EVERY, Streams
 from cmab_models.training.loop import Run, train
 from torch.nn.functional import cross_entropy
 
@@ -196,6 +197,42 @@ def test_tracks_are_streams_of_their_genre(tmp_path: Path) -> None:
     assert scores["whole"] == scores["streamed"]  # a track has one window
     with pytest.raises(FileNotFoundError, match="download it as"):
         GTZAN().data()
+
+
+def test_pieces_have_the_class_of_their_stream() -> None:
+    """Also where no training stream is of a class in between."""
+
+    @dataclass(frozen=True)
+    class Gap(Series):
+        name = "gap"
+
+        def data(self) -> Streams:
+            streams, labels = [torch.full((80, 2), float(label)) for label in (0, 2, 3)], torch.tensor([0, 2, 3])
+            return Streams(streams, labels, torch.stack(streams), labels)
+
+    TASKS.pop("gap")
+    pieces, labels = Gap().batch(seeded(0))
+    assert labels.unique().tolist() == [0, 2, 3]
+    assert torch.equal(pieces[:, 0, 0], labels.float())
+
+
+def test_a_genre_of_one_track_is_left_out(tmp_path: Path) -> None:
+    def data(folder: str, tracks: dict[str, int]) -> Streams:
+        rows = [
+            f"{genre}.{track:05}.{piece}.wav,66149,{number},{genre}"
+            for number, (genre, count) in enumerate(tracks.items())
+            for track in range(count)
+            for piece in range(10)
+        ]
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "features_3_sec.csv").write_text("\n".join(["filename,length,a,label", *rows]) + "\n")
+        return GTZAN(folder=str(tmp_path / folder)).data()
+
+    found = data("three genres", {"blues": 2, "disco": 1, "rock": 3})
+    assert (found.train_labels.tolist(), found.held_out_labels.tolist()) == ([0, 1, 1], [0, 1])
+    assert [stream[0, 0] > 0 for stream in found.train] == [False, True, True]  # the feature is the genre's number
+    with pytest.raises(ValueError, match="no genre of two tracks"):
+        data("single tracks", {"blues": 1, "disco": 1})
 
 
 def test_runs_of_one_action_are_streams(tmp_path: Path) -> None:

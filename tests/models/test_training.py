@@ -103,6 +103,32 @@ def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Tas
     assert torch.equal(weights(whole), weights(resumed))
 
 
+@pytest.mark.parametrize("at", [3, 6])
+def test_the_checkpoint_is_written_whatever_comes(at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the file is written: at the end of the training, or as the second one after an interruption at step 3."""
+    whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
+    write = torch.save
+
+    def interrupted(*given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write(*given)
+
+    def stop(done: int, loss: float) -> None:
+        if done == at == 3:
+            raise KeyboardInterrupt
+
+    run, handler = Run("cnp", toy(), tmp_path / "parts"), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises((Interrupted, KeyboardInterrupt)) as stopped:
+            patch.setattr(torch, "save", interrupted)
+            train(run, report=stop)
+        assert f"after {at} of 6 steps" in str(stopped.value)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    resumed, _ = train(run, resume=True)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
 def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: Path) -> None:
     run = Run("cnp", toy(), tmp_path)
     with pytest.raises(BadCheckpoint, match="nothing to resume"):
@@ -164,6 +190,36 @@ def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.Captur
     (folder / "model" / "model.safetensors").write_bytes(b"nothing")
     assert run_command("evaluate", *asked) == 2
     assert "is broken" in capsys.readouterr().err
+
+
+def test_an_evaluation_tells_what_was_trained(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ("cnp", "--task", "lines", "--folder", "run")
+    assert run_command("train", *asked, "--set", "steps=2", "--set", "model.dim=4") == 0
+    assert run_command("evaluate", *asked) == 0
+    assert run_command("evaluate", *asked, "--set", "slope=0.5") == 0
+    Path("run/checkpoint.pt").rename("kept.pt")
+    assert run_command("evaluate", *asked) == 0
+    trained, same, changed, unknown = (json.loads(line) for line in Path("run/results.jsonl").read_text().splitlines())
+    settings = {"system": "cnp", "task": "lines", "seed": 0, "steps": 2, "slope": 1.0, "model.dim": 4}
+    for record, evaluated in ((trained, None), (same, {}), (changed, {"slope": 0.5})):
+        assert settings.items() <= record.items()
+        assert record.get("evaluated_with") == evaluated
+    assert same["scores"] == trained["scores"] != changed["scores"]
+    assert "steps" not in unknown
+    assert unknown["evaluated_with"]["steps"] == 6
+    Path("kept.pt").rename("run/checkpoint.pt")
+    capsys.readouterr()
+    monkeypatch.setitem(TASKS, "others", type("Others", (toy,), {"name": "others"}))
+    for arguments, message in (
+        (("--seed", "5"), "was trained with seed = 0, not 5"),
+        (("--set", "model.dim=8"), "was trained with model.dim = 4, not 8"),
+        (("--task", "others"), "was trained with task = 'lines', not 'others'"),
+    ):
+        assert run_command("evaluate", *asked, *arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
         raise ValueError(f"{path}: the first line is {first[:60]!r}; it must start with one of {', '.join(map(repr, _HEADERS))}")
     separator, columns = form
     users, items, times = np.loadtxt(path, delimiter=separator, skiprows=1, usecols=columns, unpack=True, ndmin=2)
+    if not len(times):
+        raise ValueError(f"{path} has no interactions below its first line")
     order = np.lexsort((times, users))
     _, lengths = np.unique(users, return_counts=True)
     by_user = (torch.from_numpy(part[order]).split(lengths.tolist()) for part in (times, items.astype(np.int64)))

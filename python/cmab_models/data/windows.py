@@ -13,6 +13,8 @@ from ..point_processes import Events
 def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window: int, shortest: int) -> Events:
     """Return all runs of up to `window` consecutive events of streams, as sequences; runs of fewer than `shortest` are left out.
 
+    `ValueError` if none is left.
+
     Args:
         streams: times and marks (N,) of each stream, the times in order.
         end: until when all streams were observed, and with them their last runs; others count as observed until their last event.
@@ -28,4 +30,6 @@ def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window
             times.append(time - midnight)
             marks.append(mark)
             ends.append((end if number == len(runs) else float(time[-1])) - midnight)
+    if not times:
+        raise ValueError(f"no stream has a run of {shortest} events, the shortest that is asked for")
     return Events.pad(times, marks, torch.tensor(ends, dtype=torch.float64))

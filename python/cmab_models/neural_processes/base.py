@@ -46,7 +46,7 @@ class NeuralProcess(Pretrained):
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
-        """Return the state of the points x, y and those of `state`; points where `mask` (B, N) bool is True are ignored.
+        """Return the state of the points x, y and those of `state`, of the same batch; points where `mask` (B, N) bool is True are ignored.
 
         What these hold does not matter; it may be NaN.
         """
@@ -74,7 +74,7 @@ class NeuralProcess(Pretrained):
         With a `block_size`, or the model's own, targets are predicted that many at a time, and each block becomes context of the next.
         """
         self._check(context_x, context_y)
-        self._check(target_x, target_y)
+        self._check(target_x, target_y, batch=len(context_x))
         targets = target_x.shape[1]
         size = self._block_size(block_size, targets)
         if size >= targets:
@@ -103,7 +103,7 @@ class NeuralProcess(Pretrained):
     def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
         """Return one draw (B, M, dim_y) of the values at the targets, blocks of them given the blocks before."""
         self._check(context_x, context_y)
-        self._check(target_x)
+        self._check(target_x, batch=len(context_x))
         state, targets, drawn = self.condition(context_x, context_y), target_x.shape[1], []
         for x in target_x.split(self._block_size(block_size, targets), 1):
             drawn.append(self.predict(state, x).sample().view(*x.shape[:2], self.dim_y))
@@ -120,12 +120,16 @@ class NeuralProcess(Pretrained):
             raise ValueError(f"block_size is {size}; at least one target is predicted at a time")
         return size
 
-    def _check(self, x: Tensor, y: Tensor | None = None) -> None:
-        """Raise unless x is (B, N, dim_x), and y, if given, (B, N, dim_y)."""
+    def _check(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, batch: int | None = None) -> None:
+        """Raise unless x is (B, N, dim_x), and y and mask, if given, (B, N, dim_y) and (B, N) bool; `batch`: B of a state or a context."""
         if x.dim() != 3 or x.shape[-1] != self.dim_x:
             raise ValueError(f"x has shape {tuple(x.shape)}; (batch, points, dim_x = {self.dim_x}) is needed")
         if y is not None and y.shape != (*x.shape[:2], self.dim_y):
             raise ValueError(f"y has shape {tuple(y.shape)}; {(*x.shape[:2], self.dim_y)}, as x has, is needed")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+            raise ValueError(f"mask is {mask.dtype} of shape {tuple(mask.shape)}; torch.bool of {tuple(x.shape[:2])}, as x has, is needed")
+        if batch not in (None, len(x)):
+            raise ValueError(f"x has shape {tuple(x.shape)}; what it goes with has batch {batch}")
 
 
 def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

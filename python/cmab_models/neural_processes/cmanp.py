@@ -90,7 +90,7 @@ class CMANP(NeuralProcess):
 
         Under `torch.no_grad()` points are embedded a chunk at a time, so that memory does not depend on their number.
         """
-        self._check(x, y)
+        self._check(x, y, mask)
         if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
             return self.blocks.read(self._embedded(*without_masked(x, y, mask)), state, key_padding_mask=mask)
         xs, ys = x.split(CHUNK, 1), y.split(CHUNK, 1)
@@ -119,7 +119,7 @@ class CMANP(NeuralProcess):
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
         self._check(context_x, context_y)
-        self._check(target_x)
+        self._check(target_x, batch=len(context_x))
         return self._decoded(target_x, self.blocks(self._embedded(context_x, context_y), self.latents, all_blocks=True))
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:

@@ -47,22 +47,23 @@ class CNP(NeuralProcess):
         self.head = NormalHead(dim, dim, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Total | None = None, mask: Tensor | None = None) -> Total:
-        new = self._total(x, y, mask)
+        new = self._total(x, y, mask, state)
         return new if state is None else Total(state.features + new.features, state.points + new.points)
 
     def forget(self, state: Total, x: Tensor, y: Tensor) -> Total:
-        old = self._total(x, y, None)
+        old = self._total(x, y, None, state)
         return Total(state.features - old.features, state.points - old.points)
 
     def predict(self, state: Total, target_x: Tensor) -> Normal:
-        self._check(target_x)
+        self._check(target_x, batch=len(state.points))
         mean = state.features / state.points.clamp(min=1)
         context = mean.unsqueeze(1).expand(-1, target_x.shape[1], -1)
         result: Normal = self.head(self.decoder(torch.cat([target_x, context], -1)).relu())
         return result
 
-    def _total(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Total:
-        self._check(x, y)
+    def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
+        """Return the total of the points x, y, which can be added to `state` or taken out of it."""
+        self._check(x, y, mask, None if state is None else len(state.points))
         features = self.embedding(torch.cat(without_masked(x, y, mask), -1))
         if mask is None:
             return Total(features.sum(1), x.new_full((x.shape[0], 1), x.shape[1]))

@@ -86,7 +86,7 @@ class IncTNP(NeuralProcess):
         self.head = NormalHead(dim, hidden, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Cache | None = None, mask: Tensor | None = None) -> Cache:
-        self._check(x, y)
+        self._check(x, y, mask, None if state is None else len(state.ignored))
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         before = 0 if state is None else state.ignored.shape[1]
         if state is not None:
@@ -110,14 +110,14 @@ class IncTNP(NeuralProcess):
         raise RuntimeError("points of an IncTNP cannot be forgotten: later points have seen them; condition anew on those that are left")
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:
-        self._check(target_x)
+        self._check(target_x, batch=len(state.ignored))
         if state.ignored.all(1).any():
             raise ValueError("state holds no points; this model needs at least one")
         return self._answered(state, target_x, ~state.ignored[:, None, None, :])
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:
         self._check(x, y)
-        state, count = self.condition(x[:, :-1], y[:, :-1]), x.shape[1] - 1
+        state, count = self.condition(x[:, :-1], y[:, :-1]), max(x.shape[1] - 1, 0)
         earlier = torch.ones(count, count, dtype=torch.bool, device=x.device).tril()
         return self._answered(state, x[:, 1:], earlier).log_prob(y[:, 1:]).sum(-1)
 

@@ -57,7 +57,7 @@ class LBANP(KeepsPoints):
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x)
+        self._check(target_x, batch=len(state.ignored))
         embedded = self.embedding(torch.cat([state.x, state.y], -1))
         mask = state.ignored if state.ignored.any() else None
         latents, every = self.latents.expand(embedded.shape[0], -1, -1), []

@@ -45,7 +45,7 @@ class TNPD(KeepsPoints):
         self.head: nn.Module = NormalHead(dim, hidden, dim_y, bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x)
+        self._check(target_x, batch=len(state.ignored))
         points, targets = state.x.shape[1], target_x.shape[1]
         if state.ignored.all(1).any():
             raise ValueError("state holds no points; this model needs at least one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -96,6 +97,8 @@ class PointProcess(Pretrained):
         batch, longest = times.shape
         lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
         _check_lengths(lengths, batch, longest)
+        if end is not None and end.shape != (batch,):
+            raise ValueError(f"end has shape {tuple(end.shape)}; (batch,) = ({batch},) is needed")
         there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
         times, marks = times.double().where(there, 0.0), marks.where(there, 0)
         gaps = _checked(times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
@@ -129,9 +132,8 @@ class PointProcess(Pretrained):
 
     def _check_marks(self, marks: Tensor) -> None:
         if marks.dtype != torch.int64 or (marks.numel() and not 0 <= marks.min() <= marks.max() < self.num_marks):
-            raise ValueError(
-                f"marks are {marks.dtype} from {marks.min()} to {marks.max()}; int64 from 0 to {self.num_marks - 1} are needed"
-            )
+            values = f" from {marks.min()} to {marks.max()}" if marks.numel() else ""
+            raise ValueError(f"marks are {marks.dtype}{values}; int64 from 0 to {self.num_marks - 1} are needed")
 
 
 def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
@@ -144,7 +146,7 @@ def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
 
 
 def _checked(gaps: Tensor) -> Tensor:
-    """Return times between events, which must not be negative, and none shorter than the shortest."""
-    if gaps.numel() and not gaps.min() >= 0:
-        raise ValueError("times are not in order: one is before the event before it, or before 0, or is NaN")
+    """Return times between events, which must be finite and not negative, and none shorter than the shortest."""
+    if gaps.numel() and not 0 <= gaps.min() <= gaps.max() < math.inf:
+        raise ValueError("times are not in order: one is before the event before it, or before 0, or is infinite or NaN")
     return gaps.clamp(min=SHORTEST)

@@ -24,10 +24,20 @@ class Events(NamedTuple):
 
     @staticmethod
     def pad(times: Sequence[Tensor], marks: Sequence[Tensor], end: Sequence[float] | Tensor) -> Events:
-        """Return sequences of any lengths as one batch."""
+        """Return sequences of any lengths as one batch; `ValueError` for none, and names one that is not as it should be."""
+        if not times:
+            raise ValueError("times is empty; at least one sequence is needed")
+        for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
+            if time.dim() != 1 or mark.shape != time.shape:
+                raise ValueError(f"sequence {i} has times {tuple(time.shape)} and marks {tuple(mark.shape)}; both must be (events,)")
         lengths = torch.tensor([len(each) for each in times])
         padded = pad_sequence([each.double() for each in times], batch_first=True)
-        return Events(padded, pad_sequence([each.long() for each in marks], batch_first=True), lengths, torch.as_tensor(end).double())
+        padded_marks = pad_sequence([each.long() for each in marks], batch_first=True)
+        events = Events(padded, padded_marks, lengths, torch.as_tensor(end).double())
+        sound = (events.gaps() >= 0).all(1) & (events.times <= events.end.unsqueeze(1)).all(1)
+        if not sound.all():
+            raise ValueError(f"sequence {int(sound.long().argmin())} has an event before the one before it, before time 0 or after its end")
+        return events
 
     def take(self, rows: Tensor) -> Events:
         """Return the sequences `rows` (R,) int64, cut to the longest of them."""

@@ -10,18 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..training import BadCheckpoint, Run
+from ..training import BadCheckpoint, Run, records
 from ..training.checkpoint import load
 
 
 def finished(run: Run) -> dict[str, Any] | None:
     """Return the record of this run, if it was finished with just these settings."""
-    path = run.folder / "results.jsonl"
-    if not path.exists():
-        return None
     described = json.loads(json.dumps(run.described()))
-    for line in reversed(path.read_text().splitlines()):
-        record: dict[str, Any] = json.loads(line)
+    for record in reversed(list(records(run.folder / "results.jsonl"))):
         if "cpu_seconds" in record and {name: record.get(name) for name in described} == described:
             return record
     return None

@@ -23,7 +23,8 @@ class WheelBandit(Task):
 
     An agent takes the arm with the highest mean plus deviation and reads what it pays into the state, for `plays` contexts. Scores are
     its regrets in percent of those of a uniform policy, means over `seeds`: `regret_0.9` over all contexts at delta = 0.9, `simple_0.9`
-    over the last quarter. With a `memory` it forgets rewards that are older; with a `later_delta` the radius changes half-way.
+    over the last quarter, of one play at least. With a `memory` it forgets rewards that are older; with a `later_delta` the radius changes
+    half-way.
 
     References: `uniform...`, 100 by definition; `first_arm...`, the regrets of the arm that is best within the radius.
     """
@@ -100,7 +101,7 @@ class WheelBandit(Task):
         """Return regrets in percent of the uniform policy's, by radius."""
         scores: dict[str, float] = {}
         uniform = self.uniform_regrets()
-        for name, first in (("regret", 0), ("simple", self.plays - self.plays // 4)):
+        for name, first in (("regret", 0), ("simple", self.plays - max(self.plays // 4, 1))):
             ours, theirs = (part[..., first:].mean((1, 2)) for part in (regrets, uniform))
             scores |= {f"{name}_{delta}": 100 * value for delta, value in zip(DELTAS, (ours / theirs).tolist(), strict=True)}
         return scores

@@ -77,8 +77,9 @@ class StreamTask(Task):
 
         data, pieces = self.data(), []
         length = min(self.sequence_len + math.ceil(self.sequence_len / self.num_landmarks) - 1, *map(len, data.train))
-        of_class = [(data.train_labels == label).nonzero().flatten().tolist() for label in data.train_labels.unique()]
-        labels = torch.randint(len(of_class), (self.batch_size,), generator=generator)
+        classes = data.train_labels.unique()
+        of_class = {label: (data.train_labels == label).nonzero().flatten().tolist() for label in classes.tolist()}
+        labels = classes[torch.randint(len(classes), (self.batch_size,), generator=generator)]
         for label in labels.tolist():
             stream = data.train[of_class[label][below(len(of_class[label]))]]
             first = below(len(stream) - length + 1)

@@ -2,6 +2,6 @@
 
 from .checkpoint import BadCheckpoint
 from .loop import Diverged, Interrupted, Run, train
-from .records import append, provenance
+from .records import append, provenance, records
 
-__all__ = ["BadCheckpoint", "Diverged", "Interrupted", "Run", "append", "provenance", "train"]
+__all__ = ["BadCheckpoint", "Diverged", "Interrupted", "Run", "append", "provenance", "records", "train"]

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -60,8 +60,8 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     """Train, and return the model and the seconds that it took (`cpu_seconds`, `wall_seconds`, those before a resumption included).
 
     `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an interruption, which
-    waits until the step is done and becomes `Interrupted`; with `resume` it is gone on from, to the numbers of a run that was not
-    interrupted on the same machine.
+    waits until the step, or the checkpoint, is done and becomes `Interrupted`; with `resume` it is gone on from, to the numbers of a run
+    that was not interrupted on the same machine.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
@@ -84,12 +84,14 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
             with _uninterrupted():
                 loss = _step(model, optimizer, run, done)
                 done += 1
+                if done == task.steps:
+                    save()
             if report is not None:
                 report(done, loss)
     except KeyboardInterrupt:
-        save()
+        with suppress(KeyboardInterrupt), _uninterrupted():
+            save()
         raise Interrupted(f"stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}") from None
-    save()
     model.eval()
     return model, seconds()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,17 @@ def provenance() -> dict[str, Any]:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to the file."""
+    """Add a line to the file, a new one also where the last was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            file.write(b"" if file.read() == b"\n" else b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of the file, of which there may be none; a line that was cut off when its process ended is passed over."""
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
