@@ -37,6 +37,8 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
         if device is None:
             first_name, device, dtype = name, tensor.device, tensor.dtype
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
         if tensor.dtype not in FLOATING:
             raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
         if tensor.device != device:
@@ -87,9 +89,13 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """The factor of the scores as a number; raise for a tensor that requires a gradient, which it would not get."""
+    """The factor of the scores as a float; raise for what is no number, and for a tensor that requires a gradient, which it would not get."""
+    if isinstance(scale, (int, float)):
+        return float(scale)
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
+    if not hasattr(scale, "__float__") or (isinstance(scale, Tensor) and scale.numel() != 1):
+        raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed"))
     return float(scale)
 
 

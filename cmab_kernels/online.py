@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .checks import wrong
-from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_SOUND
+from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 from .dtypes import FLOATING, state_dtype
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
 from .intention.variants import LinearRegression
@@ -266,7 +266,8 @@ class _Sums:
     def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
         """Return the sums of no examples, with the origins, kind and dtype for those that come first."""
         width, outputs = rows.x.shape[1], rows.y.shape[1]
-        origin, target_origin = (intercept * _origin(t.double()) for t in (rows.x, rows.y))
+        counted = slice(None) if rows.weights is None else rows.weights[0] > 0  # a row of weight 0 may hold whatever fills it up
+        origin, target_origin = (intercept * _origin(t[counted].double()) for t in (rows.x, rows.y))
         state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
         return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
 
@@ -278,7 +279,9 @@ class _Sums:
         if self._solution is None or self._solution[0] != model.alpha:
             model._check_parameters()
             with torch.inference_mode(False), torch.no_grad():  # kept for later calls, which may take a gradient
-                self._solution = model.alpha, self._solve(model.alpha)
+                found = self._solve(model.alpha)
+                beyond = ~found.coefficients.isfinite().all(-1).all(-1)
+                self._solution = model.alpha, found._replace(info=found.info.masked_fill(beyond, INFO_NOT_POSITIVE_DEFINITE))
         regression = self._solution[1]
         if sound and regression.info == 1:
             allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
@@ -380,8 +383,9 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{device} is needed"))
     else:
         tensor = _array(name, given).to(device)
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(wrong(name, f"is {tensor.layout} on {tensor.device}", "a dense tensor with values is needed"))
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        shown = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise TypeError(wrong(name, f"is {shown} on {tensor.device}", "a dense tensor with values is needed"))
     if tensor.is_complex():
         raise ValueError(f"Complex data not supported: {name} is {tensor.dtype}")
     tensor = tensor.to(state_dtype(tensor.dtype) if tensor.dtype in FLOATING else torch.float64)
@@ -396,8 +400,12 @@ def _array(name: str, given: Any) -> Tensor:
 
     if hasattr(given, "tocsr"):
         raise TypeError(f"{name} is sparse, and sparse data are not supported; use toarray()")
+    if np.ma.is_masked(given):
+        raise ValueError(wrong(name, "is an array with masked entries", "fill them in, or leave out their rows"))
     try:
         array = np.asarray(given)
+        if array.dtype.kind in "mM":
+            raise TypeError(f"{array.dtype} is no number")
         if array.dtype.kind != "c":
             kept = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4, 8)
             array = array.astype(array.dtype.newbyteorder("=") if kept else np.float64, copy=False)

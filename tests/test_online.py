@@ -295,3 +295,33 @@ def test_an_intercept_cannot_come_or_go_between_examples() -> None:
     with pytest.raises(ValueError, match="`fit_intercept` is False"):
         model.partial_fit(x, x[:, 0])
     assert model.n_samples_seen_ == 20 and model.fit(x, x[:, 0]).intercept_ == 0
+
+
+def test_rows_of_no_weight_may_hold_anything() -> None:
+    """They move no origin, from which the others would be too far."""
+    x, y, weights = _data()
+    filled, counted = (np.r_[part, np.full_like(part, 1e17)] for part in (x, y)), np.r_[weights, np.zeros_like(weights)]
+    ours, right = OnlineRidge().fit(*filled, counted), OnlineRidge().fit(x, y, weights)
+    np.testing.assert_allclose(ours.coef_, right.coef_, rtol=1e-12)
+    assert ours.info_ == 0
+
+
+def test_coefficients_beyond_the_range_are_none() -> None:
+    model = OnlineRidge(0.1).fit([[1.0], [-1.0], [1.0]], [1e308, -1e308, 1e308])
+    assert model.info_ == 1
+    with pytest.raises(ValueError, match="their numbers are too large"):
+        model.predict([[1.0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (np.ma.masked_array(np.ones((2, 1)), [[0], [1]]), "`X` is an array with masked entries"),
+        (np.zeros((2, 1), "datetime64[D]"), "`X` is no array of numbers"),
+        (torch.nested.nested_tensor([torch.zeros(1)] * 2), "`X` is a nested tensor"),
+    ],
+    ids=["masked", "dates", "nested"],
+)
+def test_what_holds_no_numbers_is_named(given: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        OnlineRidge().fit(given, [1.0, 2.0])

@@ -107,6 +107,8 @@ def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype,
     if not isinstance(state, AttentionState):
         raise TypeError(wrong(name, f"is {kind_of(state)}", "an AttentionState(out, lse) is needed"))
     for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
         if tensor.shape != wanted:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))
         if tensor.dtype != wanted_dtype:

@@ -59,8 +59,8 @@ class Dual:
     def _solve(self, rhs: Tensor) -> Tensor:
         """(W K K' + alpha I)^-1 W B for a right-hand side B (B, H, N, E), in float64."""
         products = self._times(self._key, self._key.mT)
-        if products.shape[-1] == 0:
-            return rhs
+        if products.shape[-1] == 0:  # nothing, of which alpha and the weights have gradients of 0
+            return rhs * self._penalty[..., None, None] * (1.0 if self._weights is None else self._weights.unsqueeze(-1))
         if self._weights is None:
             return solve_heads(products, rhs, self._penalty, self._solver).weight
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
@@ -103,17 +103,19 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
-    The square root has no derivative at a weight of 0, but Y has one: for such a row r and u are computed by these formulas, for any
-    other as y alpha / w and t / w.
+    The square root has no derivative at a weight of 0, but Y has one: for such a row r, u and y = w r / alpha are computed by these
+    formulas, of which further derivatives are right, for any other as y alpha / w and t / w.
     """
     products, value, weights, alpha, solution = ctx.saved_tensors
     dvalue = _weighted(products, dout, weights, alpha, ctx.impl)
     absent = weights == 0
-    overlap = (dvalue * solution).sum(-1) / weights.masked_fill(absent, 1.0)
     alpha = alpha.unsqueeze(-1)
     residuals = ((value - row_products(products, solution)) * (dout - row_products(products, dvalue))).sum(-1)
-    penalty = alpha.masked_fill(~absent | ((alpha == 0) & (residuals == 0)), 1.0)  # a 0 / 0 has a NaN for its derivative, used or masked
-    dweights = torch.where(absent, residuals / penalty, alpha * overlap / weights.masked_fill(absent, 1.0))
+    penalty = alpha.masked_fill(~absent | (alpha == 0), 1.0)  # a 0 / 0 has a NaN for its derivative, used or masked
+    present = weights.masked_fill(absent, 1.0)
+    overlap = torch.where(absent, weights * residuals / penalty.square(), (dvalue * solution).sum(-1) / present)
+    penalty = penalty.masked_fill(absent & (alpha == 0) & (residuals != 0), 0.0)
+    dweights = torch.where(absent, residuals / penalty, alpha * overlap / present)
     dproducts = row_products(dvalue, solution.mT)
     return (dproducts + dproducts.mT) / -2, dvalue, dweights, -overlap.sum(-1), None
 

@@ -101,6 +101,9 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
         raise TypeError(wrong(name, f"is {kind_of(state)}", "a RidgeState(gram, moment, count) is needed"))
+    for part, tensor in zip(state._fields, state, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
     if state.moment.dim() != 4:
         raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape

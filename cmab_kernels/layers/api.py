@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, check_mask, check_operands, fixed, kind_of, wrong
+from ..checks import as_autocast, check_count, check_mask, check_operands, fixed, kind_of, wrong
 from .reference import ACTIVATIONS
 from .schema import attention, feed_forward
 
@@ -63,7 +63,7 @@ def feed_forward_layer(
         **_given(x=x, expand_weight=expand_weight, contract_weight=contract_weight),
         **_given(expand_bias=expand_bias, contract_bias=contract_bias, **{"norm[0]": norm_weight, "norm[1]": norm_bias}),
     )
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(wrong("activation", f"is {activation!r}", f"it must be one of {', '.join(ACTIVATIONS)}"))
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(wrong("x", f"has shape {tuple(x.shape)}", "(..., C) with C >= 1 is needed"))
@@ -149,7 +149,7 @@ def attention_layer(
         allowed = f"(B, N, C') with B = {x.shape[0]} and C' >= 1 is needed, as x has shape {tuple(x.shape)}"
         raise ValueError(wrong("context", f"has shape {tuple(context.shape)}", allowed))
     seen = x if context is None else context
-    width, depth = x.shape[-1], seen.shape[-1]
+    width, depth, num_heads = x.shape[-1], seen.shape[-1], check_count("num_heads", num_heads)
     keys, values = _check_heads("query_weight", query_weight, num_heads), _check_heads("value_weight", value_weight, num_heads)
     _check_shape("query_weight", query_weight, "(H D, C)", (keys, width))
     _check_shape("key_weight", key_weight, "(H D, C')", (keys, depth))
@@ -214,8 +214,6 @@ def _check_norm_of_zeros(name: str, norm: Norm | None) -> None:
 
 def _check_heads(name: str, weight: Tensor, num_heads: int) -> int:
     """The number of rows of a matrix that makes heads; raise unless they are as many in each head, and at least one."""
-    if not isinstance(num_heads, int) or num_heads < 1:
-        raise ValueError(wrong("num_heads", f"is {num_heads!r}", "an integer >= 1 is needed"))
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[0] % num_heads:
         allowed = f"a matrix with as many rows for each of {num_heads} heads, and at least one, is needed"
         raise ValueError(wrong(name, f"has shape {tuple(weight.shape)}", allowed))

@@ -100,7 +100,9 @@ def _cut(source: Any) -> Iterable[Any]:
         return (source[..., first : first + CHUNK, :] for first in _starts(source))
     if hasattr(source, "num_record_batches"):
         return (source.get_batch(i) for i in range(source.num_record_batches))
-    return source.to_batches(max_chunksize=CHUNK) if _is_table(source) else source
+    if _is_table(source):
+        return source.to_batches(max_chunksize=CHUNK) or [source]
+    return source
 
 
 def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:

@@ -134,6 +134,7 @@ class CMAB(nn.Module):
         `RuntimeError` if the module's own stream has seen no input.
         """
         before = self.stream.started(state)
+        self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
         left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
         result = CMABRemoval(self._retrieve(latents, left.out), left, reliable)

@@ -12,7 +12,7 @@ from ..attention import AttentionState, Removal
 from ..attention.projected import projected_attention_state
 from ..attention.projected.api import attention_state_of_chunks
 from ..attention.state import subtract_state
-from ..checks import check_count, wrong
+from ..checks import check_count, kind_of, wrong
 from . import fused
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
@@ -117,6 +117,7 @@ class CMABStack(nn.Module):
     ) -> CMABRemoval:
         """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
         before = self.stream.started(state)
+        self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
         left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
         result = CMABRemoval(self._retrieve(latents, left), left, reliable)
@@ -172,6 +173,8 @@ class CMABStack(nn.Module):
         (torch.Size([2, 1, 2, 8, 8]), tensor(True))
         """
         weight = self._blocks[0].latents
+        if not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(wrong("progress", f"is {kind_of(progress)}", "True, False or a function is needed"))
         check_source(chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters())))
         if state is not None:
             self.stream._check(state)

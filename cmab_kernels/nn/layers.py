@@ -42,6 +42,8 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise TypeError(wrong(name, f"is {kind_of(features)}", "a torch.Tensor is needed"))
     if features.is_nested:
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
+    if features.layout is not torch.strided:
+        raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
     if features.dim() not in dims or features.shape[-1] != width:
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
     if features.device != weight.device:

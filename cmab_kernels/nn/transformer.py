@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..checks import kind_of, wrong
 from ..layers import attention_layer, feed_forward_layer
 from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, fused_impl, is_additive, of_one_dtype, plain_parameters
 
@@ -156,12 +157,36 @@ class _FusedLayer(nn.Module):
         return self._around(feed_forward_layer, norm, x, first.weight, second.weight, **options)
 
     def _check(self, **features: Tensor) -> None:
-        """Raise unless these fit the module, for which the operators are about to run."""
-        layout = "(B, N, C)" if self.self_attn.batch_first else "(N, B, C)"
+        """Raise unless these fit the module and each other, for which the operators are about to run."""
+        layout, sets = ("(B, N, C)", 0) if self.self_attn.batch_first else ("(N, B, C)", 1)
         dims: tuple[int, ...] = (2, 3)
+        batch = None
         for name, each in features.items():
             check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, self.linear1.weight)
             dims = (each.dim(),)
+            if each.dim() == 3:
+                batch = each.shape[sets] if batch is None else batch
+                if each.shape[sets] != batch:
+                    raise ValueError(wrong(name, f"has shape {tuple(each.shape)}", f"{layout} with B = {batch} is needed"))
+
+    def _check_padding(self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention) -> None:
+        """Raise unless a mask of `features`, to which the operator in place of `attention` is about to attend, fits them."""
+        shape = features.shape[:-1] if features.dim() == 2 or attention.batch_first else features.shape[1::-1]
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            given = f"is {mask.dtype}" if isinstance(mask, Tensor) else f"is {kind_of(mask)}"
+            raise TypeError(wrong(name, given, "a torch.Tensor of bool is needed, True = ignore"))
+        if mask.shape != shape:
+            meaning = "(N,)" if len(shape) == 1 else "(B, N)"
+            raise ValueError(wrong(name, f"has shape {tuple(mask.shape)}", f"{meaning} = {tuple(shape)} is needed"))
+
+
+def _check_tensors(**features: Any) -> None:
+    """Raise unless these are tensors, which is all that torch's own code needs to tell what is wrong."""
+    for name, each in features.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
 
 
 class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
@@ -195,8 +220,10 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        _check_tensors(src=src)
         if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
             self._check(src=src)
+            self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
             return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
         if src.is_nested or self._is_as_made():
             theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
@@ -250,11 +277,16 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
+        _check_tensors(tgt=tgt, memory=memory)
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
         if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:
             self._check(tgt=tgt, memory=memory)
         x = tgt
+        if why_own is None:
+            self._check_padding("tgt_key_padding_mask", tgt_key_padding_mask, tgt, self.self_attn)
+        if why_cross is None:
+            self._check_padding("memory_key_padding_mask", memory_key_padding_mask, memory, self.multihead_attn)
         if why_own is None:
             x = self._attend(x, self.self_attn, self.norm1, None, tgt_key_padding_mask)
         else:

@@ -26,6 +26,11 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "mask for one": (ValueError, r"`key_padding_mask` has shape \(9,\)", {"key_padding_mask": torch.zeros(9).bool()}),
     "mask of NumPy": (TypeError, r"`key_padding_mask` is a ndarray", {"key_padding_mask": np.zeros((2, 9), bool)}),
     "learned scale": (TypeError, r"`scale` requires a gradient.*multiply the query", {"scale": torch.tensor(0.5, requires_grad=True)}),
+    "scale of text": (TypeError, r"`scale` is a str: a number is needed", {"scale": "0.5"}),
+    "scale of two": (TypeError, r"`scale` is a Tensor: a number is needed", {"scale": torch.ones(2)}),
+    "complex scale": (TypeError, r"`scale` is a complex: a number is needed", {"scale": 1j}),
+    "sparse key": (TypeError, r"`key` is torch.sparse_coo: a dense tensor is needed", {"key": K.to_sparse()}),
+    "nested key": (TypeError, r"`key` is a nested tensor: ", {"key": torch.nested.nested_tensor([K[0], K[1, :, 1:]], layout=torch.strided)}),
     "additive mask": (TypeError, r"`key_padding_mask` is torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
     "unknown impl": (ValueError, r"`impl` is 'cuda'.*auto, native, triton, reference", {"impl": "cuda"}),
 }
@@ -49,6 +54,7 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "other lse": (ValueError, r"`state.lse` has shape \(2, 3, 3\)", AttentionState(STATE.out, STATE.lse[:, :, 1:])),
     "double out": (TypeError, r"`state.out` is torch.float64.*float32", ck.empty_state(2, 3, 4, 5, dtype=torch.float64)),
     "float lse": (TypeError, r"`state.lse` is torch.float32.*float64", AttentionState(STATE.out, STATE.lse.float())),
+    "no out": (TypeError, r"`state.out` is None: a torch.Tensor is needed", AttentionState(None, STATE.lse)),
     "elsewhere": (ValueError, r"`state.out` is on meta", ck.empty_state(2, 3, 4, 5, device="meta")),
 }
 

@@ -203,6 +203,8 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
     for call in queried:
         for bad, error in ((query[..., :3], ValueError), (query.float(), TypeError), (query[:1], ValueError), (None, TypeError)):
             refused(lambda wrong, call=call, bad=bad: call(bad if wrong else query).sum().backward(), error)
+    for call in queried[:2]:
+        refused(lambda wrong, call=call: call(query.to_sparse() if wrong else query).sum().backward(), TypeError)
 
     streams: list[tuple[Callable[[int], Any], Callable[[Any], tuple]]] = [
         (block.init_state, lambda state: ShardedCMAB(block).update(inputs, query, state)),

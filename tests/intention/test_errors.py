@@ -63,6 +63,7 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "other value width": (ValueError, r"`state.moment` has shape \(2, 3, 8, 6\)", ck.empty_ridge(2, 3, 8, 6)),
     "single precision": (TypeError, r"`state.gram` is torch.float32.*float64", STATE._replace(gram=STATE.gram.float())),
     "a count of floats": (TypeError, r"`state.count` is torch.float32", STATE._replace(count=STATE.count.float())),
+    "no moment": (TypeError, r"`state.moment` is None", STATE._replace(moment=None)),
     "elsewhere": (ValueError, r"`state.gram` is on meta", ck.empty_ridge(2, 3, 8, 5, device="meta")),
 }
 BAD_SYSTEMS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {

@@ -271,6 +271,30 @@ def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
         assert abs(ours[:, i].sum() - (slope - bend)) < 1e-3 * max(1.0, abs(float(slope)))
 
 
+@pytest.mark.parametrize("form", ["primal", "dual"])
+def test_second_derivatives_at_a_weight_of_zero(impl: str, form: str) -> None:
+    """In alpha and weights they are those of the primal form's definition, whichever is derived first."""
+    (q, k, v), alpha = (t.detach() for t in _rows(7)), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
+
+    def second(form: str, impl: str) -> list[Tensor]:
+        loss = ck.intention(q, k, v, alpha, form=form, weights=weights, impl=impl).square().sum()
+        first = torch.autograd.grad(loss, (alpha, weights), create_graph=True)
+        return [g for part in first for g in torch.autograd.grad(part.sum(), (alpha, weights), retain_graph=True)]
+
+    for ours, right in zip(second(form, impl), second("primal", "reference"), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["auto", "primal", "dual"])
+def test_gradients_of_no_keys(impl: str, form: str) -> None:
+    q, k, v = torch.randn(2, 2, 4, 3), torch.randn(2, 2, 0, 3), torch.randn(2, 2, 0, 5)
+    alpha, weights = torch.tensor(0.3, requires_grad=True), torch.ones(2, 0, requires_grad=True)
+    out = ck.intention(q, k, v, alpha, form=form, weights=weights, impl=impl)
+    grads = torch.autograd.grad(out.sum(), (alpha, weights))
+    assert not out.any() and not grads[0] and grads[1].shape == (2, 0)
+
+
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, True, False]])])
 def test_second_derivatives_in_weights_without_a_penalty(impl: str, mask: Tensor | None) -> None:
     """With alpha = 0 the dual form has those of a vanishing alpha, in weights and keys at once."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, TensorDataset
 
 from cmab_kernels import AttentionState
-from cmab_kernels.nn import CMABStack, chunks
+from cmab_kernels.nn import CMAB, CMABStack, chunks
 
 DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
 
@@ -369,6 +369,42 @@ def test_a_file_of_several_arrays_is_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", rows=ROWS)
     with np.load(tmp_path / "rows.npz") as file, pytest.raises(TypeError, match=r"^`chunks\[0\]` is a str: "):
         stack().encode(file)
+
+
+@pytest.mark.parametrize("kind", [CMAB, CMABStack])
+def test_a_state_to_remove_from_is_checked(kind: type[CMAB] | type[CMABStack]) -> None:
+    """An lse of another shape would be broadcast."""
+    module, (inputs, latents) = (stack() if kind is CMABStack else stack().blocks[0]), points()
+    state = module.update(inputs, latents, module.init_state(BATCH)).state
+    wrong: list[tuple[Any, str]] = [
+        (state._replace(lse=state.lse[..., :1]), "state.lse"),
+        (state._replace(lse=state.lse.float()), "state.lse"),
+        (state._replace(lse=torch.zeros((), dtype=torch.float64)), "state.out"),
+        (state._replace(out=None), "state.out"),
+        (tuple(state), "state"),
+    ]
+    for given, name in wrong:
+        with pytest.raises((TypeError, ValueError), match=f"^`{name}` "):
+            module.remove(inputs, latents, given)
+
+
+def test_progress_is_a_choice_or_a_function() -> None:
+    with pytest.raises(TypeError, match="^`progress` is a str: True, False or a function is needed"):
+        stack().encode(ROWS, progress="yes")
+
+
+def test_a_table_of_no_rows_is_the_state_of_no_inputs() -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: Arrow tables are not tested")
+    module, table = stack(), arrow.table({f"c{i}": [1.0] for i in range(DIM)}).slice(0, 0)
+    with torch.no_grad():
+        assert same(module.encode(table), module.init_state(1))
+
+
+def test_latents_that_are_not_dense_are_named() -> None:
+    module, (inputs, latents) = stack(), points()
+    for name, given in {"inputs": (inputs.to_sparse(), latents), "latents": (inputs, latents.to_sparse())}.items():
+        with pytest.raises(TypeError, match=f"^`{name}` is torch.sparse_coo: a dense tensor is needed"):
+            module(*given)
 
 
 def test_a_state_of_another_batch_is_named() -> None:

@@ -287,5 +287,17 @@ def test_wrong_shapes_are_named() -> None:
             ours(*given)
     with pytest.raises(TypeError, match=r"`memory` is torch\.float32"):
         ours(target, memory.float())
-    with pytest.raises(ValueError, match="`key_padding_mask` has shape"):
-        ours(target, memory, memory_key_padding_mask=PADDING)
+    with pytest.raises(ValueError, match=r"`memory` has shape .*: \(B, N, C\) with B = 2 is needed"):
+        ours(target, memory[:1])
+    for name, mask in {"memory_key_padding_mask": PADDING, "tgt_key_padding_mask": PADDING[:, 1:]}.items():
+        with pytest.raises(ValueError, match=f"`{name}` has shape"):
+            ours(target, memory, **{name: mask})
+    with pytest.raises(TypeError, match=r"`tgt_key_padding_mask` is torch\.int64"):
+        ours(target, memory, tgt_key_padding_mask=PADDING.long())
+    with pytest.raises(TypeError, match="`memory` is None: a torch.Tensor is needed"):
+        ours(target, None)
+    _, encoder = pair(nn.TransformerEncoderLayer)
+    with pytest.raises(TypeError, match="`src` is a ndarray: a torch.Tensor is needed"):
+        encoder(target.detach().numpy())
+    with pytest.raises(ValueError, match="`src_key_padding_mask` has shape"):
+        encoder(target, src_key_padding_mask=PADDING[:1])

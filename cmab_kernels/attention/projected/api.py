@@ -207,7 +207,7 @@ def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
         raise TypeError(wrong("context_norm", f"is {kind_of(context_norm)}", "(weight, bias, eps) is needed"))
     weight, bias, eps = context_norm
     if not isinstance(eps, (float, int)) or not eps > 0:
-        raise ValueError(wrong("context_norm[2]", f"is {eps}", "eps, a number > 0, is needed"))
+        raise ValueError(wrong("context_norm[2]", f"is {eps!r}", "eps, a number > 0, is needed"))
     return {"context_norm[0]": weight, "context_norm[1]": bias}
 
 
