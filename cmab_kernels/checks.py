@@ -89,7 +89,7 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """The factor of the scores as a float; raise for what is no number, and for a tensor that requires a gradient, which it would not get."""
+    """The factor of the scores as a float; raise for no number, and for a tensor that requires a gradient, which it would not get."""
     if isinstance(scale, (int, float)):
         return float(scale)
     if isinstance(scale, Tensor) and scale.requires_grad:

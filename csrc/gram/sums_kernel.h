@@ -32,10 +32,10 @@ inline bool copied_ahead(DType dtype, const Matrix& matrix, const uint8_t* ignor
 
 // Rows of the next run: fetched, and those that lie apart copied, a share at a time.
 template <class T>
-class Upcoming {
+class NextRows {
  public:
-  Upcoming() = default;
-  Upcoming(DType dtype, const Matrix& matrix, const uint8_t* ignored, int64_t count, int width, int64_t shares, T* copy)
+  NextRows() = default;
+  NextRows(DType dtype, const Matrix& matrix, const uint8_t* ignored, int64_t count, int width, int64_t shares, T* copy)
       : at_(reinterpret_cast<uintptr_t>(matrix.data)),
         stride_(matrix.row_stride * element_bytes(dtype)),
         bytes_(width * element_bytes(dtype)),
@@ -82,7 +82,7 @@ class Upcoming {
 constexpr int kFetchKeys = 64;
 template <class T>
 struct Ahead {
-  Upcoming<T> key, value;
+  NextRows<T> key, value;
 
   void fetch() {
     key.fetch();
@@ -293,7 +293,7 @@ struct GramSums {
     if (next) {
       const int64_t shares = passes(width, value_width) * (1 + (keys.count - 1) / kFetchKeys);  // one of no keys
       const auto upcoming = [&](const Matrix& rows, int columns, T* const(&copy)[2]) {
-        return Upcoming<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
+        return NextRows<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
       };
       ahead = {upcoming(next->key, width, scratch.key), upcoming(next->value, value_width, scratch.value)};
     }

@@ -14,6 +14,7 @@ from cmab_kernels import AttentionState
 
 Q, K, V = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
 STATE = ck.empty_state(2, 3, 4, 5)
+NESTED = torch.nested.nested_tensor([K[0], K[1, :, 1:]], layout=torch.strided)
 PACKED = torch.randn(1, 3, 9, 8)
 
 BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -30,7 +31,7 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "scale of two": (TypeError, r"`scale` is a Tensor: a number is needed", {"scale": torch.ones(2)}),
     "complex scale": (TypeError, r"`scale` is a complex: a number is needed", {"scale": 1j}),
     "sparse key": (TypeError, r"`key` is torch.sparse_coo: a dense tensor is needed", {"key": K.to_sparse()}),
-    "nested key": (TypeError, r"`key` is a nested tensor: ", {"key": torch.nested.nested_tensor([K[0], K[1, :, 1:]], layout=torch.strided)}),
+    "nested key": (TypeError, r"`key` is a nested tensor: ", {"key": NESTED}),
     "additive mask": (TypeError, r"`key_padding_mask` is torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
     "unknown impl": (ValueError, r"`impl` is 'cuda'.*auto, native, triton, reference", {"impl": "cuda"}),
 }

@@ -389,7 +389,7 @@ def test_a_state_to_remove_from_is_checked(kind: type[CMAB] | type[CMABStack]) -
 
 
 def test_progress_is_a_choice_or_a_function() -> None:
-    with pytest.raises(TypeError, match="^`progress` is a str: True, False or a function is needed"):
+    with pytest.raises(TypeError, match=r"^`progress` is a str: True, False or a function is needed"):
         stack().encode(ROWS, progress="yes")
 
 

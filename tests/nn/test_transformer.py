@@ -294,10 +294,10 @@ def test_wrong_shapes_are_named() -> None:
             ours(target, memory, **{name: mask})
     with pytest.raises(TypeError, match=r"`tgt_key_padding_mask` is torch\.int64"):
         ours(target, memory, tgt_key_padding_mask=PADDING.long())
-    with pytest.raises(TypeError, match="`memory` is None: a torch.Tensor is needed"):
+    with pytest.raises(TypeError, match=r"`memory` is None: a torch\.Tensor is needed"):
         ours(target, None)
     _, encoder = pair(nn.TransformerEncoderLayer)
-    with pytest.raises(TypeError, match="`src` is a ndarray: a torch.Tensor is needed"):
+    with pytest.raises(TypeError, match=r"`src` is a ndarray: a torch\.Tensor is needed"):
         encoder(target.detach().numpy())
     with pytest.raises(ValueError, match="`src_key_padding_mask` has shape"):
         encoder(target, src_key_padding_mask=PADDING[:1])
