@@ -89,7 +89,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
         "and overrides --config; what is not set is as it was in the training, if there was one",
     )
-    command.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
+    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it (default: 0)")
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
@@ -109,6 +109,8 @@ def _run(asked: argparse.Namespace) -> Run:
 
 def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
+    for name, value in model.items():
+        _check_json(f"model.{name}", value)
     task = TASKS[asked.task]().changed({key: value for key, value in settings.items() if not key.startswith("model.")})
     if asked.system not in task.systems:
         raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
@@ -136,6 +138,21 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"--set {text}: KEY=VALUE is needed")
         settings[key] = _value(value)
     return settings
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Refuse a NaN or an infinity, anywhere in a value, as records are JSON; a model that is not made does not refuse it."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{name} is {value!r}; numbers must be finite") from error
+
+
+def _seed(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seed := int(text)) < 1 << 63:
+            return seed
+    raise argparse.ArgumentTypeError(f"the seed is {text!r}; it must be a whole number from 0 to 2**63 - 1")
 
 
 def _device(text: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
+import json
+import sys
 from numbers import Integral
+from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import PyTorchModelHubMixin
@@ -19,8 +22,9 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     A folder holds `model.safetensors`, the parameters, and `config.json`, the arguments of the constructor, which are numbers, strings and
     booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a `RuntimeError`, unless
-    `from_pretrained` is given `strict=False`. What the constructor's annotations promise is checked before anything is made: a
-    `ValueError` for a size that is not a positive int, a number that is not finite, or heads that do not divide the width.
+    `from_pretrained` is given `strict=False`; a `config.json` that holds no JSON object is a `ValueError`. What the constructor's
+    annotations promise is checked before anything is made: a `ValueError` for a size that is not a positive int, a number that is not
+    finite, or heads that do not divide the width.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
@@ -33,10 +37,26 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         return made
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
+        """Return the model of a folder, or of a repository on the Hugging Face Hub; the arguments are huggingface_hub's."""
+        _check_config(Path(pretrained_model_name_or_path) / "config.json")
+        loaded: Self = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return loaded
+
+    @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
         """Refuse what `load_state_dict` refuses: by default huggingface_hub lets parameters that are missing be random."""
         loaded: Self = super()._from_pretrained(strict=strict, **kwargs)
         return loaded
+
+
+def _check_config(path: Path) -> None:
+    """Raise if the file is there and holds no JSON object: huggingface_hub reads it as one, whatever it is."""
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {shorten(repr(config), 50)}; a JSON object, the arguments of the constructor, is needed")
 
 
 def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -66,7 +86,7 @@ def _needed(value: Any, kinds: set[str]) -> str:
     number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
     if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
         return "an int >= 1"
-    if "float" in kinds and not (number and math.isfinite(value)):
+    if "float" in kinds and not (number and abs(value) <= sys.float_info.max):  # an int can be too large for a float
         return "a finite number"
     if "bool" in kinds and not isinstance(value, bool):
         return "True or False"

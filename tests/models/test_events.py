@@ -236,6 +236,19 @@ def test_a_task_trains_scores_and_streams(system: str) -> None:
     torch.testing.assert_close(torch.tensor([row["mark_log_prob"] for row in rows]), at_once.mark[0].detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("system", SMALL.systems)
+def test_a_batch_without_events_has_the_loss_of_none(system: str) -> None:
+    torch.manual_seed(0)
+    model, none = SMALL.model(system, dim=16), torch.zeros(2, dtype=torch.int64)
+    batch = Events(torch.zeros(2, 0).double(), torch.zeros(2, 0, dtype=torch.int64), none, torch.tensor([0.5, 1.0]).double())
+    loss = SMALL.loss(model, batch)
+    torch.testing.assert_close(loss, -model.next_event(None).time.log_survival(batch.end.float()).sum())
+    loss.backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert gradients
+    assert all(bool(each.isfinite().all()) for each in gradients)
+
+
 def test_the_picture_shows_the_exact_intensity(tmp_path: Path) -> None:
     models = {system: SMALL.model(system, dim=16) for system in SMALL.systems}
     above, below = figure(SMALL, models).axes

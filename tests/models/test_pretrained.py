@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 WRONG = {
     "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
     "int | None": (0, True, "wide"),
-    "float": (float("nan"), float("inf"), True, "long", None),
+    "float": (float("nan"), float("inf"), -(10**400), True, "long", None),
     "bool": (1, "no", None),
     "str": (1, ["fixed"], None),
 }
@@ -80,3 +80,11 @@ def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path:
     save_file(dict(list(load_file(file).items())[:5]), file)
     with pytest.raises(RuntimeError, match="Missing key"):
         SYSTEMS["cmanp"].from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"cmanp"'])
+def test_a_configuration_that_is_no_object_is_named(text: str, tmp_path: Path) -> None:
+    SYSTEMS["cnp"](**least("cnp")).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json holds .*; a JSON object, .* is needed"):
+        SYSTEMS["cnp"].from_pretrained(tmp_path)

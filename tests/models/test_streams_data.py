@@ -93,6 +93,13 @@ def test_fixed_landmarks_are_fitted_layer_by_layer(monkeypatch: pytest.MonkeyPat
     assert not fitted
 
 
+@pytest.mark.parametrize("system", Patches.systems)
+def test_a_wrong_word_for_landmarks_is_refused_for_every_system(system: str) -> None:
+    """Also for those that have no such landmarks, and would pass it over."""
+    with pytest.raises(ValueError, match="landmarks is 'fixde'; it must be one of continual, fixed"):
+        Patches().changed({"landmarks": "fixde"}).model(system)
+
+
 def test_the_loop_fits_landmarks(tmp_path: Path) -> None:
     task = Series(dim=8, landmarks="fixed", steps=2, batch_size=4, learning_rate=0.0)
     run = Run("continual-nystromformer", task, tmp_path)
@@ -273,7 +280,8 @@ def test_pictures_are_drawn(task: Task, tmp_path: Path) -> None:
 
 def test_the_picture_of_widths_has_a_point_for_each() -> None:
     task = LeastSquares(variables=2)
-    models = {f"{system}, width {dim}": task.model(system, dim=dim) for system in ("intention", "attention") for dim in (16, 4)}
+    models = {f"{system}, width {dim}": task.model(system, dim=dim) for system in task.systems for dim in (16, 4)}
     (axes,) = width.figure(task, models).axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-    assert drawn["intention"] == drawn["attention"] == [4, 16]
+    for system in task.systems:
+        assert drawn[system] == [4, 16]

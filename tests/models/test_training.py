@@ -148,6 +148,10 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     torch.save(other | {"model": {}}, run.checkpoint)  # of a version whose models had other parameters
     with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
         train(run, resume=True)
+    for broken in (b"", b"abc"):  # torch raises errors without a message, and of many kinds
+        run.checkpoint.write_bytes(broken)
+        with pytest.raises(BadCheckpoint, match=r"broken, or no checkpoint: \w+"):
+            train(run, resume=True)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
     with pytest.raises(BadCheckpoint, match="broken"):
         train(run, resume=True)
@@ -156,6 +160,22 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
 def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="the loss of step 1 is"):
         train(Run("cnp", toy(slope=float("inf")), tmp_path))  # type: ignore[call-arg]
+
+
+def test_a_last_step_that_diverges_is_named(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step comes after it, whose loss would tell. Its weights may be finite, and so may the loss of weights that are not."""
+    run = Run("cnp", toy(steps=1, learning_rate=1e30), tmp_path)
+    with pytest.raises(Diverged, match="after the last step the loss is nan"):
+        train(run)
+    assert not run.checkpoint.exists()
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.fill_(torch.nan))
+    monkeypatch.setattr(toy, "loss", lambda self, model, batch: sum(p.nan_to_num().sum() for p in model.parameters()))
+    try:
+        with pytest.raises(Diverged, match=r"after the last step the loss is -?\d.*, the largest weight nan"):
+            train(Run("cnp", toy(steps=1), tmp_path))
+    finally:
+        hook.remove()
+    assert not run.checkpoint.exists()
 
 
 def run_command(*arguments: str) -> int:
@@ -187,6 +207,11 @@ def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.Captur
 
     assert run_command("train", *asked) == 2
     assert "add --resume" in capsys.readouterr().err
+    config = (folder / "model" / "config.json").read_text()
+    (folder / "model" / "config.json").write_text("[]")
+    assert run_command("evaluate", *asked) == 2
+    assert "config.json holds []; a JSON object" in capsys.readouterr().err
+    (folder / "model" / "config.json").write_text(config)
     (folder / "model" / "model.safetensors").write_bytes(b"nothing")
     assert run_command("evaluate", *asked) == 2
     assert "is broken" in capsys.readouterr().err
@@ -230,7 +255,16 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--set", "steps=many"), "steps is 'many'; it must be of the kind of 6"),
         (("train", "cnp", "--set", "steps=true"), "steps is True; it must be of the kind of 6"),
         (("train", "cnp", "--set", "steps=0"), "steps is 0; it must be positive"),
-        (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate is nan; it must be positive"),
+        (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate is nan; it must be positive, and finite"),
+        (("train", "cnp", "--set", "learning_rate=Infinity"), "learning_rate is inf; it must be positive, and finite"),
+        (("train", "cnp", "--set", "clip=1e999"), "clip is inf; it must be positive, and finite"),
+        (("train", "cnp", "--set", f"clip=1{'0' * 400}"), "it must be positive, and finite"),
+        (("train", "cnp", "--config", "infinite.json"), "slope is inf; it must be positive, and finite"),
+        (("train", "cnp", "--set", "model.dim=Infinity"), "model.dim is inf; numbers must be finite"),
+        (("evaluate", "cnp", "--set", "model.dim=[NaN]"), "model.dim is [nan]; numbers must be finite"),
+        (("train", "cnp", "--seed", str(1 << 63)), "the seed is '9223372036854775808'; it must be a whole number from 0 to 2**63 - 1"),
+        (("train", "cnp", "--seed", "-1"), "argument --seed: the seed is '-1'"),
+        (("train", "cnp", "--seed", "one"), "argument --seed: the seed is 'one'"),
         (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
         (("train", "cnp", "--set", "model.dim=wide"), "dim is 'wide'; an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
@@ -248,6 +282,7 @@ def test_what_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a file").write_text("[1]")
+    Path("infinite.json").write_text('{"slope": Infinity}')
     assert run_command(*arguments, "--task", "lines") == 2
     assert message in capsys.readouterr().err
 

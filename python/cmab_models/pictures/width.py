@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..regressors import MLP
 from . import TRUTH, colour
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the errors of models named such as "intention" or "intention, width 8", a line for each system; `Regressor`s of one layer."""
+    """Return the errors of models named such as "intention" or "intention, width 8", a line for each system; `Regressor`s."""
     from matplotlib import pyplot as plt
 
     made, axes = plt.subplots(figsize=(3.6, 2.8))
@@ -32,4 +33,6 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 
 def _width(model: Any) -> int:
-    return int(model.head.in_features)
+    """Return what the last linear layer reads: that of a perceptron, which has no head, is the last of its layers."""
+    head: Any = model.layers[-1] if isinstance(model, MLP) else model.head
+    return int(head.in_features)

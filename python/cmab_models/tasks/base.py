@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -88,8 +89,8 @@ class Task(ABC):
     def changed(self, settings: Mapping[str, Any]) -> Task:
         """Return the task with other settings.
 
-        `ValueError` for a name that it does not have, a value of another type, and a number that is not positive; it may be 0 where that
-        is the default.
+        `ValueError` for a name that it does not have, a value of another type, and a number that is not positive and finite; it may be 0
+        where that is the default.
         """
         known = {field.name: field.default for field in fields(self)}
         for name, value in settings.items():
@@ -99,8 +100,8 @@ class Task(ABC):
             kinds = (float, int) if type(default) is float else (type(default),)
             if type(value) not in kinds:
                 raise ValueError(f"{name} is {value!r}; it must be of the kind of {default!r}")
-            if type(value) in (int, float) and not (value > 0 or value == default):
-                raise ValueError(f"{name} is {value!r}; it must be positive{'' if default else ', or 0'}")
+            if type(value) in (int, float) and not (0 < value <= sys.float_info.max or value == default):
+                raise ValueError(f"{name} is {value!r}; it must be positive{'' if default else ', or 0'}, and finite")
         return replace(self, **settings)
 
 

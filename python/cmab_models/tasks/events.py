@@ -54,7 +54,8 @@ class EventTask(Task):
 
     def loss(self, model: nn.Module, batch: Events) -> Tensor:
         found = cast("PointProcess", model).log_prob(*batch)
-        return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / batch.lengths.sum()
+        events = batch.lengths.sum().clamp(min=1)  # a batch without any has a likelihood, too: that of none
+        return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / events
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -22,6 +22,8 @@ EVERY = 5
 """Every fifth window of a held-out stream is scored: 5 divides no segment's length, so windows end anywhere in segments."""
 CLUSTERED = 16
 """Batches of windows that landmarks are fitted to."""
+LANDMARKS = ("continual", "fixed")
+"""The kinds of landmarks of the system continual-nystromformer."""
 
 
 class Streams(NamedTuple):
@@ -46,9 +48,14 @@ class StreamTask(Task):
     batch_size: int = 64
     num_landmarks: int = 4
     landmarks: str = "continual"
-    """"continual" or "fixed"; of the system continual-nystromformer."""
+    """One of `LANDMARKS`; of the system continual-nystromformer."""
     dim: int = 32
     depth: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a wrong word here, as the systems that have no such landmarks are never given it."""
+        if self.landmarks not in LANDMARKS:
+            raise ValueError(f"landmarks is {self.landmarks!r}; it must be one of {', '.join(LANDMARKS)}")
 
     @abstractmethod
     def data(self) -> Streams:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -46,8 +44,9 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
         raise BadCheckpoint(f"{path} does not exist: there is nothing to resume; leave out --resume")
     try:
         entries = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise BadCheckpoint(f"{path} is broken, or no checkpoint: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # bytes that are no pickle can make the unpickler raise anything, also without a message
+        why = str(error).splitlines() or [type(error).__name__]
+        raise BadCheckpoint(f"{path} is broken, or no checkpoint: {why[0]}") from error
     if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
         raise BadCheckpoint(f"{path} is no {FORMAT}")
     checkpoint = Checkpoint(**entries)

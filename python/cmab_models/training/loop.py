@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 class Diverged(ArithmeticError):
-    """A loss was not finite; the message names the step."""
+    """A loss was not finite, or what the last step left is not; the message names the step."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
                 loss = _step(model, optimizer, run, done)
                 done += 1
                 if done == task.steps:
+                    _check_last(model, run)
                     save()
             if report is not None:
                 report(done, loss)
@@ -115,14 +116,12 @@ def _uninterrupted() -> Iterator[None]:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: int) -> float:
     """Take one step. All its randomness follows from the seed and the number of the step, so that it can be resumed."""
-    task, generator = run.task, seeded(run.seed, done)
-    torch.manual_seed(generator.initial_seed())
+    task, generator = run.task, _generator(run, done)
     task.before_step(model, done)
-    batch = tree_map(lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, task.batch(generator))
     (group,) = optimizer.param_groups
     group["lr"] = task.learning_rate * 0.5 * (1 + math.cos(math.pi * done / task.steps))
     optimizer.zero_grad(set_to_none=True)
-    loss = task.loss(model, batch)
+    loss = _loss(model, run, generator)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
     value = float(loss.detach())
@@ -130,3 +129,28 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
         raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; try a smaller learning_rate")
     optimizer.step()
     return value
+
+
+@torch.no_grad()
+def _check_last(model: nn.Module, run: Run) -> None:
+    """Raise `Diverged` if the last step did: the loss of a step tells of the steps before it, and after the last none comes.
+
+    Weights of 1e30 are finite, and what is computed from them is not; infinite ones can be hidden by a ReLU. So both are looked at.
+    """
+    loss = float(_loss(model, run, _generator(run, run.task.steps)))
+    largest = float(nn.utils.parameters_to_vector(model.parameters()).abs().max())
+    if not math.isfinite(loss) or not math.isfinite(largest):
+        raise Diverged(f"after the last step the loss is {loss}, the largest weight {largest}; try a smaller learning_rate")
+
+
+def _generator(run: Run, done: int) -> torch.Generator:
+    """Return the generator of the step after `done` steps, and seed torch's own as it is."""
+    generator = seeded(run.seed, done)
+    torch.manual_seed(generator.initial_seed())
+    return generator
+
+
+def _loss(model: nn.Module, run: Run, generator: torch.Generator) -> torch.Tensor:
+    """Return the loss of a batch from the generator."""
+    batch = tree_map(lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, run.task.batch(generator))
+    return run.task.loss(model, batch)
