@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...autograd import differentiable
 from ...checks import check_mask, check_operands, nan_if_refused, refuse_negative, wrong
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
@@ -48,9 +50,7 @@ def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_pa
     if key_padding_mask is not None:
         present = ~key_padding_mask[:, None, None, :]
         points = points.masked_fill(key_padding_mask[:, None, :, None], 0.0)
-    centre = points.detach().mean(2, keepdim=True) if key.shape[2] else 0.0
-    points, queries = points - centre, check_query(query, batch, heads, width) - centre
-    own, cross = _gaussian(points, points, rate), _gaussian(queries, points, rate)
+    own, cross = _gaussian(points, points, rate), _gaussian(check_query(query, batch, heads, width), points, rate)
     if present is not None:
         own, cross = own * present * present.mT, cross * present
     return (cross @ inverse_root(own)).to(query.dtype)
@@ -115,6 +115,38 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
 
 
 def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:
-    """exp(-gamma |x - y|^2), (B, H, M, N). Squared distances below 0 by rounding stay: a clamp would zero their gradients."""
-    squares = rows.square().sum(-1, keepdim=True) + columns.square().sum(-1, keepdim=True).mT - 2 * rows @ columns.mT
-    return (-gamma * squares).exp()
+    """exp(-gamma |x - y|^2), (B, H, M, N)."""
+    return (-gamma * _squared_distances(rows, columns, None)).exp()
+
+
+def _forward(rows: Tensor, columns: Tensor, _: None) -> Tensor:
+    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if a single point is far from them.
+
+    The third argument is for the compiler: it takes the `forward(ctx, *args)` of a Function of two for one that has no `ctx`.
+    """
+    return torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, columns = ctx.saved_tensors
+    pulls = _pulls if torch.is_grad_enabled() else _pulls_at_once
+    return pulls(2 * dout, rows, columns), pulls(2 * dout.mT, columns, rows), None
+
+
+def _pulls(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """sum_j w_ij (x_i - y_j), (B, H, M, D): a coordinate at a time, to form no array (B, H, M, N, D). Differentiable to any order."""
+    pairs = zip(rows.unbind(-1), columns.unbind(-1), strict=True)
+    return torch.stack([(weights * (row.unsqueeze(-1) - column.unsqueeze(-2))).sum(-1) for row, column in pairs], -1)
+
+
+def _pulls_at_once(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`_pulls`, several times as fast, without a derivative: the gradient of distances whose values are given as 1, not to divide."""
+    return torch.ops.aten._cdist_backward(weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights))
+
+
+_squared_distances = differentiable(_forward, _save, _backward)
+"""|x - y|^2, (B, H, M, N), of rows (B, H, M, D) and columns (B, H, N, D); exactly 0 where they coincide."""

@@ -45,6 +45,30 @@ def test_padding_counts_for_nothing() -> None:
     assert few[..., 9:].eq(0).all()
 
 
+@pytest.mark.parametrize("shift", [0.0, 1e6, 1e8])
+def test_padding_takes_no_digits_of_points_far_from_the_origin(shift: float) -> None:
+    query, key = (torch.randn(2, 2, n, 2, dtype=torch.float64) + shift for n in (5, 10))
+    mask = torch.arange(10).expand(2, -1) % 2 == 0
+    wanted = _kernel(query, key, 0.5)[..., ~mask[0]]
+    for features in (variants.kernel_features, lambda q, k, g, **o: variants.nystrom_features(q, k, 8, g, **o)):
+        ours, own = features(query, key, 0.5, key_padding_mask=mask), features(key, key, 0.5, key_padding_mask=mask)
+        torch.testing.assert_close((ours @ own.mT)[..., ~mask[0]], wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("far", [1e7, 1e9])
+def test_a_point_far_from_all_others_takes_none_of_their_digits(far: float) -> None:
+    query, key = (torch.randn(2, 2, n, 2, dtype=torch.float64) for n in (5, 10))
+    near = torch.arange(10) != 3
+    wanted = variants.kernel_features(query, key[:, :, near], 0.5)
+    slope = torch.autograd.functional.jvp(lambda q: variants.kernel_features(q, key[:, :, near], 0.5).square().sum(-1), query, query)[1]
+    key[:, :, 3] = far
+    phi, own = variants.kernel_features(query, key, 0.5), variants.kernel_features(key, key, 0.5)
+    torch.testing.assert_close(phi @ own.mT, _kernel(query, key, 0.5), rtol=0, atol=1e-12)
+    torch.testing.assert_close(phi @ phi.mT, wanted @ wanted.mT, rtol=0, atol=1e-12)
+    ours = torch.autograd.functional.jvp(lambda q: variants.kernel_features(q, key, 0.5).square().sum(-1), query, query)[1]
+    torch.testing.assert_close(ours, slope, rtol=1e-9, atol=1e-9)
+
+
 def test_landmarks_reach_from_the_first_to_the_last() -> None:
     key = torch.arange(10.0, dtype=torch.float64)[None, None, :, None]
     mask = torch.zeros(1, 10, dtype=torch.bool)
@@ -87,6 +111,37 @@ def test_gradient_of_the_root_at_equal_and_vanishing_eigenvalues() -> None:
         return inverse_root(rows @ rows.mT)
 
     assert torch.autograd.gradcheck(of_rank_two, torch.randn(4, 2, dtype=torch.float64).requires_grad_())
+
+
+def test_gradient_with_padding_and_where_no_key_is_present() -> None:
+    query, key = (torch.randn(2, 2, n, 2, dtype=torch.float64).requires_grad_() for n in (3, 5))
+    gamma = torch.tensor([[0.4, 1.5]], dtype=torch.float64).requires_grad_()
+    mask = torch.tensor([[False, True, False, True, True], [True] * 5])
+
+    def run(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        padded = variants.kernel_features(q, k, g, key_padding_mask=mask)
+        return padded, variants.nystrom_features(q, k, 3, g, key_padding_mask=mask)
+
+    assert torch.autograd.gradcheck(run, (query, key, gamma))
+    grads = torch.autograd.grad(sum(t[1].square().sum() for t in run(query, key, gamma)), (query, key, gamma))
+    assert all(g.eq(0).all() for g in grads)
+
+
+def test_gradients_of_one_and_of_several_derivatives_agree() -> None:
+    """The gradient alone is that from which further derivatives are taken, also of equal points, and by `vmap` and a compiler."""
+    query, key = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64), torch.randn(1, 2, 6, 3, dtype=torch.float64)
+    query[:, :, :, :2] = key[:, :, :2]
+    query.requires_grad_()
+
+    def run(rows: Tensor) -> Tensor:
+        return variants.kernel_features(rows, key, 0.7).sin().sum()
+
+    (wanted,) = torch.autograd.grad(sum(run(rows) for rows in query), query, create_graph=True)
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for total in (sum(run(rows) for rows in query), torch.vmap(run)(query).sum(), sum(compiled(rows) for rows in query)):
+        torch.testing.assert_close(torch.autograd.grad(total, query)[0], wanted, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(run))(query.detach()), wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_points_that_coincide_have_a_gradient() -> None:
