@@ -34,7 +34,8 @@ def lda(
     Returns:
         LinearClassifier; its probabilities are the posterior. A class without members has score -inf and probability 0. Where Sigma
         is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN, or 2 if it is singular only up to
-        rounding: use shrinkage, or omit features. Differentiable in key, weights, shrinkage and priors.
+        rounding: use shrinkage, or omit features. Differentiable in key, weights, shrinkage and priors; at weights that are 0 for a whole
+        class the scatter, and so the result, has only the one-sided derivatives that `class_moments` describes.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -89,7 +90,7 @@ def pooled_class_scatter(
 
     Returns:
         LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -inf.
-        Differentiable in key, alpha and weights.
+        Differentiable in key, alpha and weights; at weights that are 0 for a whole class as `lda`.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.

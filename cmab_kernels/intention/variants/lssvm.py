@@ -7,7 +7,7 @@ from torch import Tensor
 from ..solve import regularised_solve
 from .inputs import divided, solver_of
 from .models import LinearClassifier
-from .moments import ClassMoments, check_moments, class_moments
+from .moments import ClassMoments, check_moments, class_moments, parted
 
 
 def lssvm(
@@ -28,7 +28,7 @@ def lssvm(
 
     Returns:
         LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -1
-        everywhere. Differentiable in key, alpha and weights.
+        everywhere. Differentiable in key, alpha and weights, also in weights of 0, be they those of a whole class.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -48,7 +48,8 @@ def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "au
     """`lssvm` of the rows that these moments summarise.
 
     With d_c = m_c - m, where m is the mean of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine is
-    w_c = (T + alpha I)^-1 2 n_c d_c, and its score at m is 2 n_c / n - 1.
+    w_c = (T + alpha I)^-1 2 n_c d_c, and its score at m is 2 n_c / n - 1. A class of weight 0 has a point b_c in place of its mean,
+    and adds its M_c (see `parted`) to the sums n_c d_c, and M_c d_c' + d_c M_c' to T: 0, but for their gradients.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
     >>> cmab_kernels.intention.variants.solve_lssvm(moments, alpha=0.1).coefficients.shape
@@ -56,9 +57,10 @@ def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "au
     """
     check_moments(moments)
     share = divided(moments.weight, moments.weight.sum(-1, keepdim=True))
-    centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
-    away = moments.mean - centre.unsqueeze(2)
-    sums = (moments.weight.unsqueeze(-1) * away).mT
-    total = moments.scatter.sum(2) + sums @ away
+    base, rest = parted(moments)
+    centre = (share.unsqueeze(-2) @ base).squeeze(-2) + divided(rest.sum(2), moments.weight.sum(-1, keepdim=True))
+    away = base - centre.unsqueeze(2)
+    sums = (moments.weight.unsqueeze(-1) * away + rest).mT
+    total = moments.scatter.sum(2) + sums @ away + away.mT @ rest
     weight, info = regularised_solve(total, 2 * sums, alpha, impl=solver_of(impl))
     return LinearClassifier(weight, centre, 2 * share - 1, info)

@@ -6,6 +6,11 @@ They are, for each class c, its weight n_c = sum w_i, mean m_c and scatter S_c =
 
 (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances). Means are subtracted before
 products are formed, so that rows far from the origin lose accuracy only by their own rounding.
+
+A class of weight 0 has no mean, and its scatter no gradient, in its weights: both depend on how these leave 0. Around a fixed point b,
+the mean of its rows without weights, its sums are smooth: M = sum w_i (x_i - b) and S = sum w_i (x_i - b)(x_i - b)'. Its mean is
+represented as b + M, which is b with the gradient of M: `parted` takes the two apart, and what is formed of them is exact, gradients
+of any order included, as soon as the class, or all classes together, have a weight.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...checks import kind_of, wrong
+from ...tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
 from .inputs import check_labels, check_rows, divided, without_strays
@@ -30,7 +36,7 @@ class ClassMoments(NamedTuple):
     weight: Tensor
     """(B, H, C): the number of rows, or the sum of their weights."""
     mean: Tensor
-    """(B, H, C, D), 0 for a class without members."""
+    """(B, H, C, D), 0 for a class without rows, and the mean without weights for one whose rows have weight 0."""
     scatter: Tensor
     """(B, H, C, D, D), or their sum over the classes (B, H, 1, D, D) if `pooled`."""
 
@@ -58,6 +64,9 @@ def class_moments(
 
     Returns:
         ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key, weights, state).
+        The scatter of a class of total weight 0 has one-sided derivatives in its weights, but no gradient: a weight that grows alone
+        leaves it 0. What is returned as gradient, (x_i - b)(x_i - b)', is right where all weights grow alike: b is the mean of its rows
+        without weights, in a state of several chunks, or blocks of `ROWS` rows, that of the first with any of them.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -70,15 +79,15 @@ def class_moments(
     >>> all(torch.allclose(a, b) for a, b in zip(whole, part))
     True
     """
-    weights = check_rows(key, weights, key_padding_mask)
+    checked = check_rows(key, weights, key_padding_mask)
     labels = check_labels(labels, num_classes, key, key_padding_mask)
     if state is not None:
         batch, heads, _, width = key.shape
         check_moments(state, (batch, heads, num_classes, width), 1 if pooled else num_classes, key.device, "state")
     mask = key.new_zeros(key.shape[0], key.shape[2], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-    blocks = zip(key.split(ROWS, 2), labels.split(ROWS, 2), weights.split(ROWS, 2), mask.split(ROWS, 1), strict=True)
+    blocks = zip(key.split(ROWS, 2), labels.split(ROWS, 2), checked.split(ROWS, 2), mask.split(ROWS, 1), strict=True)
     for rows, classes, weight, absent in blocks:
-        new = _block_moments(rows, classes, weight, absent, num_classes, pooled, impl)
+        new = _block_moments(rows, classes, None if weights is None else weight, absent, num_classes, pooled, impl)
         state = new if state is None else _merge(state, new)
     assert state is not None  # split gives one empty block for N = 0
     return state
@@ -129,17 +138,37 @@ def check_moments(
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device or state.mean.device}"))
 
 
-def _block_moments(rows: Tensor, labels: Tensor, weights: Tensor, mask: Tensor, classes: int, pooled: bool, impl: str) -> ClassMoments:
+def parted(moments: ClassMoments) -> tuple[Tensor, Tensor]:
+    """The point b (B, H, C, D) around which each scatter is formed, and M = sum w_i (x_i - b): 0, with a gradient if the weight is 0."""
+    absent = (moments.weight == 0).unsqueeze(-1)
+    fixed = moments.mean.detach()
+    return torch.where(absent, fixed, moments.mean), (moments.mean - fixed).masked_fill(~absent, 0.0)
+
+
+def _block_moments(
+    rows: Tensor, labels: Tensor, weights: Tensor | None, mask: Tensor, classes: int, pooled: bool, impl: str
+) -> ClassMoments:
     """The moments of a block of rows: class sums by `ridge_state` with one-hot labels as keys, scatters as Grams of centred rows."""
     rows = rows_of(rows, mask, torch.float64)
-    weights = weights.double().masked_fill(mask[:, None], 0.0)
-    labels, weights = without_strays(labels.masked_fill(mask[:, None], 0), weights, classes)
+    given = rows.new_ones(()).expand(rows.shape[:3]) if weights is None else weights.double()
+    labels, given = without_strays(labels.masked_fill(mask[:, None], 0), given.masked_fill(mask[:, None], 0.0), classes)
     member = (labels.unsqueeze(-1) == torch.arange(classes, device=rows.device)).double()
-    sums = ridge_state(member, rows, weights=weights, impl=impl)
+    sums = ridge_state(member, rows, weights=given, impl=impl)
     weight = sums.gram.diagonal(dim1=-2, dim2=-1)
-    mean = divided(sums.moment, weight.unsqueeze(-1))
-    centred = rows - mean.gather(2, labels.unsqueeze(-1).expand(rows.shape))
-    return ClassMoments(weight, mean, _pooled(centred, weights, impl) if pooled else _scatters(centred, member, weights, impl))
+    mean = base = divided(sums.moment, weight.unsqueeze(-1))
+    if weights is not None:
+        absent = (weight == 0).unsqueeze(-1)
+        fixed = _unweighted_mean(rows, member, mask, impl)
+        base = torch.where(absent, fixed, mean)
+        mean = torch.where(absent, fixed + (sums.moment - weight.unsqueeze(-1) * fixed), mean)
+    centred = rows - base.gather(2, labels.unsqueeze(-1).expand(rows.shape))
+    return ClassMoments(weight, mean, _pooled(centred, given, impl) if pooled else _scatters(centred, member, given, impl))
+
+
+def _unweighted_mean(rows: Tensor, member: Tensor, mask: Tensor, impl: str) -> Tensor:
+    """The mean of the rows of each class that are not masked, (B, H, C, D), without gradients; 0 for a class without any."""
+    sums = ridge_state(member, rows.detach(), key_padding_mask=mask, impl=impl)
+    return divided(sums.moment, sums.gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
 
 
 def _pooled(centred: Tensor, weights: Tensor, impl: str) -> Tensor:
@@ -156,9 +185,39 @@ def _scatters(centred: Tensor, member: Tensor, weights: Tensor, impl: str) -> Te
 
 def _merge(first: ClassMoments, second: ClassMoments) -> ClassMoments:
     weight = first.weight + second.weight
-    share = divided(second.weight, weight)
+    moved = (first.weight == 0) & ((second.weight != 0) | (first.mean == 0).all(-1))  # from a set without rows, whose point is 0, too
+    if is_differentiated(*first, *second):
+        return _merge_smoothly(first, second, weight, moved)
+    share = divided(second.weight, weight).masked_fill(moved, 1.0)
     delta = second.mean - first.mean
-    between = (first.weight * share)[..., None, None] * (delta.unsqueeze(-1) * delta.unsqueeze(-2))
+    between = (first.weight * share)[..., None, None] * _outer(delta, delta)
+    return _joined(first, second, weight, first.mean + share.unsqueeze(-1) * delta, between)
+
+
+def _merge_smoothly(first: ClassMoments, second: ClassMoments, weight: Tensor, moved: Tensor) -> ClassMoments:
+    """The union with the gradients of classes of weight 0. With d = b_b - b_a, a and b exchanged where `moved`, as if only b has a weight:
+
+    m = b_a + (n_b d + M_b) / n        S = S_a + S_b + (n_a / n) (n_b d d' + M_b d' + d M_b') - M_b M_b' / n
+
+    If both have weight 0, so does the union: its sums are those around b_a, M_a among them, which are these without the divisions.
+    """
+    empty, (base, rest), (other, other_rest) = weight == 0, parted(first), parted(second)
+    n_a, n_b = torch.where(moved, second.weight, first.weight), torch.where(moved, first.weight, second.weight)
+    moved = moved.unsqueeze(-1)
+    base, delta = torch.where(moved, other, base), torch.where(moved, base - other, other - base)
+    rest, other_rest = torch.where(moved, other_rest, rest), torch.where(moved, rest, other_rest)
+    kept, inverse = divided(n_a, weight).masked_fill(empty, 1.0), divided(torch.ones_like(weight), weight)
+    sums = n_b.unsqueeze(-1) * delta + other_rest
+    between = kept[..., None, None] * (_outer(sums, delta) + _outer(delta, other_rest))
+    between = between - inverse.masked_fill(empty, 0.0)[..., None, None] * _outer(other_rest, other_rest)
+    return _joined(first, second, weight, base + rest + inverse.unsqueeze(-1) * sums, between)
+
+
+def _joined(first: ClassMoments, second: ClassMoments, weight: Tensor, mean: Tensor, between: Tensor) -> ClassMoments:
     if first.scatter.shape[2] != between.shape[2]:
         between = between.sum(2, keepdim=True)
-    return ClassMoments(weight, first.mean + share.unsqueeze(-1) * delta, first.scatter + second.scatter + between)
+    return ClassMoments(weight, mean, first.scatter + second.scatter + between)
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    return left.unsqueeze(-1) * right.unsqueeze(-2)

@@ -32,8 +32,8 @@ def ridge(
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
 
     Returns:
-        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. Without rows, and with
-        alpha > 0, it predicts 0.
+        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. Without rows, or
+        with none but of weight 0, and with alpha > 0, it predicts 0.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -55,6 +55,6 @@ def ridge(
     one_class = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
     rows = torch.cat([key, value], -1)
     moments = class_moments(rows, one_class, 1, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
-    scatter, mean = moments.scatter.squeeze(2), moments.mean.squeeze(2)
+    scatter, mean = moments.scatter.squeeze(2), moments.mean.masked_fill((moments.weight == 0).unsqueeze(-1), 0.0).squeeze(2)
     weight, info = regularised_solve(scatter[..., :width, :width], scatter[..., :width, width:], alpha, impl=solver_of(impl))
     return LinearRegression(weight, mean[..., :width], mean[..., width:], info)

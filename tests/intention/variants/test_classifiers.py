@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cmab_kernels import measure
 from cmab_kernels.intention import variants
+from cmab_kernels.intention.variants import moments
 
 from .data import CLASSIFIERS, FITTED, blobs, score
 
@@ -313,3 +314,133 @@ def _moments(rows: int) -> Any:
 def test_constant_memory() -> None:
     few, many = (measure.peak_memory(_moments, rows, warm_up=(1000,)).extra / 2**20 for rows in (20_000, 200_000))
     assert many < few + 4.0, f"{few:.1f} MiB, {many:.1f} MiB"
+
+
+LATE = torch.tensor([[0, 0, 1, 2, 2, 0, 1, 1, 1]])
+"""Labels of nine rows: in blocks of two, class 2 is not in the first, and class 0 shares a block with it."""
+
+
+def _rows_of_weight_zero(shift: float, labels: Tensor = LATE) -> tuple[Tensor, Tensor]:
+    """Nine rows far from 0 by `shift`, and weights that are 0 for the whole of class 2 and for all of the last four rows."""
+    weights = (torch.rand(1, 2, 9, dtype=torch.float64) + 0.5).masked_fill(labels == 2, 0.0)
+    weights[..., 5:] = 0.0
+    return torch.randn(1, 2, 9, 2, dtype=torch.float64) + shift, weights
+
+
+def _two_derivatives(run: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)
+    first = torch.autograd.grad(run(*inputs).square().sum(), inputs, create_graph=True)
+    return *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), inputs)
+
+
+def _machine(key: Tensor, weights: Tensor, value: Tensor, query: Tensor) -> Tensor:
+    """Weighted ridge regression with an intercept and alpha = 0.5, as it is defined."""
+    weights = weights.unsqueeze(-1)
+    mean, level = ((weights * t).sum(2, keepdim=True) / weights.sum(2, keepdim=True) for t in (key, value))
+    away = key - mean
+    system = away.mT @ (weights * away) + 0.5 * torch.eye(key.shape[-1], dtype=key.dtype)
+    return level + (query - mean) @ torch.linalg.solve(system, away.mT @ (weights * value))
+
+
+@pytest.mark.parametrize("block", [2, 4, 4096])
+@pytest.mark.parametrize("shift", [0.0, 3.0, 1e6])
+def test_derivatives_at_weights_of_zero(impl: str, shift: float, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines are smooth where a class, or a block of rows, has weight 0: in each weight, in the rows, and twice."""
+    monkeypatch.setattr(moments, "ROWS", block)
+    key, weights = _rows_of_weight_zero(shift)
+    query = key[:, :, :4] + 0.5
+    signs = 2 * (LATE[..., None] == torch.arange(3)).double()[:, None].expand(1, 2, 9, 3) - 1
+    wanted = _two_derivatives(lambda k, w: _machine(k, w, signs, query - shift), key - shift, weights)
+    for run in (
+        lambda k, w: variants.lssvm(k, LATE, 3, 0.5, weights=w, impl=impl).decision(query),
+        lambda k, w: variants.ridge(k, signs, 0.5, weights=w, impl=impl).predict(query),
+        lambda k, w: variants.solve_lssvm(_in_chunks(k, w, 3, True, impl), 0.5, impl=impl).decision(query),
+    ):
+        tolerance = 1e-10 + 1e-14 * shift
+        for ours, exact in zip(_two_derivatives(run, key, weights), wanted, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=tolerance, atol=tolerance * float(exact.detach().abs().max()))
+
+
+def _in_chunks(key: Tensor, weights: Tensor, size: int, pooled: bool, impl: str) -> variants.ClassMoments:
+    """The moments of each `size` rows, merged from the last to the first."""
+    chunks = zip(key.split(size, 2), LATE.split(size, 1), weights.split(size, 2), strict=True)
+    parts = [variants.class_moments(k, y, 3, pooled=pooled, weights=w, impl=impl) for k, y, w in chunks]
+    return variants.merge_moments(*reversed(parts))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: bool) -> None:
+    """It is that of weights which grow from 0 alike, wherever the origin, and is around one point however the rows are divided."""
+    key, weights = _rows_of_weight_zero(0.0)
+    group = (LATE == 2)[0]
+    rows = key[:, :, group]
+    away = rows - rows.mean(2, keepdim=True)
+    weights.requires_grad_()
+
+    def slopes(k: Tensor, w: Tensor) -> Tensor:
+        scatter = variants.class_moments(k, LATE, 3, pooled=pooled, weights=w, impl=impl).scatter
+        return torch.autograd.grad(scatter[..., 0, 1].sum(), w)[0]
+
+    near = slopes(key, weights)
+    torch.testing.assert_close(near[..., group], away[..., 0] * away[..., 1])
+    torch.testing.assert_close(slopes(key + 1e6, weights), near, rtol=0, atol=1e-8)
+    for size in (1, 2, 3, 4):
+        scatters = [_in_chunks(key + shift, weights, size, pooled, impl).scatter for shift in (0.0, 1e6)]
+        at = [torch.autograd.grad(scatter[..., 0, 1].sum(), weights)[0] for scatter in scatters]
+        torch.testing.assert_close(at[1], at[0], rtol=0, atol=1e-8)
+        assert at[0][..., ~group].isfinite().all()
+    whole = variants.class_moments(key, LATE, 3, pooled=pooled, weights=weights, impl=impl)
+    later = {"pooled": pooled, "weights": torch.zeros_like(weights), "impl": impl}
+    merged = variants.merge_moments(whole, variants.class_moments(key + 1, LATE, 3, **later))
+    for state in (merged, variants.class_moments(key + 1, LATE, 3, state=whole, **later)):
+        torch.testing.assert_close(state.mean[:, :, 2], rows.mean(2))
+        torch.testing.assert_close(torch.autograd.grad(state.scatter[..., 0, 1].sum(), weights, retain_graph=True)[0], near)
+
+
+@pytest.mark.parametrize("name", ["lda shrunk", "pooled", "qda"])
+def test_gradients_at_a_class_of_weight_zero_do_not_know_the_origin(impl: str, name: str) -> None:
+    key, weights = _rows_of_weight_zero(0.0)
+    query, weights = key[:, :, :4] + 0.5, weights.requires_grad_()
+
+    def run(shift: float) -> Tensor:
+        model = CLASSIFIERS[name](key + shift, LATE, 3, weights=weights, impl=impl)
+        return torch.autograd.grad(model.decision(query + shift)[..., :2].square().sum(), weights)[0]
+
+    torch.testing.assert_close(run(1e5), run(0.0), rtol=1e-6, atol=1e-6)
+
+
+def test_values_where_weights_are_zero(impl: str) -> None:
+    """A class without a weight has the mean of its rows for a point, one without rows 0; they change nothing. Without both, ridge is 0."""
+    key, weights = _rows_of_weight_zero(1e6)
+    kept = weights[0, 0] > 0
+    mask = ~kept.expand(1, -1) & (LATE == 2)
+    for pooled in (True, False):
+        whole = variants.class_moments(key, LATE, 4, pooled=pooled, weights=weights, impl=impl)
+        torch.testing.assert_close(whole.mean[:, :, 2], key[:, :, LATE[0] == 2].mean(2))
+        assert whole.mean[:, :, 3].eq(0).all() and whole.weight[..., 2:].eq(0).all()
+        padded = variants.class_moments(key, LATE, 4, pooled=pooled, weights=weights, key_padding_mask=mask, impl=impl)
+        assert padded.mean[:, :, 2].eq(0).all()
+        less = variants.class_moments(key[:, :, kept], LATE[:, kept], 4, pooled=pooled, weights=weights[:, :, kept], impl=impl)
+        chunked = [_in_chunks(key, w, 2, pooled, impl) for w in (weights, weights.clone().requires_grad_())]
+        for state in (whole, padded, *chunked):
+            torch.testing.assert_close(state.mean[:, :, :2], less.mean[:, :, :2], rtol=1e-14, atol=0)
+            torch.testing.assert_close(state.scatter[:, :, :2], less.scatter[:, :, :2], rtol=1e-8, atol=1e-8)
+    nothing = variants.ridge(key, key[..., :1], 0.1, weights=torch.zeros(1, 9, dtype=torch.float64), impl=impl)
+    assert nothing.predict(key).eq(0).all()
+
+
+def test_transforms_at_weights_of_zero(impl: str) -> None:
+    """`torch.func.grad` and a compiler return the gradient of autograd, of one call and of states that are merged."""
+    key, weights = _rows_of_weight_zero(3.0)
+
+    def run(w: Tensor) -> Tensor:
+        state = _in_chunks(key, w, 5, True, impl)
+        return variants.solve_lssvm(state, 0.5, impl=impl).decision(key).sin().sum() + state.scatter[..., 0, 0].sum()
+
+    (wanted,) = torch.autograd.grad(run(weights.requires_grad_()), weights)
+    torch.testing.assert_close(torch.func.grad(run)(weights.detach()), wanted, rtol=1e-10, atol=1e-10)
+    several = torch.vmap(torch.func.grad(run))(torch.stack([weights.detach(), 2 * weights.detach()]))
+    torch.testing.assert_close(several[0], wanted, rtol=1e-10, atol=1e-10)
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(weights), weights)[0], wanted, rtol=1e-10, atol=1e-10)
