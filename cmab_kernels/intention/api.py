@@ -51,7 +51,8 @@ def intention(
         alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H). A negative one is a `ValueError`; in a tensor on a GPU, whose
             values are not read, it makes the result of its head NaN, and `info` of `solve_ridge` 1.
         form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both give the
-            same result, equally accurate. On a GPU the dual has kernels for up to 256 keys.
+            same result, equally accurate. On a GPU the dual has kernels for up to 256 keys. The choice counts masked keys as well: at
+            alpha = 0, where for N < D only the dual system can be regular, padding to N >= D turns the result of "auto" into NaN.
         weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on a CPU, a NaN on a GPU.
         key_padding_mask: (B, N) bool, True = ignore.
         impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel, which "auto" takes unless
@@ -104,8 +105,9 @@ def sigma_intention(
     """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention with the queries multiplied by (K'WK + alpha I)^-1.
 
     Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. If N < D and there are no weights, the dual system is
-    solved. The attention is `latent_attention` with the given `impl` if attention has it, else with "auto". As alpha grows, with queries
-    alpha times as large, the result tends to attention with that scale.
+    solved. N counts masked keys as well: at alpha = 0, where for N < D only the dual can be regular, padding to N >= D gives NaN.
+    The attention is `latent_attention` with the given `impl` if attention has it, else with "auto". As alpha grows, with queries alpha
+    times as large, the result tends to attention with that scale.
 
     >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
     >>> near = cmab_kernels.sigma_intention(1e6 * q, k, v, 1e6)
