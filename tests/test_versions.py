@@ -41,6 +41,7 @@ UNPROMISED = {
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.module._global_forward_hooks",
     "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.ops.aten._cdist_backward",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
