@@ -51,7 +51,8 @@ class StepArguments {
     stream.queries = rings[0].data, stream.keys = rings[1].data, stream.values = rings[2].data;
     shape.retroactive = retroactive_;
     return count(fields_.position, shape.position) && count(fields_.window, shape.window) && scale(shape.scale) &&
-           shape.window >= 1 && shape.position >= shape.window && shape.capacity > shape.window && shape.tokens >= 1;
+           shape.window >= 1 && shape.position >= shape.window && shape.position <= int64_t(1) << 62 &&
+           shape.capacity > shape.window && shape.tokens >= 1;
   }
 
   // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false as read().

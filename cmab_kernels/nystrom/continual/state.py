@@ -79,6 +79,9 @@ class ContinualAttentionState(NamedTuple):
     """The number n of tokens in the window."""
 
 
+LAST_POSITION = 2**62
+"""The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits."""
+
 RINGS = ("queries", "keys", "values")
 """The fields of a state that are rings."""
 
@@ -328,6 +331,8 @@ def _check_counts(state: ContinualState, name: str) -> None:
     if isinstance(state.position, int) and state.position < state.window:
         allowed = f"its window of {state.window} must be full; continual_*_init takes the first window at once"
         raise ValueError(wrong(name, f"has had {state.position} tokens", allowed))
+    if isinstance(state.position, int) and state.position > LAST_POSITION:
+        raise ValueError(wrong(f"{name}.position", f"is {state.position}", f"at most {LAST_POSITION} is needed"))
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

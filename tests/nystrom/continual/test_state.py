@@ -373,3 +373,16 @@ def test_spoilt_tensors_are_refused(name: str) -> None:
         tensors[name] = change(tensors.get(name))
     with pytest.raises(error, match=rf"`tensors\.?\[?'?{name}"):
         ck.state_from_tensors(ck.ContinualNystromState, tensors)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_position_near_the_end_of_64_bits_is_refused(load: bool) -> None:
+    """From there it would become negative, and tokens would be written beyond the rings."""
+    x = torch.randn(1, 2, 12, 8)
+    window = x[:, :, :9]
+    state = ck.continual_attention_init(window, window, window)
+    with pytest.raises(ValueError, match=r"^`(state|tensors)\.position` is 9223372036854775807: at most"):
+        if load:
+            tensors = ck.state_to_tensors(state) | {"position": torch.tensor(2**63 - 1)}
+            ck.state_from_tensors(ck.ContinualAttentionState, tensors)
+        ck.continual_attention_step(state._replace(position=2**63 - 1), *[x[:, :, 9:11]] * 3)
