@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import kind_of, wrong
 from ..dtypes import state_dtype
 from ..nystrom import ContinualAttentionState, ContinualNystromState, state_from_tensors, state_to_tensors
-from ..nystrom.continual.state import check_state
+from ..nystrom.continual.state import EXTRA_SUMS, LAST_POSITION, check_state
 from .stream import Part, Stream, copied, extent
 
 
@@ -97,7 +97,7 @@ class ContinualStream(Stream[WindowState]):
         return self._built(entries, self.weight_like.device)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the cast entries. Each row's peak is set to the largest number, which makes the next step recompute the row."""
+        """Return the cast entries. A peak of each row is set to the largest number, which makes the next step recompute the row."""
         cast = super()._cast(entries)
         if "sums" in cast:
             sums = cast["sums"]
@@ -113,7 +113,7 @@ class ContinualStream(Stream[WindowState]):
         parts = dict.fromkeys(FillingWindow._fields, Part((batch, self.heads, tokens, self.width), dtype))
         if not full:
             return parts
-        parts["sums"] = Part((batch, self.heads, rows, self.width + 3), sums)
+        parts["sums"] = Part((batch, self.heads, rows, self.width + EXTRA_SUMS), sums)
         if self.kind is ContinualNystromState:
             parts["landmark_queries"] = parts["landmark_keys"] = Part((batch, self.heads, rows, self.width), sums)
             parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
@@ -135,11 +135,12 @@ class ContinualStream(Stream[WindowState]):
         for name, count in self.counts.items():
             if entries[name] != count:
                 return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")
-        if entries["position"] < self.window:
-            return wrong(prefix + "position", f"is {int(entries['position'])}", f"at least the window's {self.window} is needed")
+        if not self.window <= entries["position"] <= LAST_POSITION:
+            allowed = f"the window's {self.window} to {LAST_POSITION} are needed"
+            return wrong(prefix + "position", f"is {int(entries['position'])}", allowed)
         if entries["scale"] != self.width**-0.5:
             return wrong(prefix + "scale", f"is {float(entries['scale'])}", f"it is {self.width**-0.5} in this module")
-        if (entries["sums"][..., -3] <= 0).any():
+        if (entries["sums"][..., -EXTRA_SUMS] <= 0).any():
             return wrong(prefix + "sums", "holds a total that is not positive", "a sum of exponentials is")
         return ""
 

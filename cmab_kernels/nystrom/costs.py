@@ -193,7 +193,7 @@ def state_elements(n: int, m: int, D: int, E: int) -> int:
     >>> state_elements(64, 16, 64, 64)
     16928
     """
-    return (n + 1) * (2 * D + E) + 2 * m * (E + 3) + 2 * m * D + m * m
+    return (n + 1) * (2 * D + E) + 2 * m * (E + 5) + 2 * m * D + m * m
 
 
 def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
@@ -203,7 +203,7 @@ def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
     >>> [attention_state_elements(64, 64, 64, retroactive) for retroactive in (False, True)]
     [12480, 21056]
     """
-    return (n + 1) * (2 * D + E) + (2 * n * (E + 3) if retroactive else 0)
+    return (n + 1) * (2 * D + E) + (2 * n * (E + 5) if retroactive else 0)
 
 
 # ---- side by side ----------------------------------------------------------------------------------------------------------------------

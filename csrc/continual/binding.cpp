@@ -51,7 +51,7 @@ class StepArguments {
     stream.queries = rings[0].data, stream.keys = rings[1].data, stream.values = rings[2].data;
     shape.retroactive = retroactive_;
     return count(fields_.position, shape.position) && count(fields_.window, shape.window) && scale(shape.scale) &&
-           shape.window >= 1 && shape.position >= shape.window && shape.position <= int64_t(1) << 62 &&
+           shape.window >= 1 && shape.position >= shape.window && shape.position <= kLastPosition &&
            shape.capacity > shape.window && shape.tokens >= 1;
   }
 
@@ -60,7 +60,7 @@ class StepArguments {
     TensorView tensor;
     if (!view_plain(field(fields_.sums), tensor) || tensor.dims != 4) return false;
     rows = tensor.shape[2], sums = tensor.data;
-    const int64_t columns = shape.value_width + 3;
+    const int64_t columns = shape.value_width + kExtraSums;
     return tensor.is(state_type(shape.dtype), shape.batch, shape.heads, rows, columns) && tensor.contiguous() &&
            matrix(fields_.spare, shape, rows, columns, spare);
   }

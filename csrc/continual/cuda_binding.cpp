@@ -84,7 +84,7 @@ Call read_step(Arguments& in, const States& states) {
   const DType sums = state_type(query.dtype);
   const TensorView before = states.before(fields.sums, "state.sums", "BHRS", sums);
   const TensorView after = states.after(fields.sums, "after.sums", "BHrS", sums);
-  in.require(in.extent('S') == call.value_width + 3, "state.sums", "has not E + 3 columns");
+  in.require(in.extent('S') == call.value_width + kExtraSums, "state.sums", "has not E + 5 columns");
   call.sums_known = before.shape[2] > 0;
   call.sums = {call.sums_known ? before.data : after.data, after.data};
   call.position = states.renewal(fields.position, "state.position", "BH", DType::kInt64);

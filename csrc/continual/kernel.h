@@ -156,9 +156,9 @@ class Head {
 
   // Recomputes a row of sums from the window.
   void make_afresh(const T* query, int64_t row) {
-    guarded_.put(new_sums_, row,
-                 attend_window(shape_, query, tokens_.keys, tokens_.values, taken(), scratch_.window,
-                               new_sums_ + row * guarded_.stride()));
+    const Total<T> total = attend_window(shape_, query, tokens_.keys, tokens_.values, taken(), scratch_.window,
+                                         new_sums_ + row * guarded_.stride());
+    guarded_.put(new_sums_, row, total, size_of_window(shape_, tokens_.values, taken(), scratch_.window));
   }
 
   Tile<T> row_sums() const { return {new_sums_, guarded_.stride()}; }

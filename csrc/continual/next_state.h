@@ -46,8 +46,8 @@ class NextState {
       set(fields_.spare, field_before(fields_.sums));
       return spare;
     }
-    allocate(fields_.spare, state_type(shape.dtype), shape, rows, shape.value_width + 3);
-    return allocate(fields_.sums, state_type(shape.dtype), shape, rows, shape.value_width + 3);
+    allocate(fields_.spare, state_type(shape.dtype), shape, rows, shape.value_width + kExtraSums);
+    return allocate(fields_.sums, state_type(shape.dtype), shape, rows, shape.value_width + kExtraSums);
   }
 
   // Allocates new landmarks. Those of a state are never written to: states share them until one is replaced.

@@ -8,6 +8,13 @@
 
 namespace cmab {
 
+// The columns of a row of sums beside those of the values: phi, the log-scale, the peak of phi, the size of the values,
+// and its peak.
+constexpr int kExtraSums = 5;
+
+// The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits.
+constexpr int64_t kLastPosition = int64_t(1) << 62;
+
 // After this many tokens a row of sums is recomputed in any case; from cmab_kernels/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 

@@ -1,17 +1,16 @@
 // Rows of sums that slide with the window on a GPU, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the
-// log-scale c, and the peak of the scaled phi since the row was last recomputed.
+// log-scale c, the peak of the scaled phi since the row was last recomputed, the size exp(-c) sum exp(S) |v|_1 of the
+// values, and its peak.
 //
-// A new token is added, the one that leaves is subtracted. When phi falls below half of its peak, or the values that
-// leave outweigh those that remain, rounding errors of the subtracted terms begin to show: the row is recomputed from
-// the window, as it is after every kSchedule tokens, and wherever logits are beyond the digits of their type.
+// A new token is added, the one that leaves is subtracted. When phi or the size falls below half of its peak, rounding
+// errors of what was subtracted begin to show: the row is recomputed from the window, as it is after every kSchedule
+// tokens, and wherever logits are beyond the digits of their type.
 #pragma once
 
 #include "continual/schedule.h"
 #include "continual/window.cuh"
 
 namespace cmab::cuda {
-
-constexpr int kMostRemoved = 2;  // the largest ratio of values subtracted to values left
 
 template <class T>
 class SlidingRows {
@@ -23,16 +22,16 @@ class SlidingRows {
         window_(window),
         logits_(block, call.scale, call.key_width),
         of_window_(block, call, window),
-        memory_(call.sums.of_head<S>(head, int64_t(rows) * (call.value_width + 3))),
+        memory_(call.sums.of_head<S>(head, int64_t(rows) * (call.value_width + kExtraSums))),
         width_(call.value_width),
         rows_(rows) {
     S* shared = reinterpret_cast<S*>(block.shared);
     changes_ = shared + Layout::changes;
     stale_ = shared + Layout::stale;
-    parts_ = shared + Layout::parts;
+    sizes_ = shared + Layout::sizes;
   }
 
-  CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
+  CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S phi(int r) const { return row(r)[width_]; }
 
   // Updates all rows after a token was admitted: row r becomes the updated row r + shift; the last `shift` rows are
@@ -41,17 +40,17 @@ class SlidingRows {
   CMAB_DEVICE void slide(int shift, Query query, Due due) {
     for (int first = 0; first < rows_; first += kTileRows) {
       const int count = least(kTileRows, rows_ - first), kept = most(0, least(count, rows_ - shift - first));
+      measure_tokens();
       logits_.multiply(
           2 * kept, [&](int pair) { return query(first + pair / 2); },
           [&](int pair) { return window_.key(pair % 2 ? -1 : window_.tokens() - 1); });
-      bool any_stale = block_.any_thread([&](int i) {
+      const bool any_stale = block_.any_thread([&](int i) {
         if (i >= count) return false;
         const bool stale = i >= kept || slide_scale(i, old_row(first + shift + i)) || due(first + i);
         stale_[i] = stale;
         return stale;
       });
       slide_sums(first, kept, shift);
-      any_stale |= find_outweighed(first, kept);
       for (int i = 0; any_stale && i < count; ++i)
         if (stale_[i] != 0) renew(first + i, query(first + i));
     }
@@ -59,11 +58,27 @@ class SlidingRows {
   }
 
  private:
-  CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + 3); }
-  CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + 3); }
+  CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + kExtraSums); }
+  CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
 
-  // Computes the new phi, c and peak of row i of a tile, and the factors `change` for its sums; true if phi has lost
-  // its digits, or c is too large for what was subtracted to be what had been added.
+  // Puts the parts of |v|_1 of the token that comes, and then of that which goes, where the sizes of a window's tokens
+  // are while a row is recomputed.
+  CMAB_DEVICE void measure_tokens() const {
+    each_index(block_, 2 * kParts, [&](int item) {
+      const T* values = window_.value(item < kParts ? window_.tokens() - 1 : -1);
+      S size = 0;
+      for (int e = item % kParts; e < width_; e += kParts) size += std::fabs(S(as_sum(values[e])));
+      sizes_[item] = size;
+    });
+  }
+  CMAB_DEVICE S size_of(int token) const {
+    S size = 0;
+    for (int part = 0; part < kParts; ++part) size += sizes_[token * kParts + part];
+    return size;
+  }
+
+  // Computes the last columns of row i of a tile, and the factors `change` for its sums; true if these have lost their
+  // digits, or are too large, or c is too large for what was subtracted to be what had been added.
   CMAB_DEVICE bool slide_scale(int i, const S* old) {
     const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
     const S top = comes > before ? comes : before;
@@ -72,11 +87,15 @@ class SlidingRows {
     change[1] = std::exp(comes - top);
     change[2] = std::exp(goes - top);
     const S phi = slid(change, old[width_], 1, 1), peak = change[0] * old[width_ + 2];
-    S* scale = scale_[i];
-    scale[0] = phi;
-    scale[1] = top;
-    scale[2] = phi > peak ? phi : peak;
-    return !(phi >= peak / 2 && std::fabs(top) <= kLargestSure<S>);  // true for a NaN, too
+    const S size = slid(change, old[width_ + 3], size_of(0), size_of(1)), largest = change[0] * old[width_ + 4];
+    S* extra = extra_[i];
+    extra[0] = phi;
+    extra[1] = top;
+    extra[2] = phi > peak ? phi : peak;
+    extra[3] = size;
+    extra[4] = size > largest ? size : largest;
+    return !(phi >= peak / 2 && size >= largest / 2 && size <= Largest<S>::value &&
+             std::fabs(top) <= kLargestSure<S>);  // true for a NaN, too
   }
 
   // change[0] * sum + change[1] * comes - change[2] * goes.
@@ -91,7 +110,7 @@ class SlidingRows {
       block_.each_thread([&](int thread) {
         if (begin == 0 && thread < count) {
           CMAB_UNROLL
-          for (int k = 0; k < 3; ++k) new_row(first + thread)[width_ + k] = scale_[thread][k];
+          for (int k = 0; k < kExtraSums; ++k) new_row(first + thread)[width_ + k] = extra_[thread][k];
         }
         CMAB_UNROLL
         for (int h = 0; h < kHeld; ++h) {
@@ -111,32 +130,6 @@ class SlidingRows {
     }
   }
 
-  // Marks as stale the rows of a tile whose values (sum |.|) are small beside those subtracted, or not finite; true if
-  // there are any.
-  CMAB_DEVICE bool find_outweighed(int first, int count) {
-    block_.each_thread([&](int thread) {
-      for (int item = thread; item < count * kParts; item += block_.threads) {
-        const int i = item / kParts;
-        const S* change = changes_ + 3 * i;
-        S excess = 0;
-        for (int e = item % kParts; e < width_; e += kParts) {
-          const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
-          const S left = std::fma(change[1], std::fabs(comes), std::fabs(new_row(first + i)[e]));
-          excess += std::fma(change[2], std::fabs(goes), -kMostRemoved * left);
-        }
-        parts_[item] = excess;
-      }
-    });
-    return block_.any_thread([&](int i) {
-      if (i >= count) return false;
-      S excess = 0;
-      for (int part = 0; part < kParts; ++part) excess += parts_[i * kParts + part];
-      if (excess <= 0 && excess >= -Largest<S>::value) return false;
-      stale_[i] = 1;
-      return true;
-    });
-  }
-
   // Recomputes row r from the window.
   template <class Query>
   CMAB_DEVICE void renew(int r, const Query* query) {
@@ -147,6 +140,7 @@ class SlidingRows {
       if (thread > 0) return;
       to[width_] = to[width_ + 2] = of_window_.phi();
       to[width_ + 1] = of_window_.reference(thread);
+      to[width_ + 3] = to[width_ + 4] = of_window_.size();
     });
   }
 
@@ -156,8 +150,8 @@ class SlidingRows {
   WindowSums<T> of_window_;
   Renewed<S> memory_;
   int width_, rows_;
-  S *changes_, *stale_, *parts_;
-  PerThread<S[3]> scale_;
+  S *changes_, *stale_, *sizes_;
+  PerThread<S[kExtraSums]> extra_;
   PerThread<S[kHeld]> held_;
 };
 

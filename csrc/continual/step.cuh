@@ -42,7 +42,7 @@ struct StepCall {
   int capacity_from, capacity_to;  // of the rings, > window
   // Contiguous:
   Renewal queries, keys, values;  // (B, H, capacity, width)
-  Renewal sums;                   // (B, H, rows, E + 3)
+  Renewal sums;                   // (B, H, rows, E + 5)
   Renewal position;               // (B, H) int64
   void* out;                      // (B, H, t or n, E)
   bool sums_known;                // false in exact attention until the first retroactive step
@@ -59,7 +59,8 @@ struct NystromStepCall : StepCall {
 struct Layout {
   static constexpr int parts = 0;
   static constexpr int weights = parts + kTilePairs * kParts;
-  static constexpr int maxima = weights + kTilePairs;
+  static constexpr int sizes = weights + kTilePairs;
+  static constexpr int maxima = sizes + kTilePairs;
   static constexpr int changes = maxima + kMaxima;
   static constexpr int stale = changes + 3 * kTileRows;
   static constexpr int affinity = stale + kTileRows;
@@ -68,7 +69,7 @@ struct Layout {
   int matrices, elements;
 
   CMAB_HOST_DEVICE Layout(int value_width, int landmarks)
-      : matrices(sums + most(kThreads, value_width + 1)), elements(matrices + (4 * landmarks + 2) * landmarks) {}
+      : matrices(sums + most(kThreads, value_width + 2)), elements(matrices + (4 * landmarks + 2) * landmarks) {}
 };
 
 template <class T>

@@ -153,16 +153,18 @@ class Logits {
   int width_;
 };
 
-// One query's sums over the window: c = max S, the sum of exp(S - c) v, and, in column E, the sum of exp(S - c).
+// One query's sums over the window: c = max S, the sum of exp(S - c) v, and, in columns E and E + 1, the sums of
+// exp(S - c) and of exp(S - c) |v|_1.
 template <class T>
 class WindowSums {
   using S = Sum<T>;
 
  public:
   CMAB_DEVICE WindowSums(const Block& block, const StepCall& call, const Window<T>& window)
-      : block_(block), window_(window), logits_(block, call.scale, call.key_width), columns_(call.value_width + 1) {
+      : block_(block), window_(window), logits_(block, call.scale, call.key_width), columns_(call.value_width + 2) {
     S* shared = reinterpret_cast<S*>(block.shared);
     weights_ = shared + Layout::weights;
+    sizes_ = shared + Layout::sizes;
     maxima_ = shared + Layout::maxima;
     sums_ = shared + Layout::sums;
     groups_ = most(1, block.threads / columns_);
@@ -181,7 +183,8 @@ class WindowSums {
   }
 
   CMAB_DEVICE S total(int column) const { return sums_[column]; }
-  CMAB_DEVICE S phi() const { return sums_[columns_ - 1]; }
+  CMAB_DEVICE S phi() const { return sums_[columns_ - 2]; }
+  CMAB_DEVICE S size() const { return sums_[columns_ - 1]; }
   CMAB_DEVICE S reference(int thread) { return reference_[thread]; }
 
  private:
@@ -189,7 +192,12 @@ class WindowSums {
   template <class Query>
   CMAB_DEVICE void add_tile(const Query* query, int first, int count) {
     logits_.multiply(count, [&](int) { return query; }, [&](int i) { return window_.key(first + i); });
-    each_index(block_, count, [&](int i) { weights_[i] = logits_[i]; });
+    each_index(block_, count, [&](int i) {
+      weights_[i] = logits_[i];
+      S size = 0;
+      for (int e = 0; e < columns_ - 2; ++e) size += std::fabs(S(as_sum(window_.value(first + i)[e])));
+      sizes_[i] = size;
+    });
     each_index(block_, kMaxima, [&](int part) {
       S largest = -Largest<S>::value;  // skips NaN: the weight of a NaN is NaN in any case
       for (int i = part; i < count; i += kMaxima) largest = weights_[i] > largest ? weights_[i] : largest;
@@ -208,7 +216,9 @@ class WindowSums {
         const int group = item / columns_, column = item % columns_;
         S sum = first == 0 ? S(0) : kept_[thread] * sums_[item];
         for (int i = group; i < count; i += groups_) {
-          const S value = column < columns_ - 1 ? S(as_sum(window_.value(first + i)[column])) : S(1);
+          const S value = column < columns_ - 2    ? S(as_sum(window_.value(first + i)[column]))
+                          : column == columns_ - 2 ? S(1)
+                                                   : sizes_[i];
           sum = std::fma(weights_[i], value, sum);
         }
         sums_[item] = sum;
@@ -220,7 +230,7 @@ class WindowSums {
   const Window<T>& window_;
   Logits<S> logits_;
   int columns_, groups_;
-  S *weights_, *maxima_, *sums_;
+  S *weights_, *sizes_, *maxima_, *sums_;
   PerThread<S> reference_, kept_;
 };
 

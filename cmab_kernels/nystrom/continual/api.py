@@ -17,7 +17,7 @@ from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
-from .state import ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, ring_of
+from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, ring_of
 
 OUTPUTS = ("single", "retroactive")
 FAST = ("auto", "native")
@@ -80,8 +80,8 @@ def continual_nystrom_step(
     """Move the window on by t >= 1 tokens, in O(m (D + E)) each for a window of any length.
 
     Every landmark keeps its sums over the window with a log-scale: a new token is added and the oldest subtracted. The sums are recomputed
-    from the window every 1,024 tokens, and when a subtraction would cost digits (the sum falls below half of its peak, or its values shrink
-    as much). So the error stays bounded for finite logits of any size and streams of any length.
+    from the window every 1,024 tokens, and when subtractions would cost digits (the sum, or the size of its values, falls below half of its
+    peak). So the error stays bounded for finite logits of any size and streams of any length.
 
     Args:
         state: from `continual_nystrom_init` or an earlier step. It stays valid while you keep it. A step whose state shares no tensor with
@@ -129,7 +129,7 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
     """
     query, key, value = _window(query, key, value)
     with as_they_are(key.device):
-        none = key.new_zeros(*key.shape[:2], 0, value.shape[-1] + 3, dtype=state_dtype(key.dtype))
+        none = key.new_zeros(*key.shape[:2], 0, value.shape[-1] + EXTRA_SUMS, dtype=state_dtype(key.dtype))
         return ContinualAttentionState._make([*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key)])
 
 

@@ -22,22 +22,23 @@ from torch import Tensor
 
 from ...dtypes import state_dtype
 from ..reference import landmark_kernel, logits, pinv_reference, segment_ends
-from .state import ContinualAttentionState, ContinualNystromState, State, tokens_seen, window_of
+from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, State, tokens_seen, window_of
 
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """The sums (B, H, rows, E + 3) of queries (B, H, rows, D) over a window: exp(-c) Delta V, exp(-c) phi(Delta), c, and the peak of the
-    second, with c the largest logit."""
+    """The sums (B, H, rows, E + 5) of queries (B, H, rows, D) over a window, with c the largest logit: exp(-c) Delta V, exp(-c) phi(Delta),
+    c, the peak of the second, exp(-c) sum exp(S) |v|_1, and its peak."""
     scores = logits(queries, keys.to(queries.dtype), scale)
     top = scores.amax(-1, keepdim=True).detach()
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    return torch.cat([weights @ values.to(queries.dtype), total, top, total.detach()], dim=-1)
+    sizes = (weights @ values.to(queries.dtype).abs().sum(-1, keepdim=True)).detach()
+    return torch.cat([weights @ values.to(queries.dtype), total, top, total.detach(), sizes, sizes], dim=-1)
 
 
 def row_means(sums: Tensor) -> Tensor:
     """The attention output Delta V / phi(Delta), (B, H, rows, E), from the sums of `row_sums`."""
-    return sums[..., :-3] / sums[..., -3:-2]
+    return sums[..., :-EXTRA_SUMS] / sums[..., -EXTRA_SUMS, None]
 
 
 def segment_ending(position: int, window: int, landmarks: int) -> int:

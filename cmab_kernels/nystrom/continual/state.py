@@ -23,7 +23,7 @@ from ...dtypes import FLOATING, state_dtype
 class ContinualNystromState(NamedTuple):
     """The state of continual Nyström attention over a window of n tokens; `_asdict()` and `ContinualNystromState(**d)` convert it.
 
-    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 3) + 2 m D + m^2 elements a head. After a step of t > 1 tokens the rings have
+    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 5) + 2 m D + m^2 elements a head. After a step of t > 1 tokens the rings have
     n + min(t, n) rows in place of n + 1.
     """
 
@@ -34,8 +34,8 @@ class ContinualNystromState(NamedTuple):
     values: Tensor
     """(B, H, C, E), likewise."""
     sums: Tensor
-    """(B, H, m, E + 3) in the state dtype. A row, with log-scale c, is exp(-c) Delta V, exp(-c) phi(Delta), c, and the largest value that
-    the second has had since the row was last recomputed."""
+    """(B, H, m, E + 5) in the state dtype. A row, with log-scale c, is exp(-c) Delta V, exp(-c) phi(Delta), c, and the largest value that
+    the second has had since the row was last recomputed; then exp(-c) sum exp(S) |v|_1 over the window, and its largest value likewise."""
     spare: Tensor
     """The shape and dtype of `sums`: memory that the next step writes to."""
     landmark_queries: Tensor
@@ -57,7 +57,7 @@ class ContinualNystromState(NamedTuple):
 
 
 class ContinualAttentionState(NamedTuple):
-    """The state of exact continual attention over a window of n tokens: (n + 1)(2 D + E) elements a head, and 2 n (E + 3) more after a
+    """The state of exact continual attention over a window of n tokens: (n + 1)(2 D + E) elements a head, and 2 n (E + 5) more after a
     retroactive step."""
 
     queries: Tensor
@@ -67,7 +67,7 @@ class ContinualAttentionState(NamedTuple):
     values: Tensor
     """(B, H, C, E), likewise."""
     sums: Tensor
-    """(B, H, n, E + 3) in the state dtype: as in `ContinualNystromState`, row i for the query of the window's i-th token. (B, H, 0, E + 3)
+    """(B, H, n, E + 5) in the state dtype: as in `ContinualNystromState`, row i for the query of the window's i-th token. (B, H, 0, E + 5)
     while only single outputs are asked for."""
     spare: Tensor
     """The shape and dtype of `sums`: memory that the next step writes to."""
@@ -78,6 +78,9 @@ class ContinualAttentionState(NamedTuple):
     window: int
     """The number n of tokens in the window."""
 
+
+EXTRA_SUMS = 5
+"""The columns of a row of sums beside those of the values."""
 
 LAST_POSITION = 2**62
 """The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits."""
@@ -210,8 +213,8 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
 
 
 def _loaded_count(name: str, count: Tensor) -> int:
-    if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64 or int(count) < 0:
-        raise ValueError(wrong(name, f"is {count!r}", "an int64 tensor () that is not negative is needed"))
+    if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64 or not 0 <= int(count) <= LAST_POSITION:
+        raise ValueError(wrong(name, f"is {count!r}", f"an int64 tensor () from 0 to {LAST_POSITION} is needed"))
     return int(count)
 
 
@@ -357,8 +360,8 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
         "queries": ((batch, heads, capacity, width), keys.dtype),
         "keys": ((batch, heads, capacity, width), keys.dtype),
         "values": ((batch, heads, capacity, value_width), keys.dtype),
-        "sums": ((batch, heads, rows, value_width + 3), dtype),
-        "spare": ((batch, heads, rows, value_width + 3), dtype),
+        "sums": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
+        "spare": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
         "scale": ((), torch.float64),
     }
     if isinstance(state, ContinualNystromState):
@@ -366,6 +369,6 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
         parts["inverse"] = ((batch, heads, rows, rows), dtype)
     if not counts_in_int(keys.device):
         parts["position"] = ((batch, heads), torch.int64)
-    elif not isinstance(state.position, int):
+    elif not isinstance(state.position, int) or isinstance(state.position, bool):
         raise TypeError(wrong(f"{name}.position", f"is {kind_of(state.position)}", "an int is needed on the CPU"))
     return parts

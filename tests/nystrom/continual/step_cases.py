@@ -88,6 +88,30 @@ def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], 
     torch.testing.assert_close(sums[..., :3] / sums[..., 3:4], right.to(sums.dtype), rtol=1e-5, atol=1e-5)
 
 
+FADING: dict[str, Callable[[Tensor], Tensor]] = {
+    "a fade of 0.9": lambda t: 0.9**t * torch.randn(len(t), 3),
+    "a fade of 0.7": lambda t: 0.7**t * torch.randn(len(t), 3),
+    "a click that dies away": lambda t: 1e7 * 0.6**t + torch.randn(len(t), 3),
+    "silence": lambda t: (t < 20) * torch.randn(len(t), 3),
+}
+"""Values (t, E) of a stream that become small, by the numbers (t, 1) of its tokens."""
+
+
+def check_values_that_fade(step: Callable[[Any, Tokens], Any], state_of: Callable[[Any], Any], law: str, dtype: torch.dtype) -> None:
+    """Check the sums of each step of a stream whose values become small: what was large must leave no error behind."""
+    window, length = 16, 60
+    query, key, _ = tokens(1, 1, length, 8, 3, dtype)
+    value = FADING[law](torch.arange(length, dtype=torch.float64)[:, None]).expand(1, 1, length, 3).to(dtype)
+    near = torch.randn(1, 4, 8, dtype=dtype)
+    state = state_of(ck.continual_nystrom_init(*part((query, key, value), 0, window), landmarks=(near, near)))
+    for end in range(window + 1, length + 1):
+        state = step(state, part((query, key, value), end - 1, end))
+        keys, values = (t[:, :, end - window : end].double() for t in (key, value))
+        weights = (near.double() @ keys.mT * 8**-0.5).softmax(-1)
+        error = (state.sums[..., :3] / state.sums[..., 3:4] - weights @ values).abs()
+        assert (error <= 100 * torch.finfo(dtype).eps * (weights @ values.abs())).all(), end
+
+
 def compare(
     step: Step, stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False
 ) -> None:

@@ -101,7 +101,7 @@ def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:
         out, state = native.continual_attention_step(state, *_tokens(law, first, block), True)
         queries, keys, values = (window_of(ring, state.position, window).double() for ring in state[:3])
         sums = row_sums(queries, keys, values, state.scale)
-        errors.append((out.double() - sums[..., :-3] / sums[..., -3:-2]).abs().flatten())
+        errors.append((out.double() - sums[..., :-5] / sums[..., -5:-4]).abs().flatten())
     return torch.cat(errors)
 
 

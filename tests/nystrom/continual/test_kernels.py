@@ -28,9 +28,11 @@ from .memory_cases import (
     check_in_place_is_out_of_place,
 )
 from .step_cases import (
+    FADING,
     Tokens,
     as_on_a_gpu,
     check_the_largest_of_huge_logits_leaves,
+    check_values_that_fade,
     compare,
     defined,
     errors,
@@ -293,3 +295,9 @@ def test_reasons() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_largest_of_huge_logits_leaves(dtype: torch.dtype) -> None:
     check_the_largest_of_huge_logits_leaves(lambda state, token: _step(as_on_a_gpu(state), token)[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("law", FADING)
+def test_values_that_fade(law: str, dtype: torch.dtype) -> None:
+    check_values_that_fade(lambda state, token: _step(state, token)[1], as_on_a_gpu, law, dtype)

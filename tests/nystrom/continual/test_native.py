@@ -109,7 +109,7 @@ def _sizes(state: Any, queries: Tensor) -> Tensor:
         return values.abs().amax(-2, keepdim=True)
     means = row_sums(state.landmark_queries, keys, values.abs(), state.scale)
     near = logits(queries, state.landmark_keys, state.scale).softmax(-1)
-    return near @ state.inverse.abs() @ (means[..., :-3] / means[..., -3:-2])
+    return near @ state.inverse.abs() @ (means[..., :-5] / means[..., -5:-4])
 
 
 def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale: float | None = None) -> Run:
@@ -402,17 +402,19 @@ def test_saved_and_restored(kind: str, moment: int) -> None:
 # ---- the guard
 
 
-VALUES, WEIGHT = slice(0, 3), slice(3, 4)
+VALUES, WEIGHT, SIZE = slice(0, 3), slice(3, 4), slice(6, 7)
 
 
 @pytest.mark.parametrize(
     "part, factor, steps",
     [
-        (VALUES, math.nan, 1),
-        (VALUES, math.inf, 1),
         (WEIGHT, math.nan, 1),
         (WEIGHT, 0.4, 1),
         (WEIGHT, -1.0, 1),
+        (SIZE, math.nan, 1),
+        (SIZE, math.inf, 1),
+        (SIZE, 0.4, 1),
+        (SIZE, -1.0, 1),
         (VALUES, 1.001, 1024),
         (WEIGHT, 1.001, 1024),
     ],
@@ -422,6 +424,8 @@ def test_sums_that_went_wrong_are_made_afresh(part: slice, factor: float, steps:
     tokens = _tokens(1, 1, 1200, 4, 3)
     state = _start("fixed", tokens, 16, 5)
     state.sums[..., 2:4, part].mul_(factor)
+    if part != VALUES:  # which are wrong then, too
+        state.sums[..., 2:4, VALUES].mul_(1.01)
     _, state = _step(state, _some(tokens, 16, 16 + steps))
     _, keys, values = (t.double() for t in _window(state))
     right = row_sums(state.landmark_queries.double(), keys, values, state.scale)

@@ -147,7 +147,7 @@ def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
     for taken, out, now in stepped(state, rest, impl=impl):
         tokens = [t.double() for t in window_at((q, k, v), window + taken, window)]
         sums = now.sums.double()
-        average = sums[..., :-3] / sums[..., -3:-2]
+        average = sums[..., :-5] / sums[..., -5:-4]
         scores = 6**-0.5 * now.landmark_queries.double() @ tokens[1].mT
         weights = scores.softmax(-1)
         error = (average - weights @ tokens[2]).norm(dim=-1) / (weights @ tokens[2].abs()).norm(dim=-1)
@@ -281,7 +281,7 @@ def test_size_is_the_formula_of_the_documentation() -> None:
     state, rest = _start(_stream(40), window, number, fixed=False)
     _, state = last(state, rest)
     elements = sum(t.numel() for t in state[:8]) // 6
-    assert elements == (window + 1) * (2 * width + value_width) + 2 * number * (value_width + 3) + 2 * number * width + number**2
+    assert elements == (window + 1) * (2 * width + value_width) + 2 * number * (value_width + 5) + 2 * number * width + number**2
     assert elements == costs.state_elements(window, number, width, value_width)
     exact = ck.continual_attention_init(*_stream(window))
     for output, retroactive in (("single", False), ("retroactive", True)):

@@ -14,7 +14,7 @@ from cmab_kernels.nystrom import costs
 from cmab_kernels.testing import Measured, OperatorSuite, oracles
 from cmab_kernels.testing.suite import DTYPES
 
-from .step_cases import check_the_largest_of_huge_logits_leaves
+from .step_cases import FADING, check_the_largest_of_huge_logits_leaves, check_values_that_fade
 
 Results = tuple[Tensor, ...]
 WINDOW = 7
@@ -194,3 +194,9 @@ def test_flops_of_steps(fixed: bool, output: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_largest_of_huge_logits_leaves(impl: str, dtype: torch.dtype) -> None:
     check_the_largest_of_huge_logits_leaves(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("law", FADING)
+def test_values_that_fade(impl: str, law: str, dtype: torch.dtype) -> None:
+    check_values_that_fade(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, lambda state: state, law, dtype)

@@ -4,7 +4,7 @@
 import triton.language as tl
 
 from ....triton_common import kernel
-from .rows import slide
+from .rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of, window_sums
 
 RENEWED = before_and_after("queries", "keys", "values", "sums", "position")
@@ -51,7 +51,7 @@ def _attention_step(
     query, key = tokens_of(query, query_strides, head, heads), tokens_of(key, key_strides, head, heads)
     value = tokens_of(value, value_strides, head, heads)
     queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
-    sums, sums_before = sums_to + head * window * (E + 3), sums_from + head * window * (E + 3)
+    sums, sums_before = sums_to + head * window * (E + EXTRA), sums_from + head * window * (E + EXTRA)
     out += head * (window if RETROACTIVE else tokens) * E
     position = tl.load(position_from + head)
     if moving != 0:
@@ -80,14 +80,14 @@ def _attention_step(
                 slide(queries, offset, row, window, shift, due, sums_before, sums, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
             sums_before, shift = sums, tl.minimum(shift, 1)
         else:
-            _, phi, total = window_sums(queries + newest * D, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+            _, phi, _, total = window_sums(queries + newest * D, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
             tl.store(out + columns, (total / phi).to(out.dtype.element_ty), mask=columns < E)
             out += E
     if RETROACTIVE:
         for first in range(0, window, ROWS):
             row = span(first, ROWS)
             there = (row < window)[:, None] & (columns < E)[None, :]
-            total = tl.load(sums + ((row * (E + 3))[:, None] + columns[None, :]), mask=there)
-            phi = tl.load(sums + (row * (E + 3) + E), mask=row < window, other=1.0)
+            total = tl.load(sums + ((row * (E + EXTRA))[:, None] + columns[None, :]), mask=there)
+            phi = tl.load(sums + (row * (E + EXTRA) + E), mask=row < window, other=1.0)
             tl.store(out + ((row * E)[:, None] + columns[None, :]), (total / phi[:, None]).to(out.dtype.element_ty), mask=there)
     tl.store(position_to + head, position)

@@ -7,6 +7,7 @@ import triton.language as tl
 from ....triton_common import product
 from ...kernels.blocks import iterate_in_blocks
 from ...kernels.squares import iterate
+from .rows import EXTRA
 from .window import COLUMNS, logits, row_of, span
 
 TILE = tl.constexpr(16)
@@ -135,7 +136,7 @@ def put_newest(
         j = span(first, AT_ONCE)
         there = (row < m)[:, None] & (j < m)[None, :]
         part = tl.load(inverse + (row[:, None] * m + j[None, :]), mask=there, other=0.0)
-        at = sums + j * (E + 3)
+        at = sums + j * (E + EXTRA)
         mixture = tl.sum(weight[:, None] * part, 0) / tl.load(at + E.to(tl.int64), mask=j < m, other=1.0)
         values = tl.load(at[:, None] + columns[None, :], mask=(j < m)[:, None] & (columns < E)[None, :], other=0.0)
         total += tl.sum(mixture[:, None] * values, 0)
@@ -154,7 +155,7 @@ def _put_values(inverse, sums, scratch, m, E, BLOCK: tl.constexpr, OPERAND: tl.c
                 j = span(middle, BLOCK)
                 both = (row < m)[:, None] & (j < m)[None, :]
                 part = tl.load(inverse + (row[:, None] * m + j[None, :]), mask=both, other=0.0)
-                at = sums + j * (E + 3)
+                at = sums + j * (E + EXTRA)
                 values = tl.load(at[:, None] + columns[None, :], mask=(j < m)[:, None] & (columns < E)[None, :], other=0.0)
                 values = values / tl.load(at + E.to(tl.int64), mask=j < m, other=1.0)[:, None]
                 total += product(part, values, OPERAND, PRECISION)

@@ -6,7 +6,7 @@ import triton.language as tl
 from ....triton_common import kernel
 from ...kernels.blocks import SQUARES
 from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
-from .rows import slide
+from .rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of
 
 RENEWED = before_and_after("queries", "keys", "values", "sums", "position", "landmark_queries", "landmark_keys", "inverse")
@@ -66,7 +66,7 @@ def _nystrom_step(
     query, key = tokens_of(query, query_strides, head, heads), tokens_of(key, key_strides, head, heads)
     value = tokens_of(value, value_strides, head, heads)
     queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
-    sums, sums_before = sums_to + head * m * (E + 3), sums_from + head * m * (E + 3)
+    sums, sums_before = sums_to + head * m * (E + EXTRA), sums_from + head * m * (E + EXTRA)
     landmark_queries, landmark_keys = landmark_queries_to + head * m * D, landmark_keys_to + head * m * D
     inverse = inverse_to + head * m * m
     scratch += head * m * E

@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rows of sums that slide with the window, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, and the peak of the
-scaled phi since the row was last recomputed.
+"""Rows of sums that slide with the window, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, the peak of the scaled
+phi since the row was last recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and its peak.
 
-A new token is added, the one that leaves is subtracted. When phi falls below half of its peak, or the values that leave outweigh those that
-remain, rounding errors of the subtracted terms begin to show: the row is recomputed from the window, as it is on schedule.
+A new token is added, the one that leaves is subtracted. When phi or the size falls below half of its peak, rounding errors of what was
+subtracted begin to show: the row is recomputed from the window, as it is on schedule.
 """
 
 import triton
 import triton.language as tl
 
+from ..state import EXTRA_SUMS
 from .window import logits, row_of, span, window_sums
 
-MOST_REMOVED = tl.constexpr(2.0)
-"""The largest ratio of values subtracted to values left."""
+EXTRA = tl.constexpr(EXTRA_SUMS)
+"""The columns of a row beside those of the values."""
 
 LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
 """The log-scales up to which a subtraction is sure to take away what was added. The token that leaves may have been added by other code,
@@ -53,7 +54,7 @@ def slide(
     left = (queries + offset)[:, None]
     comes = logits(left, window[0] + newest * D + tl.zeros([1, 1], tl.int64), D, scale, LARGEST, OPERAND)
     goes = logits(left, window[0] + gone * D + tl.zeros([1, 1], tl.int64), D, scale, LARGEST, OPERAND)
-    old = source + (row + shift) * (E + 3)
+    old = source + (row + shift) * (E + EXTRA)
     phi_before = tl.load(old + at_phi, mask=known, other=0.0)
     top_before = tl.load(old + (at_phi + 1), mask=known, other=0.0)
     top = tl.where(comes > top_before, comes, top_before)
@@ -65,26 +66,29 @@ def slide(
     there = known[:, None] & (columns < E)
     value_in = tl.load(values + newest * E + columns, mask=columns < E, other=0.0).to(OPERAND)
     value_out = tl.load(values + gone * E + columns, mask=columns < E, other=0.0).to(OPERAND)
+    size_before = tl.load(old + (at_phi + 3), mask=known, other=0.0)
+    size = _slid(keep, add, drop, size_before, tl.sum(tl.abs(value_in), 1), tl.sum(tl.abs(value_out), 1))
+    largest = keep * tl.load(old + (at_phi + 4), mask=known, other=0.0)
     before = tl.load(old[:, None] + columns, mask=there, other=0.0)
     sums = _slid(keep[:, None], add[:, None], drop[:, None], before, value_in, value_out)
-    remaining = tl.fma(add[:, None], tl.abs(value_in), tl.abs(sums))
-    excess = tl.sum(tl.fma(drop[:, None], tl.abs(value_out), -MOST_REMOVED * remaining), 1)
     sure = tl.abs(top) <= (LARGEST_SURE if tl.float32 == OPERAND else LARGEST_SURE_IN_FLOAT64)
-    sound = sure & (phi >= 0.5 * peak) & (excess <= 0.0) & (excess >= -LARGEST)  # False for NaN, too
+    sound = sure & (phi >= 0.5 * peak) & (size >= 0.5 * largest) & (size <= LARGEST)  # False for NaN, too
     stale = (row < rows) & (due | (row + shift >= rows) | (sound == 0))
 
     tl.debug_barrier()  # all rows are read
-    new = target + row * (E + 3)
+    new = target + row * (E + EXTRA)
     tl.store(new[:, None] + columns, sums, mask=there)
     tl.store(new + at_phi, phi, mask=known)
     tl.store(new + (at_phi + 1), top, mask=known)
     tl.store(new + (at_phi + 2), tl.where(phi > peak, phi, peak), mask=known)
+    tl.store(new + (at_phi + 3), size, mask=known)
+    tl.store(new + (at_phi + 4), tl.where(size > largest, size, largest), mask=known)
     tl.debug_barrier()
 
     next_row = tl.min(tl.where(stale, row, rows), 0)
     while next_row < rows:
         query = queries + tl.sum(tl.where(row == next_row, offset, 0), 0)
-        _recompute(query, target + next_row * (E + 3), window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+        _recompute(query, target + next_row * (E + EXTRA), window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
         next_row = tl.min(tl.where(stale & (row > next_row), row, rows), 0)
     tl.debug_barrier()
 
@@ -92,9 +96,11 @@ def slide(
 @triton.jit
 def _recompute(query, target, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
     E = window[6]
-    top, phi, sums = window_sums(query, window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+    top, phi, size, sums = window_sums(query, window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
     columns = span(0, WIDTH)
     tl.store(target + columns, sums, mask=columns < E)
     tl.store(target + E, phi)
     tl.store(target + (E + 1), top)
     tl.store(target + (E + 2), phi)
+    tl.store(target + (E + 3), size)
+    tl.store(target + (E + 4), size)

@@ -102,12 +102,14 @@ def logits(queries, keys, width, scale, LARGEST: tl.constexpr, OPERAND: tl.const
 
 @triton.jit
 def window_sums(query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
-    """Return c = max S, the sum of exp(S - c), and that of exp(S - c) v (WIDTH >= E columns), of one query over the window."""
+    """Return c = max S, and the sums of exp(S - c), of exp(S - c) |v|_1 and of exp(S - c) v (WIDTH >= E columns), of one query over the
+    window."""
     keys, values, oldest, capacity, tokens, D, E = window
     columns = span(0, WIDTH)[None, :]
     least = tl.full([1], -LARGEST, OPERAND)
     top = tl.max(least, 0)
     phi = tl.sum(tl.zeros([1], OPERAND), 0)
+    size = phi
     sums = tl.zeros([WIDTH], OPERAND)
     for first in range(0, tokens, BLOCK_N):
         i = first + tl.arange(0, BLOCK_N)
@@ -119,6 +121,7 @@ def window_sums(query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
         weight = tl.where(there, tl.exp(score - largest), 0.0)
         value = tl.load(values + ((row * E)[:, None] + columns), mask=there[:, None] & (columns < E), other=0.0).to(OPERAND)
         phi = kept * phi + tl.sum(weight, 0)
+        size = kept * size + tl.sum(weight * tl.sum(tl.abs(value), 1), 0)
         sums = kept * sums + tl.sum(weight[:, None] * value, 0)
         top = largest
-    return top, phi, sums
+    return top, phi, size, sums
