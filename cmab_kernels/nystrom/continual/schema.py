@@ -16,7 +16,7 @@ from torch import Tensor
 from ...backends import kernel
 from ...checks import autocasts, refuse_not_finite
 from ...flops import flop_formula
-from ...tracing import is_batched_gradient, is_differentiated, is_plain
+from ...tracing import extent, is_batched_gradient, is_differentiated, is_plain
 from ..costs import executed_attention_operations, executed_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory
@@ -35,11 +35,25 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
     """Run an implementation's kernel and return (out, state); raise if it returns None, as it does for tokens that are not finite."""
+    if impl == "native":  # it takes plain Tensors only
+        state, query, key, value = _plain_state(state), _plain(query), _plain(key), _plain(value)
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
         raise RuntimeError(f"{impl} refused a step of {name} that passes every check")
     return result
+
+
+def _plain(token: Tensor) -> Tensor:
+    """A token as a plain Tensor, for a Parameter, or for a subclass that the dispatcher has handed on."""
+    return token if type(token) is Tensor else token.detach()
+
+
+def _plain_state(state: Any) -> Any:
+    """The state with plain Tensors in place of Parameters: clones, since a step may write to what only its state holds."""
+    if torch.nn.Parameter not in map(type, state):
+        return state
+    return type(state)._make(field.detach().clone() if type(field) is torch.nn.Parameter else field for field in state)
 
 
 def _clock(state: Any, like: Tensor) -> Tensor:
@@ -236,7 +250,7 @@ def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, r
     counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
     fields = (*rings, *landmarks_before, *counts, query, key, value, retroactive, impl)
     out, queries, keys, values, sums, near, far, inverse, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
-    place = position + query.shape[2] if clock is None else clock_after
+    place = position + extent(query.shape[2]) if clock is None else clock_after
     spare = torch.empty_like(sums)
     rest = (state.scale, place, state.window, state.pinv_iterations, state.fixed)
     return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, *rest)
@@ -246,7 +260,7 @@ def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor,
     clock, position = _place(state)
     fields = (*_rings(state), state.scale, clock, position, state.window, query, key, value, retroactive, impl)
     out, queries, keys, values, sums, clock_after = torch.ops.cmab.continual_attention_step(*fields)
-    place = position + query.shape[2] if clock is None else clock_after
+    place = position + extent(query.shape[2]) if clock is None else clock_after
     return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, place, state.window)
 
 

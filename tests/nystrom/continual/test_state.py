@@ -35,6 +35,14 @@ def _start(stream: tuple[Tensor, ...], window: int, number: int, fixed: bool, **
     return ck.continual_nystrom_init(*first, landmarks=landmarks, **options), rest
 
 
+def _of_kind(kind: str) -> tuple[Any, tuple[Tensor, ...]]:
+    stream = _stream(20)
+    if kind != "exact":
+        return _start(stream, 7, 3, kind == "fixed")
+    first, rest = zip(*(t.split([7, 13], dim=2) for t in stream), strict=True)
+    return ck.continual_attention_init(*first), rest
+
+
 def _landmarks(state: ck.ContinualNystromState) -> tuple[Tensor, Tensor]:
     return state.landmark_queries, state.landmark_keys
 
@@ -375,14 +383,61 @@ def test_spoilt_tensors_are_refused(name: str) -> None:
         ck.state_from_tensors(ck.ContinualNystromState, tensors)
 
 
-@pytest.mark.parametrize("load", [False, True])
-def test_a_position_near_the_end_of_64_bits_is_refused(load: bool) -> None:
-    """From there it would become negative, and tokens would be written beyond the rings."""
-    x = torch.randn(1, 2, 12, 8)
-    window = x[:, :, :9]
-    state = ck.continual_attention_init(window, window, window)
-    with pytest.raises(ValueError, match=r"^`(state|tensors)\.position` is 9223372036854775807: at most"):
-        if load:
-            tensors = ck.state_to_tensors(state) | {"position": torch.tensor(2**63 - 1)}
-            ck.state_from_tensors(ck.ContinualAttentionState, tensors)
-        ck.continual_attention_step(state._replace(position=2**63 - 1), *[x[:, :, 9:11]] * 3)
+# ---- tokens and callers of other kinds
+
+
+class Marked(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+MADE = {
+    "a parameter": torch.nn.Parameter,
+    "a frozen parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "a subclass": lambda t: t.as_subclass(Marked),
+}
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_token_may_be_a_parameter(impl: str, name: str, kind: str, position: int) -> None:
+    """It steps the stream with the same bits; native code itself takes plain tensors only."""
+    step = ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step
+    state, tokens = _of_kind(kind)
+    given = [*tokens]
+    given[position] = MADE[name](given[position].clone())
+    with torch.set_grad_enabled(name == "a frozen parameter"):
+        wanted, after = step(state, *tokens, impl=impl)
+        out, new = step(state, *given, impl=impl)
+    assert torch.equal(out, wanted) and not out.requires_grad
+    assert _same(new, after)
+
+
+@pytest.mark.parametrize("field", ["queries", "sums", "scale"])
+@pytest.mark.parametrize("kind", ["exact", "continual"])
+def test_a_state_may_hold_a_parameter(impl: str, kind: str, field: str) -> None:
+    """No step writes to it."""
+    state, tokens = _of_kind(kind)
+    wanted, _ = last(state, tokens, impl=impl)
+    frozen = torch.nn.Parameter(getattr(state, field).clone(), requires_grad=False)
+    before = frozen.clone()
+    out, _ = last(state._replace(**{field: frozen}), tokens, impl=impl)
+    assert torch.equal(out, wanted) and torch.equal(frozen, before)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("kind", ["exact", "continual"])
+def test_steps_one_after_the_other_are_traced(impl: str, kind: str, output: str) -> None:
+    """The position is a number in a trace too, so the second step takes the state of the first."""
+    state, tokens = _of_kind(kind)
+    first, second, third = (tuple(t[:, :, i : i + 2] for t in tokens) for i in (0, 2, 4))
+
+    def two(*given: Tensor) -> tuple[Tensor, ...]:
+        outs = stepped(state, given, chunk=1, output=output, impl=impl)
+        return tuple(out for _, out, _ in outs)
+
+    with torch.no_grad():
+        traced = torch.jit.trace(two, first)
+        for given in (first, second, third):
+            assert all(torch.equal(a, b) for a, b in zip(traced(*given), two(*given), strict=True))
