@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..nystrom.continual.api import OUTPUTS
 from ..tracing import has_values
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .continual_training import attention_over_stream, nystrom_over_stream
+from .layers import check_features
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
@@ -72,6 +74,7 @@ class Continual(MultiheadProjections):
 
         With `update_state=False` the stream stays where it is.
         """
+        self._check_given(query, key, value, one=True)
         along = -2 if self.batch_first else 0
         others = [None if token is None else token.unsqueeze(along) for token in (key, value)]
         attended = self._advance(query.unsqueeze(along), *others, update_state=update_state)
@@ -85,6 +88,7 @@ class Continual(MultiheadProjections):
         There are T' <= T results, because the tokens before the one that fills the window have none. For tokens (B, T, C) the shape is
         (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
         """
+        self._check_given(query, key, value)
         attended = self._advance(query, key, value, update_state=update_state)
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
 
@@ -95,7 +99,8 @@ class Continual(MultiheadProjections):
         uses torch's `scaled_dot_product_attention`, which on a CPU has derivatives of second order and in forward mode only under
         `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
         """
-        heads = self._heads(query, query if key is None else key, query if value is None else value)
+        self._check_given(query, key, value)
+        heads = self._heads(query, key, value)
         self._check_heads(heads, None)
         if heads[0].shape[2] < self.sequence_len:
             return None
@@ -154,9 +159,9 @@ class Continual(MultiheadProjections):
         self._start(self.out_proj.weight)
 
     def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:
-        """Take tokens in the layout of `forward`, and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        """Take checked tokens in the layout of `forward`, and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
         self._refuse_to_drop()
-        heads, stream = self._heads(query, query if key is None else key, query if value is None else value), self.stream
+        heads, stream = self._heads(query, key, value), self.stream
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
@@ -176,17 +181,34 @@ class Continual(MultiheadProjections):
             return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
 
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values (B, H, T, D) in the module's dtype, from one matrix product where their inputs are the same."""
+        key, value = query if key is None else key, query if value is None else value
         if query is key is value and self.in_proj_weight is not None:
-            self._check(None, query=query)
             packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
             heads = packed.view(*packed.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         else:
-            self._check(None, query=query, key=key, value=value)
             heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
         dtype = self.out_proj.weight.dtype
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
+
+    def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
+        """Raise for a wrong type, width, dtype or device of tokens in the layout of `forward`, or of `one` token."""
+        key, value = query if key is None else key, query if value is None else value
+        alike = query is key is value and self.in_proj_weight is not None
+        given = {"query": query} if alike else {"query": query, "key": key, "value": value}
+        if one:
+            self._check_token(**given)
+        else:
+            self._check(None, **given)
+
+    def _check_token(self, **token: Tensor) -> None:
+        """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
+        widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        dims: tuple[int, ...] = (1, 2)
+        for name, features in token.items():
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], self.out_proj.weight)
+            dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
         """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`."""
@@ -349,6 +371,8 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """Make the fixed landmarks as `NystromAttention` does, and end the stream, whose state was computed with other landmarks."""
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+            raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count, wrong
+from ..checks import check_count, kind_of, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
 from .projections import extending
@@ -80,12 +80,14 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
+        self.self_attn._check_token(src=src)
         attended = self.self_attn.forward_step(self._asking(src), update_state=update_state)
         return None if attended is None else self._fed(src + self.dropout1(attended))
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of those from which on the window is full, or None."""
         self._refuse_to_drop()
+        self.self_attn._check(None, src=src)
         attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
         return None if attended is None else self._added(src, attended)
 
@@ -106,6 +108,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
 
     def _attended(self, src: Tensor) -> Tensor:
+        self.self_attn._check(None, src=src)  # before a norm reads it
         attended = self.self_attn.forward_stream(self._asking(src))
         if attended is None:
             raise ValueError(wrong("src", f"has shape {tuple(src.shape)}", f"at least {self.sequence_len} tokens, a window, are needed"))
@@ -168,6 +171,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return the outputs of the window (B, n, C), (n, B, C) as `batch_first` says, or None."""
+        self.self_attn._check_token(src=src)
         outs = self.forward_steps(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state)
         return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
 
@@ -177,7 +181,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
         attended_before = attention.held
         try:  # the tokens come first: only then can an error tell whether the attention has taken them
-            if update_state:
+            if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state of no tokens
                 self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
             attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
         except BaseException:
@@ -197,13 +201,15 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
 
     def set_state(self, state: tuple[RecentTokens, WindowState] | None) -> None:
         """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
-        recent, attention = state or (None, None)
-        before = self.stream.held
-        self.stream.state = recent
+        recent, attention = _pair(state)
+        before, attention_before = self.stream.held, self.self_attn.stream.held
         try:
+            self.stream.state = recent
             self.self_attn.set_state(attention)
-        except Exception:
+            self._refuse_two_batches()
+        except BaseException:
             self.stream.hold(before)
+            self.self_attn.stream.hold(attention_before)
             raise
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -213,6 +219,13 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
         if batch != attended:
             args[-1].append(wrong(name, f"has batch {batch}", f"the stream of its attention has {attended}"))
+
+    def _refuse_two_batches(self) -> None:
+        """Raise if the tokens of the window have another batch than the attention's state over them."""
+        recent, attention = self.stream.held, self.self_attn.stream.held
+        if recent is not None and attention is not None and recent.tokens.shape[0] != attention.queries.shape[0]:
+            given = f"has tokens of batch {recent.tokens.shape[0]}, and an attention of batch {attention.queries.shape[0]}"
+            raise ValueError(wrong("state", given, "one batch for both is needed"))
 
     def _recent(self, src: Tensor) -> Tensor:
         """Return the tokens of the window (B, n, C), zeros before the first, followed by those of `src`."""
@@ -234,6 +247,21 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         if not batched:
             return windows.squeeze(0)
         return windows if batch_first else windows.movedim(0, -2)
+
+
+def _pair(state: Any) -> tuple[Any, Any]:
+    """Return (tokens, state of the attention), or two None; raise for a state of a retroactive layer that has only one of them."""
+    if state is None:
+        return None, None
+    allowed = "(RecentTokens, state of the attention), from `get_state`, or None is needed"
+    if not isinstance(state, tuple | list):
+        raise TypeError(wrong("state", f"is {kind_of(state)}", allowed))
+    if len(state) != 2:
+        raise ValueError(wrong("state", f"has {len(state)} parts", allowed))
+    recent, attention = state
+    if (recent is None) != (attention is None):
+        raise ValueError(wrong("state", f"has no {'tokens' if recent is None else 'state of the attention'}", allowed))
+    return recent, attention
 
 
 class ContinualEncoder(nn.Module):
@@ -270,6 +298,10 @@ class ContinualEncoder(nn.Module):
 
     def __init__(self, layer: ContinualEncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
+        if not isinstance(layer, ContinualEncoderLayer):
+            raise TypeError(wrong("layer", f"is {kind_of(layer)}", "a ContinualEncoderLayer or RetroactiveEncoderLayer is needed"))
+        if not isinstance(norm, nn.Module | None):
+            raise TypeError(wrong("norm", f"is {kind_of(norm)}", "a torch.nn.Module or None is needed"))
         num_layers = check_count("num_layers", num_layers)
         self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
         if self.retroactive and num_layers < 2:
@@ -297,14 +329,14 @@ class ContinualEncoder(nn.Module):
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
-        return self._through("forward_step", src, update_state, batched=src.dim() == 2)
+        return self._through("forward_step", src, update_state, batched=2)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of those from which on all windows are full, or None.
 
         Retroactive layers hold T windows meanwhile.
         """
-        return self._through("forward_steps", src, update_state, batched=src.dim() == 3)
+        return self._through("forward_steps", src, update_state, batched=3)
 
     def clean_state(self) -> None:
         """Forget all tokens."""
@@ -318,6 +350,8 @@ class ContinualEncoder(nn.Module):
     def set_state(self, state: Sequence[LayerState | None] | None) -> None:
         """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
         parts = (None,) * len(self.layers) if state is None else state
+        if not isinstance(parts, Sequence):
+            raise TypeError(wrong("state", f"is {kind_of(state)}", "a tuple of the states of the layers, from `get_state`, is needed"))
         if len(parts) != len(self.layers):
             raise ValueError(wrong("state", f"has {len(parts)} parts", f"one for each of {len(self.layers)} layers is needed"))
         before = self._held()
@@ -338,7 +372,8 @@ class ContinualEncoder(nn.Module):
         for stream, state in held:
             stream.hold(state)
 
-    def _through(self, method: str, src: Tensor, update_state: bool, batched: bool) -> Tensor | None:
+    def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
+        """Return what this method of the layers makes of `src`, which has a batch if it has `batched` dimensions."""
         # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
         before, tokens, first = self._held() if torch.is_grad_enabled() else None, src, self._each()[0].self_attn.stream
         first_before = first.held
@@ -347,7 +382,7 @@ class ContinualEncoder(nn.Module):
                 tokens = getattr(layer, method)(tokens, update_state=update_state)
                 if tokens is None:
                     return None
-            return self._normed(self._read(tokens, batched) if self.retroactive else tokens)
+            return self._normed(self._read(tokens, src.dim() == batched) if self.retroactive else tokens)
         except BaseException:
             if before is not None:
                 self._put_back(before)
@@ -359,11 +394,11 @@ class ContinualEncoder(nn.Module):
         """Return what the layers after the first make of its windows ([T',] n, [B,] C), or with a batch first (B, [T',] n, C)."""
         batch_first = self._each()[0].self_attn.batch_first
         windows = windows.movedim(-2, 0) if batched and not batch_first else windows
-        tokens = windows.reshape(-1, *windows.shape[-2:])
+        tokens = windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)  # a reshape to -1 fails for a batch of 0
         tokens = tokens if batch_first else tokens.transpose(0, 1)
         for layer in self._each()[1:]:
             tokens = layer._read(tokens)
-        newest = tokens.reshape(*windows.shape[:-2], -1)
+        newest = tokens.reshape(*windows.shape[:-2], windows.shape[-1])
         return newest.movedim(0, -2) if batched and not batch_first else newest
 
     def _normed(self, tokens: Tensor) -> Tensor:

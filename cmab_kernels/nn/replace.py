@@ -55,6 +55,9 @@ def replace_modules(
     it would run torch's own fused layer on the weights, and a `torch.nn.TransformerEncoder` makes no nested tensors of padded inputs,
     which only torch's own layers can read. Rows of padding then hold other numbers than torch's zeros.
 
+    `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless they are given `output="retroactive"`, and
+    torch's layers add it to every token without an error.
+
     Dropout of attention weights, on by default in torch's transformer layers, is torch's in training. `partial(MultiheadAttention,
     dropout=0.0)` gives it up, and leaves all other dropout.
 

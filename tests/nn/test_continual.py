@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from functools import partial
 from typing import Any
 
@@ -445,3 +446,45 @@ def _stepped_by_operator(module: Any, heads: tuple[Tensor, ...]) -> Tensor:
         out, state = module._step(state, *token)
         outs.append(out)
     return torch.stack(outs, 2) if module.output == "retroactive" else torch.cat(outs, 2)
+
+
+BAD_TOKENS: dict[str, tuple[type[Exception], Any]] = {
+    "a list": (TypeError, [1.0] * DIM),
+    "a number": (ValueError, torch.tensor(1.0, dtype=torch.float64)),
+    "another width": (ValueError, torch.zeros(BATCH, 7, dtype=torch.float64)),
+    "several tokens": (ValueError, torch.zeros(BATCH, 1, DIM, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+@pytest.mark.parametrize("kind", ["exact", "continual"])
+@torch.no_grad()
+def test_what_is_no_token_is_named(kind: str, name: str) -> None:
+    """In the shape that was given, without the axis that a step adds."""
+    module, (error, given) = made(kind), BAD_TOKENS[name]
+    token = stream(1, module)[0]
+    module.forward_step(token)
+    before = copy.deepcopy(module.get_state())
+    shown = rf".*{re.escape(str(tuple(given.shape)))}" if isinstance(given, Tensor) else ""
+    for argument, tokens in (("query", (given,)), ("key", (token, given)), ("value", (token, token, given))):
+        with pytest.raises(error, match=f"`{argument}`{shown}"):
+            module.forward_step(*tokens)
+    with pytest.raises(TypeError, match="`query` is None"):
+        module.forward_step(None)
+    assert same(module.get_state(), before)
+
+
+@torch.no_grad()
+def test_a_key_of_another_width_is_needed() -> None:
+    module = made("exact", kdim=7)
+    with pytest.raises(ValueError, match=rf"`key` has shape \({BATCH}, {DIM}\)"):
+        module.forward_step(stream(1, module)[0])
+
+
+def test_a_seed_out_of_range_is_named() -> None:
+    module = made("fixed")
+    landmarks = module.landmark_queries
+    for seed in (-1, 2**32, 0.5, None, True):
+        with pytest.raises(ValueError, match="`seed`"):
+            module.fit_landmarks(torch.randn(40, DIM, dtype=torch.float64), seed=seed)
+        assert module.landmark_queries is landmarks

@@ -137,7 +137,7 @@ def test_the_window_of_a_retroactive_layer_is_kept_with_its_attention() -> None:
         with pytest.raises(ValueError, match="state"):
             module.set_state((RecentTokens(recent.tokens[:1]), attention._replace(window=3)))
         same(module.forward_step(tokens(1)[:, 0] * 0 + 1, update_state=False), expected)
-        module.set_state((RecentTokens(recent.tokens[:1]), attention))
+        module.stream.state = RecentTokens(recent.tokens[:1])
         with pytest.raises(ValueError, match="window of tokens has batch 1"):
             module.forward_step(tokens(1)[:, 0])
         module.stream.state = None
@@ -265,3 +265,100 @@ def test_refusals() -> None:
         ContinualEncoder(layer(), 0)
     with pytest.raises(ValueError, match="`state` has 1 parts"):
         ContinualEncoder(layer(), 2).set_state([None])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("filled", [0, 3, N + 2])
+def test_no_tokens_change_nothing(filled: int, stacked: bool) -> None:
+    """A state that holds tokens without an attention over them could not be loaded again."""
+    alone = layer(output="retroactive").eval()
+    module: Any = ContinualEncoder(alone, 2).eval() if stacked else alone
+    with torch.no_grad():
+        if filled:
+            module.forward_steps(tokens(filled))
+        before = module.state_dict()
+        assert module.forward_steps(tokens(0)) is None
+        after = module.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        module.load_state_dict(after)
+
+
+def test_half_a_state_is_refused() -> None:
+    module, other = (layer(output="retroactive").eval() for _ in range(2))
+    with torch.no_grad():
+        module.forward_steps(tokens(9))
+        other.forward_steps(tokens(9)[:1])
+        recent, attention = module.get_state()
+        token = tokens(1)[:, 0]
+        expected = module.forward_step(token, update_state=False)
+        halves = ((recent, None), (None, attention), (recent, other.get_state()[1]), (other.get_state()[0], attention))
+        for half, given in zip(halves, ("no state of the attention", "no tokens", "batch 2, and", "batch 1, and"), strict=True):
+            with pytest.raises(ValueError, match=f"`state` has .*{given}"):
+                module.set_state(half)
+            assert torch.equal(module.forward_step(token, update_state=False), expected)
+        module.set_state((None, None))
+        assert module.get_state() is None
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("output", LAYERS)
+def test_a_batch_of_none(output: str, batch_first: bool) -> None:
+    module = ContinualEncoder(layer(output=output, batch_first=batch_first), 2).eval()
+    number, along = 25 - module.sequence_len + 1, int(batch_first)
+    none = tokens()[:0] if batch_first else tokens()[:0].transpose(0, 1)
+    shape = (0, number, C) if batch_first else (number, 0, C)
+    with torch.no_grad():
+        assert module(none).shape == module.forward_steps(none).shape == shape
+        assert module.forward_step(none.select(along, 0)).shape == (0, C)
+
+
+BAD_SOURCES: dict[str, tuple[type[Exception], Any]] = {
+    "another width": (ValueError, torch.zeros(2, 25, C - 1, dtype=torch.float64)),
+    "another dtype": (TypeError, torch.zeros(2, 25, C)),
+    "a list": (TypeError, [1.0] * C),
+    "nothing": (TypeError, None),
+    "a number": (ValueError, torch.tensor(1.0, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("output", LAYERS)
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_what_is_no_source_is_named(name: str, output: str, norm_first: bool, stacked: bool) -> None:
+    """It is named as the caller knows it, in the shape that was given, and no layer reads it before."""
+    error, given = BAD_SOURCES[name]
+    alone = layer(output=output, norm_first=norm_first).eval()
+    module: Any = ContinualEncoder(alone, 2).eval() if stacked else alone
+    with torch.no_grad():
+        module.forward_steps(tokens(9))
+        before = module.forward_step(token := tokens(1)[:, 0], update_state=False)
+        token_given = given[:, 0] if isinstance(given, Tensor) and given.dim() == 3 else given
+        for call, argument in ((module, given), (module.forward_steps, given), (module.forward_step, token_given)):
+            with pytest.raises(error, match="`src`"):
+                call(argument)
+        shape = r"\(2, 1, 8\)"
+        with pytest.raises(ValueError, match=f"`src` has shape {shape}"):
+            module.forward_step(tokens(1))
+        after = module.forward_step(token, update_state=False)
+        assert before is after is None or torch.equal(after, before)
+
+
+@pytest.mark.parametrize("output", LAYERS)
+def test_what_is_no_state_is_named(output: str) -> None:
+    alone = layer(output=output).eval()
+    module = ContinualEncoder(alone, 2)
+    for wrong in (3, (1,), (1, 2), "ab", {}):
+        with pytest.raises((TypeError, ValueError), match="`state`"):
+            alone.set_state(wrong)
+        with pytest.raises((TypeError, ValueError), match="`state`"):
+            module.set_state(wrong)
+
+
+def test_a_stack_of_other_modules_is_refused() -> None:
+    other: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="`layer` is a Linear"):
+        ContinualEncoder(other, 2)
+    number: Any = 3
+    with pytest.raises(TypeError, match="`norm` is an int"):
+        ContinualEncoder(layer(), 2, number)
