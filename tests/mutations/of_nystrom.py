@@ -28,9 +28,15 @@ IN_CPP = {
     ),
     "a sum that keeps its factor": Fault(
         "csrc/continual/sums.h",
-        "const V sum = load<V>(at_.sum + r) * kept + added - removed;",
-        "const V sum = load<V>(at_.sum + r) + added - removed;",
+        "const V phi = load<V>(at_.phi + r) * kept + added - removed;",
+        "const V phi = load<V>(at_.phi + r) + added - removed;",
         f"{STEPS}::test_every_step",
+    ),
+    "values that fade unseen": Fault(
+        "csrc/continual/sums.h",
+        "(size >= load<V>(at_.largest + r) * T(kLeastOfPeak)) & ",
+        "",
+        "tests/nystrom/continual/test_suite.py::test_values_that_fade",
     ),
     "a token that leaves too late": Fault(
         "csrc/continual/kernel.h",
@@ -82,9 +88,15 @@ IN_CPP = {
 IN_CUDA = {
     "a huge logit that is subtracted in CUDA": Fault(
         "csrc/continual/sliding_rows.cuh",
-        " && std::fabs(top) <= kLargestSure<S>",
-        "",
+        "std::fabs(top) <= kLargestSure<S>",
+        "true",
         f"{CUDA}::test_the_largest_of_huge_logits_leaves",
+    ),
+    "values that fade unseen in CUDA": Fault(
+        "csrc/continual/sliding_rows.cuh",
+        " && size >= largest / 2",
+        "",
+        f"{CUDA}::test_values_that_fade",
     ),
     "a peak that is not looked at": Fault(
         "csrc/continual/sliding_rows.cuh",
@@ -220,9 +232,9 @@ IN_TRITON = {
     ),
     "no guard on values": Fault(
         "cmab_kernels/nystrom/continual/kernels/rows.py",
-        "(excess <= 0.0)",
-        "(excess == excess)",
-        f"{STEP_KERNELS}::test_values_that_outweigh_the_rest {STEP_KERNELS}::test_weights_that_outweigh_the_rest",
+        "(size >= 0.5 * largest) & ",
+        "",
+        f"{STEP_KERNELS}::test_values_that_fade {STEP_KERNELS}::test_values_that_outweigh_the_rest",
     ),
     "a new token that is subtracted": Fault(
         "cmab_kernels/nystrom/continual/kernels/rows.py",

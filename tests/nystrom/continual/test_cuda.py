@@ -282,7 +282,7 @@ def test_single_outputs_keep_no_rows() -> None:
     state = _start(_part(stream, 0, 10), None)
     for at, retroactive in enumerate((False, True, True, False, True), start=10):
         out, state = _step(state, _part(stream, at, at + 1), retroactive)
-        assert state.sums.shape == state.spare.shape == (1, 1, 10 * retroactive, 7)
+        assert state.sums.shape == state.spare.shape == (1, 1, 10 * retroactive, 4 + 5)
         window = _wide(_part(stream, at - 9, at + 1))
         wanted = torch.nn.functional.scaled_dot_product_attention(*window)
         assert torch.allclose(out.double(), wanted if retroactive else wanted[:, :, -1:], atol=1e-5)
