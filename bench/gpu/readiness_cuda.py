@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
 def _step_shared(value_width: int, landmarks: int) -> Callable[[int], int]:
     """csrc/continual/step.cuh, Layout."""
-    return lambda size: size * (8 * 256 + 256 + 16 + 4 * 128 + 2 * 256 + max(256, value_width + 1) + (4 * landmarks + 2) * landmarks)
+    return lambda size: size * (8 * 256 + 256 + 16 + 4 * 128 + 2 * 256 + max(256, value_width + 2) + (4 * landmarks + 2) * landmarks)
 
 
 def _ridge_shared(size: int) -> int:

@@ -28,7 +28,8 @@ class SlidingRows {
     S* shared = reinterpret_cast<S*>(block.shared);
     changes_ = shared + Layout::changes;
     stale_ = shared + Layout::stale;
-    sizes_ = shared + Layout::sizes;
+    sizes_ = shared + Layout::sizes_of_tokens;
+    extras_ = shared + Layout::extras;
   }
 
   CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
@@ -61,8 +62,7 @@ class SlidingRows {
   CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
 
-  // Puts the parts of |v|_1 of the token that comes, and then of that which goes, where the sizes of a window's tokens
-  // are while a row is recomputed.
+  // Makes the parts of |v|_1 of the token that comes, and then of that which goes.
   CMAB_DEVICE void measure_tokens() const {
     each_index(block_, 2 * kParts, [&](int item) {
       const T* values = window_.value(item < kParts ? window_.tokens() - 1 : -1);
@@ -88,7 +88,7 @@ class SlidingRows {
     change[2] = std::exp(goes - top);
     const S phi = slid(change, old[width_], 1, 1), peak = change[0] * old[width_ + 2];
     const S size = slid(change, old[width_ + 3], size_of(0), size_of(1)), largest = change[0] * old[width_ + 4];
-    S* extra = extra_[i];
+    S* extra = extras_ + kExtraSums * i;
     extra[0] = phi;
     extra[1] = top;
     extra[2] = phi > peak ? phi : peak;
@@ -110,7 +110,7 @@ class SlidingRows {
       block_.each_thread([&](int thread) {
         if (begin == 0 && thread < count) {
           CMAB_UNROLL
-          for (int k = 0; k < kExtraSums; ++k) new_row(first + thread)[width_ + k] = extra_[thread][k];
+          for (int k = 0; k < kExtraSums; ++k) new_row(first + thread)[width_ + k] = extras_[kExtraSums * thread + k];
         }
         CMAB_UNROLL
         for (int h = 0; h < kHeld; ++h) {
@@ -150,8 +150,7 @@ class SlidingRows {
   WindowSums<T> of_window_;
   Renewed<S> memory_;
   int width_, rows_;
-  S *changes_, *stale_, *sizes_;
-  PerThread<S[kExtraSums]> extra_;
+  S *changes_, *stale_, *sizes_, *extras_;
   PerThread<S[kHeld]> held_;
 };
 

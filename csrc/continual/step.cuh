@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/elements.cuh"
+#include "continual/schedule.h"
 
 namespace cmab::cuda {
 
@@ -59,13 +60,16 @@ struct NystromStepCall : StepCall {
 struct Layout {
   static constexpr int parts = 0;
   static constexpr int weights = parts + kTilePairs * kParts;
-  static constexpr int sizes = weights + kTilePairs;
-  static constexpr int maxima = sizes + kTilePairs;
+  static constexpr int maxima = weights + kTilePairs;
   static constexpr int changes = maxima + kMaxima;
   static constexpr int stale = changes + 3 * kTileRows;
   static constexpr int affinity = stale + kTileRows;
   static constexpr int mixture = affinity + kTilePairs;
   static constexpr int sums = mixture + kTilePairs;
+  // What is free at the time serves twice: parts of logits that have been read, maxima before a row is recomputed, and
+  // what makes outputs and recomputed rows while rows slide.
+  static constexpr int sizes_of_window = parts, sizes_of_tokens = maxima, extras = affinity;
+  static_assert(2 * kParts <= kMaxima && kExtraSums * kTileRows <= 2 * kTilePairs + kThreads, "they fit");
   int matrices, elements;
 
   CMAB_HOST_DEVICE Layout(int value_width, int landmarks)

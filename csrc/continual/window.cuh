@@ -164,7 +164,7 @@ class WindowSums {
       : block_(block), window_(window), logits_(block, call.scale, call.key_width), columns_(call.value_width + 2) {
     S* shared = reinterpret_cast<S*>(block.shared);
     weights_ = shared + Layout::weights;
-    sizes_ = shared + Layout::sizes;
+    sizes_ = shared + Layout::sizes_of_window;
     maxima_ = shared + Layout::maxima;
     sums_ = shared + Layout::sums;
     groups_ = most(1, block.threads / columns_);
@@ -196,7 +196,7 @@ class WindowSums {
       weights_[i] = logits_[i];
       S size = 0;
       for (int e = 0; e < columns_ - 2; ++e) size += std::fabs(S(as_sum(window_.value(first + i)[e])));
-      sizes_[i] = size;
+      sizes_[i * kParts] = size;
     });
     each_index(block_, kMaxima, [&](int part) {
       S largest = -Largest<S>::value;  // skips NaN: the weight of a NaN is NaN in any case
@@ -218,7 +218,7 @@ class WindowSums {
         for (int i = group; i < count; i += groups_) {
           const S value = column < columns_ - 2    ? S(as_sum(window_.value(first + i)[column]))
                           : column == columns_ - 2 ? S(1)
-                                                   : sizes_[i];
+                                                   : sizes_[i * kParts];
           sum = std::fma(weights_[i], value, sum);
         }
         sums_[item] = sum;
