@@ -58,7 +58,7 @@ def continual_nystrom_init(
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
     >>> state.sums.shape, state.position
-    (torch.Size([1, 4, 8, 19]), 64)
+    (torch.Size([1, 4, 8, 21]), 64)
     """
     query, key, value = _window(query, key, value)
     iterations = check_pinv(pinv, pinv_iterations)
