@@ -176,7 +176,7 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "a position that is a tensor": (TypeError, r"`state.position` is a Tensor", STATE._replace(position=torch.tensor(9))),
     "rings that differ": (ValueError, r"`state.queries` has shape \(2, 3, 9, 8\)", STATE._replace(queries=STATE.queries[:, :, 1:])),
-    "sums of another width": (ValueError, r"`state.sums` has shape \(2, 3, 4, 7\)", STATE._replace(sums=STATE.sums[..., 1:])),
+    "sums of another width": (ValueError, r"`state.sums` has shape \(2, 3, 4, 9\)", STATE._replace(sums=STATE.sums[..., 1:])),
     "no spare memory": (TypeError, r"`state.spare` is None", STATE._replace(spare=None)),
     "half landmarks": (TypeError, r"`state.landmark_keys` is torch.bfloat16", STATE._replace(landmark_keys=STATE.landmark_keys.bfloat16())),
     "an inverse of more": (ValueError, r"`state.inverse` has shape \(2, 3, 5, 5\)", STATE._replace(inverse=torch.zeros(2, 3, 5, 5))),

@@ -408,7 +408,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> N
     """An error in sums that the guard cannot see is gone after 1,024 steps, and not before."""
     stream = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
     _, start = _step(_start(_part(stream, 0, window), landmarks, fixed=True), _part(stream, window, window + 1), True)
-    wrong = start._replace(sums=start.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0]))
+    wrong = start._replace(sums=start.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0, 0.0, 0.0]))
 
     def difference(steps: int) -> float:
         tokens = _part(stream, window + 1, window + 1 + steps)
@@ -464,7 +464,7 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
         ("out", value[:, :, 1:].contiguous(), "`out` has a wrong number of rows"),
         ("out", None, "`out` is a NoneType, not a torch.Tensor"),
         ("state", tuple(state), "`state` is not of this kind of step"),
-        ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "`after.sums` has 6 in dimension 3"),
+        ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "`after.sums` has 8 in dimension 3"),
         ("after", after._replace(inverse=after.inverse.double()), "`state.inverse` is float64, not float32"),
         ("state", state._replace(scale=torch.tensor(1.0)), "`state.scale` is not a float64 number"),
         ("after", after._replace(position=torch.zeros(1, 2)), "`state.position` is float32, not int64"),

@@ -268,7 +268,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None) -> None:
     stream = tokens(1, 1, window + 14, 1, 1, torch.float64, size=0.1)
     with mock.patch.object(launch, "SCHEDULE", 8):
         _, first = _step(start(part(stream, 0, window), landmarks, fixed=True), part(stream, window, window + 1), True)
-        wrong = first._replace(sums=first.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0]))
+        wrong = first._replace(sums=first.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0, 0.0, 0.0]))
 
         def difference(steps: int) -> float:
             new = part(stream, window + 1, window + 1 + steps)
