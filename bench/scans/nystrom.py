@@ -247,21 +247,22 @@ def start(
     def by_ours(i: Sequence[Tensor]) -> Results:
         given = tuple(i[3:]) or None
         state = continual_nystrom_init(*i[:3], None if given else landmarks, landmarks=given)
-        return *state[:3], state.sums, state.inverse
+        return *state[:3], state.sums[..., :-1], state.inverse  # but for a mark that torch made them
 
     def eager(i: Sequence[Tensor]) -> Results:
         rings, sums, inverse = eager_start(*i[:3], landmarks, tuple(i[3:]) or None)
         return *rings, sums, inverse
 
     def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """Sums of exponentials as they are; ours less their greatest, which stands behind them, and phi once more as its peak."""
+        """Sums of exponentials as they are; ours less their greatest, which stands behind them, phi once more as its peak, and the size."""
         query, key, value = (part.double() for part in i[:3])
         near, far = (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))
         scores = torch.einsum("...md,...nd->...mn", near, key) * scale
         inverse = iterated((torch.einsum("...md,...nd->...mn", near, far) * scale).softmax(-1))
         top, phi = scores.amax(-1, keepdim=True), scores.logsumexp(-1, keepdim=True)
         means = scores.softmax(-1) @ value
-        ours = torch.cat([means * (phi - top).exp(), (phi - top).exp(), top, (phi - top).exp()], dim=-1)
+        size = (scores - top).exp() @ value.abs().sum(-1, keepdim=True)
+        ours = torch.cat([means * (phi - top).exp(), (phi - top).exp(), top, (phi - top).exp(), size], dim=-1)
         theirs = torch.cat([means * phi.exp(), phi.exp()], dim=-1)
         rings = _with_a_row(i[:3])
         return {OURS: (*rings, ours, inverse), EAGER: (*rings, theirs, inverse)}

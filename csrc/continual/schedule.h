@@ -23,6 +23,10 @@ constexpr int kSchedule = CMAB_SCHEDULE;
 template <class T>
 constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
 
+// How far a logit must exceed a row's log-scale to become it. Each change rounds all sums of the row to one side, as
+// the weight of the token that leaves is not: slowly rising logits would add up such errors if each of them changed it.
+constexpr int kHeadroom = 1;
+
 // The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window
 // % landmarks segments of a window have one token more.
 template <class Int>

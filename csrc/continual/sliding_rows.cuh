@@ -81,7 +81,7 @@ class SlidingRows {
   // digits, or are too large, or c is too large for what was subtracted to be what had been added.
   CMAB_DEVICE bool slide_scale(int i, const S* old) {
     const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
-    const S top = comes > before ? comes : before;
+    const S top = comes > before + kHeadroom ? comes : before;
     S* change = changes_ + 3 * i;
     change[0] = std::exp(before - top);
     change[1] = std::exp(comes - top);

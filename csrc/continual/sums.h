@@ -141,13 +141,15 @@ class GuardedSums {
     }
   }
 
-  // Turns the logits into weights relative to the larger of the row's log-scale and the new logit, and exchanges tokens
-  // in all but the values; `come` and `gone` are the sizes of theirs.
+  // Turns the logits into weights relative to the row's log-scale, which becomes the new logit if that is far above it,
+  // and exchanges tokens in all but the values; `come` and `gone` are the sizes of theirs.
   void weigh(int64_t rows, T come, T gone) const {
     for (int64_t r = 0; r < rows; r += lanes<V>()) {
-      const V logit = load<V>(at_.added + r), before = load<V>(at_.top + r), top = maximum(before, logit);
+      const V logit = load<V>(at_.added + r), before = load<V>(at_.top + r);
+      const auto rises = logit > before + T(kHeadroom);
+      const V top = rises ? logit : before;
       // exp2(0) may be off by an epsilon, which would accumulate with every token.
-      const V kept = logit > before ? exponential(before - top) : broadcast<V>(T(1));
+      const V kept = rises ? exponential(before - top) : broadcast<V>(T(1));
       const V added = exponential(logit - top);
       const V removed = exponential(load<V>(at_.removed + r) - top);
       const V phi = load<V>(at_.phi + r) * kept + added - removed;

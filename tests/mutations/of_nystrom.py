@@ -38,6 +38,18 @@ IN_CPP = {
         "",
         "tests/nystrom/continual/test_suite.py::test_values_that_fade",
     ),
+    "a log-scale that follows every logit": Fault(
+        "csrc/continual/sums.h",
+        "logit > before + T(kHeadroom)",
+        "logit > before",
+        "tests/nystrom/continual/test_drift.py::test_exact_rows_live_long_enough_to_drift",
+    ),
+    "sums of torch taken for a kernel's": Fault(
+        "cmab_kernels/nystrom/continual/reference.py",
+        "total.detach(), sizes, peak]",
+        "total.detach(), sizes, sizes]",
+        "tests/nystrom/continual/test_drift.py::test_what_torch_has_added_leaves_nothing",
+    ),
     "a token that leaves too late": Fault(
         "csrc/continual/kernel.h",
         "with(newest - shape_.window, scratch_",
@@ -97,6 +109,12 @@ IN_CUDA = {
         " && size >= largest / 2",
         "",
         f"{CUDA}::test_values_that_fade",
+    ),
+    "a log-scale that follows every logit in CUDA": Fault(
+        "csrc/continual/sliding_rows.cuh",
+        "comes > before + kHeadroom ? comes : before",
+        "comes > before ? comes : before",
+        f"{CUDA}::test_log_scales",
     ),
     "a peak that is not looked at": Fault(
         "csrc/continual/sliding_rows.cuh",
@@ -235,6 +253,12 @@ IN_TRITON = {
         "(size >= 0.5 * largest) & ",
         "",
         f"{STEP_KERNELS}::test_values_that_fade {STEP_KERNELS}::test_values_that_outweigh_the_rest",
+    ),
+    "a log-scale that follows every logit in Triton": Fault(
+        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "top_before + HEADROOM",
+        "top_before",
+        f"{STEP_KERNELS}::test_log_scales",
     ),
     "a new token that is subtracted": Fault(
         "cmab_kernels/nystrom/continual/kernels/rows.py",

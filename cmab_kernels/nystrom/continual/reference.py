@@ -27,13 +27,17 @@ from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, S
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     """The sums (B, H, rows, E + 5) of queries (B, H, rows, D) over a window, with c the largest logit: exp(-c) Delta V, exp(-c) phi(Delta),
-    c, the peak of the second, exp(-c) sum exp(S) |v|_1, and its peak."""
+    c, the peak of the second, exp(-c) sum exp(S) |v|_1, and, for its peak, the largest number.
+
+    A kernel rounds logits otherwise: it could not take away what was added here. Below that peak it makes the row anew.
+    """
     scores = logits(queries, keys.to(queries.dtype), scale)
     top = scores.amax(-1, keepdim=True).detach()
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     sizes = (weights @ values.to(queries.dtype).abs().sum(-1, keepdim=True)).detach()
-    return torch.cat([weights @ values.to(queries.dtype), total, top, total.detach(), sizes, sizes], dim=-1)
+    peak = torch.full_like(sizes, torch.finfo(sizes.dtype).max)
+    return torch.cat([weights @ values.to(queries.dtype), total, top, total.detach(), sizes, peak], dim=-1)
 
 
 def row_means(sums: Tensor) -> Tensor:

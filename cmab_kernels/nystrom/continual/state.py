@@ -35,7 +35,8 @@ class ContinualNystromState(NamedTuple):
     """(B, H, C, E), likewise."""
     sums: Tensor
     """(B, H, m, E + 5) in the state dtype. A row, with log-scale c, is exp(-c) Delta V, exp(-c) phi(Delta), c, and the largest value that
-    the second has had since the row was last recomputed; then exp(-c) sum exp(S) |v|_1 over the window, and its largest value likewise."""
+    the second has had since the row was last recomputed; then exp(-c) sum exp(S) |v|_1 over the window, and its largest value likewise. The
+    last is the largest number if torch computed the sums: the next step of a kernel, which rounds otherwise, recomputes the row."""
     spare: Tensor
     """The shape and dtype of `sums`: memory that the next step writes to."""
     landmark_queries: Tensor

@@ -112,6 +112,19 @@ def check_values_that_fade(step: Callable[[Any, Tokens], Any], state_of: Callabl
         assert (error <= 100 * torch.finfo(dtype).eps * (weights @ values.abs())).all(), end
 
 
+def check_log_scales(step: Callable[[Any, Tokens], Any], state_of: Callable[[Any], Any]) -> None:
+    """Check that a logit becomes the log-scale of a row only where it exceeds it by 1: each change costs the row a rounding to one side."""
+    window, logits = 8, [0.0, 0.9, 1.1, 2.0, 2.2]
+    ones, keys = torch.ones(1, 1, window + 5, 1), torch.tensor([0.0] * window + logits).view(1, 1, -1, 1)
+    landmark = torch.ones(1, 1, 1)
+    state = state_of(ck.continual_nystrom_init(*part((ones, keys, ones), 0, window), landmarks=(landmark, landmark), scale=1.0))
+    scales = []
+    for end in range(window + 1, window + 6):
+        state = step(state, part((ones, keys, ones), end - 1, end))
+        scales.append(float(state.sums[0, 0, 0, 2]))
+    torch.testing.assert_close(torch.tensor(scales), torch.tensor([0.0, 0.0, 1.1, 1.1, 2.2]))
+
+
 def compare(
     step: Step, stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False
 ) -> None:

@@ -29,7 +29,15 @@ from .memory_cases import (
     check_a_sole_owner_goes_on_in_its_own_memory,
     check_in_place_is_out_of_place,
 )
-from .step_cases import FADING, Tokens, as_on_a_gpu, check_the_largest_of_huge_logits_leaves, check_values_that_fade, compare
+from .step_cases import (
+    FADING,
+    Tokens,
+    as_on_a_gpu,
+    check_log_scales,
+    check_the_largest_of_huge_logits_leaves,
+    check_values_that_fade,
+    compare,
+)
 from .step_cases import defined as _defined
 from .step_cases import errors as _errors
 from .step_cases import part as _part
@@ -161,6 +169,10 @@ def test_the_largest_of_huge_logits_leaves(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("law", FADING)
 def test_values_that_fade(law: str, dtype: torch.dtype) -> None:
     check_values_that_fade(lambda state, token: _step(state, token)[1], as_on_a_gpu, law, dtype)
+
+
+def test_log_scales() -> None:
+    check_log_scales(lambda state, token: _step(state, token)[1], as_on_a_gpu)
 
 
 # ---- bits

@@ -45,6 +45,7 @@ OTHERS = {
     "falling": Law(lambda numbers: -0.05 * (numbers % 10_000) + 0 * _noise(numbers), 2e-8, 4e-6),
     "of 1e4": Law(lambda numbers: 1e4 * _noise(numbers).sign() + _noise(numbers), 2e-8, 4e-6),
     "all equal": Law(lambda numbers: 0 * _noise(numbers) + 3, 2e-8, 3e-7),
+    "slowly rising": Law(lambda numbers: 1e-6 * numbers + 0 * _noise(numbers), 2e-8, 3e-7),
 }
 
 
@@ -91,6 +92,21 @@ def test_a_hundred_thousand_steps(law: str, kind: str) -> None:
 @pytest.mark.parametrize("law", [*LAWS, *OTHERS])
 def test_a_million_steps(law: str, kind: str) -> None:
     _check((LAWS | OTHERS)[law], kind, 1_000_000)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
+def test_what_torch_has_added_leaves_nothing(size: float) -> None:
+    """Torch rounds a large logit otherwise than a kernel, which could not take its weight away: 0.06 stayed of values of 1."""
+    window, width = 64, 64
+    direction = torch.randn(width)
+    keys = (torch.randn(width) * direction / direction.square().sum() * size).expand(1, 1, window + 100, width)
+    values = torch.cat([torch.ones(1, 1, window, 1), -torch.ones(1, 1, 100, 1)], -2)
+    first = (t[:, :, :window] for t in (keys, keys, values))
+    landmark = direction.view(1, 1, width)
+    state = continual_nystrom_init(*first, landmarks=(landmark, landmark), scale=1.0)
+    for token in range(window, window + 100):
+        out, state = native.continual_nystrom_step(state, *(t[:, :, token : token + 1] for t in (keys, keys, values)), False)
+    assert (out + 1).abs().max() < 1e-6
 
 
 def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:

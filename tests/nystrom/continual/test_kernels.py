@@ -31,6 +31,7 @@ from .step_cases import (
     FADING,
     Tokens,
     as_on_a_gpu,
+    check_log_scales,
     check_the_largest_of_huge_logits_leaves,
     check_values_that_fade,
     compare,
@@ -301,3 +302,7 @@ def test_the_largest_of_huge_logits_leaves(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("law", FADING)
 def test_values_that_fade(law: str, dtype: torch.dtype) -> None:
     check_values_that_fade(lambda state, token: _step(state, token)[1], as_on_a_gpu, law, dtype)
+
+
+def test_log_scales() -> None:
+    check_log_scales(lambda state, token: _step(state, token)[1], as_on_a_gpu)

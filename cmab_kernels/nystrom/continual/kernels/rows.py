@@ -19,6 +19,10 @@ LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0*
 """The log-scales up to which a subtraction is sure to take away what was added. The token that leaves may have been added by other code,
 for which its logit is a neighbour of ours: beyond these, that is another weight altogether."""
 
+HEADROOM = tl.constexpr(1.0)
+"""How far a logit must exceed a row's log-scale to become it. Each change rounds all sums of the row to one side, as the weight of the
+token that leaves is not: slowly rising logits would add up such errors if each of them changed it."""
+
 
 @triton.jit
 def _slid(keep, add, drop, sums, comes, goes):
@@ -57,7 +61,7 @@ def slide(
     old = source + (row + shift) * (E + EXTRA)
     phi_before = tl.load(old + at_phi, mask=known, other=0.0)
     top_before = tl.load(old + (at_phi + 1), mask=known, other=0.0)
-    top = tl.where(comes > top_before, comes, top_before)
+    top = tl.where(comes > top_before + HEADROOM, comes, top_before)
     keep, add, drop = tl.exp(top_before - top), tl.exp(comes - top), tl.exp(goes - top)
     phi = _slid(keep, add, drop, phi_before, tl.full([1], 1.0, OPERAND), tl.full([1], 1.0, OPERAND))
     peak = keep * tl.load(old + (at_phi + 2), mask=known, other=0.0)
