@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, TensorDataset
 
-from cmab_kernels import AttentionState
+from cmab_kernels import AttentionState, use_impl
 from cmab_kernels.nn import CMAB, CMABStack, chunks
 
 DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
@@ -40,6 +41,13 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 def same(ours: AttentionState, theirs: AttentionState) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def read_by(module: CMABStack) -> list[Tensor]:
+    """Return the parameters on which the state of inputs depends."""
+    layers = [block.compress.cross_attention for block in module.blocks]
+    parts = [part for layer in layers for part in (layer.norm, layer.context_norm, layer.query, layer.key, layer.value)]
+    return [*(block.latents for block in module.blocks), *(p for part in parts for p in part.parameters())]
 
 
 def one_by_one(module: CMABStack, inputs: Tensor, latents: Tensor, ignore: Tensor | None = None, depth: int = DEPTH) -> Tensor:
@@ -201,6 +209,36 @@ def test_any_source_gives_the_state_and_its_gradients(source: str, tmp_path: Pat
 def test_an_array_of_no_rows_is_one_chunk(source: Any) -> None:
     module, (inputs, _) = stack(), points()
     assert same(module.encode(source(inputs[:, :0])), module.init_state(BATCH))
+
+
+@pytest.mark.parametrize("forward", ["native", "reference"])
+@pytest.mark.parametrize("backward", ["native", "reference"])
+def test_each_pass_over_chunks_chooses_its_implementation(forward: str, backward: str) -> None:
+    module, (inputs, _) = stack(), points()
+    with use_impl(forward):
+        state = module.encode(inputs.split(9, 1))
+    expected, leaves = module.read(inputs), read_by(module)
+    close(state, expected, 1e-11)
+    with use_impl(backward):
+        ours = torch.autograd.grad([part.sin().sum() for part in state], leaves)
+    close(ours, torch.autograd.grad([part.sin().sum() for part in expected], leaves), 1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_chunks_train_where_only_the_definition_runs(device: str) -> None:
+    """Heads of 300 are too wide for native code, and none runs on the meta device."""
+    module = CMABStack(300, 4, 1, 2, device=device)
+    module.encode(torch.randn(1, 20, 300, device=device)).out.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in read_by(module))
+
+
+def test_chunks_train_in_forward_mode() -> None:
+    module, (inputs, _) = stack(), points()
+    state = module.encode(inputs)
+    with forward_ad.dual_level():
+        ours = torch.autograd.grad(state.out.sin().sum(), read_by(module))
+    close(ours, torch.autograd.grad(module.read(inputs).out.sin().sum(), read_by(module)), 1e-11)
 
 
 def test_gradients_flow_through_the_incoming_state() -> None:

@@ -35,6 +35,13 @@ def _definition(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mas
     return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
 
 
+def _backward_definition(*inputs: Any) -> tuple[Tensor, ...]:
+    """The gradients by the reference; an empty tensor for each that `needs`, the last of the inputs, does not ask for."""
+    *given, needs = inputs
+    grads = projected_attention_backward_reference(*given)
+    return tuple(grad if need else grad.new_empty(0) for grad, need in zip(grads, needs, strict=True))
+
+
 def _check(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
     check_offsets(cu_seqlens, inputs.shape[1])
 
@@ -145,5 +152,5 @@ projected_backward_op = Operator(
     10,
     _save_backward,
     _double_backward,
-    reference=projected_attention_backward_reference,
+    reference=_backward_definition,
 )
