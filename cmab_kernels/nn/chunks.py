@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import kind_of, wrong
+from ..tracing import under_transform
 from .layers import CHUNK, check_features
 
 _END = object()
@@ -138,7 +139,13 @@ def _columns(name: str, table: Any) -> Iterator[Any]:
 
 
 def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManager]) -> Iterator[Any]:
-    """Yield the chunks, each next one computed by another thread, in `modes`, while the last is used."""
+    """Yield the chunks, each next one computed by another thread, in `modes`, while the last is used.
+
+    Under a transform of `torch.func`, whose tensors are those of the thread that it runs in, there is no other.
+    """
+    if under_transform():
+        yield from chunks
+        return
 
     def fetch() -> Any:
         with modes():

@@ -162,7 +162,8 @@ class CMABStack(nn.Module):
         With grad mode on, the state has gradients to the parameters and to `state`, and none to the inputs. For them the chunks are read
         a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be
         read once only, is a `ValueError`. The module's own stream is neither read nor written; `stack.stream.state = stack.encode(...)`
-        under `torch.no_grad()` starts it. A chunk that does not fit is a `ValueError` or `TypeError` that names it;
+        under `torch.no_grad()` starts it. Transforms of `torch.func` and forward mode differentiate each chunk's `read` instead, in the
+        inputs too, and keep the chunks. A chunk that does not fit is a `ValueError` or `TypeError` that names it;
         projections with hooks, or that are no `torch.nn.Linear`, are a `RuntimeError`.
 
         >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=2)

@@ -241,6 +241,55 @@ def test_chunks_train_in_forward_mode() -> None:
     close(ours, torch.autograd.grad(module.read(inputs).out.sin().sum(), read_by(module)), 1e-11)
 
 
+def in_forward_mode(function: Callable[[Any], Tensor], weights: dict[str, Tensor]) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function({name: forward_ad.make_dual(t, t.cos()) for name, t in weights.items()})).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Any], Tensor], dict[str, Tensor]], Any]] = {
+    "grad": lambda function, weights: torch.func.grad(function)(weights),
+    "jvp": lambda function, weights: torch.func.jvp(function, (weights,), ({name: t.cos() for name, t in weights.items()},)),
+    "vmap": lambda function, weights: torch.func.vmap(function)({name: torch.stack([t, t.cos()]) for name, t in weights.items()}),
+    "forward mode": in_forward_mode,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_go_through_chunks(transform: str) -> None:
+    module, (inputs, _) = stack(), points()
+    weights = {f"module.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+
+    class Total(torch.nn.Module):
+        def __init__(self, read: Callable[[], AttentionState]) -> None:
+            super().__init__()
+            self.module, self.read = module, read
+
+        def forward(self) -> Tensor:
+            return sum((part.sin().sum() for part in self.read()), torch.zeros(()))
+
+    def of(read: Callable[[], AttentionState]) -> Any:
+        return TRANSFORMS[transform](lambda given: torch.func.functional_call(Total(read), given, ()), weights)
+
+    close(of(lambda: module.encode(inputs.split(9, 1))), of(lambda: module.read(inputs)), 1e-11)
+
+
+def test_transforms_of_the_inputs_go_through_chunks() -> None:
+    module, (inputs, _) = stack(), points()
+    ours, theirs = (torch.func.grad(lambda x, read=read: read(x).out.sin().sum())(inputs) for read in (module.encode, module.read))
+    close(ours, theirs, 1e-11)
+    several = torch.stack([inputs, inputs.cos()])
+    close(torch.func.vmap(lambda x: module.encode(x).out)(several), torch.stack([module.read(each).out for each in several]), 1e-11)
+
+
+def test_batches_of_gradients_go_through_chunks() -> None:
+    module, (inputs, _) = stack(), points()
+    ours, theirs = (
+        torch.autograd.grad(state.out.flatten()[:3], read_by(module), torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+        for state in (module.encode(inputs.split(9, 1)), module.read(inputs))
+    )
+    close(ours, theirs, 1e-11)
+
+
 def test_gradients_flow_through_the_incoming_state() -> None:
     module, (inputs, latents) = stack(), points()
     first = AttentionState(*(part.detach().requires_grad_() for part in module.encode([inputs[:, :20]])))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...backends import choose
 from ...checks import as_autocast, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
 from ...dtypes import state_dtype
+from ...tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
 from ..schema import state_gradient
 from ..state import AttentionState, check_state
@@ -126,7 +127,8 @@ def attention_state_of_chunks(
 
     `chunks()` starts an iteration over tensors that fit the query (K, H, L, D). It is called once more for the gradients to the query, the
     weights, the norm and the state, which are summed chunk by chunk: the share of a chunk follows from the final state alone. The inputs
-    themselves get no gradient. `after` is called with the number of chunks read and the state that they leave.
+    themselves get no gradient. `after` is called with the number of chunks read and the state that they leave. Forward mode and transforms
+    of `torch.func` differentiate the call of each chunk instead, and so its inputs, which are kept.
     """
     given = {"query": query, "key_weight": key_weight, "value_weight": value_weight, **_norm_tensors(context_norm)}
     given = dict(zip(given, as_autocast(*given.values()), strict=True))
@@ -134,7 +136,10 @@ def attention_state_of_chunks(
     with as_they_are(query.device):
         weight, bias = _folded(given, state_dtype(dtype))
     call = _OverChunks(chunks, after, (key_weight.detach(), value_weight.detach()), dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
-    return AttentionState(*_OverChunksFunction.apply(call, given["query"].to(weight.dtype), weight, bias, *(state or (None, None))))
+    operands = (given["query"].to(weight.dtype), weight, bias, *(state or (None, None)))
+    if under_transform() or needs_definition():  # an autograd Function that reads its inputs twice has no derivatives for these
+        return AttentionState(*call.state_and_count(*operands)[0])
+    return AttentionState(*_OverChunksFunction.apply(call, *operands))
 
 
 class _OverChunks(NamedTuple):
@@ -153,19 +158,25 @@ class _OverChunks(NamedTuple):
             inputs = chunk.to(self.dtype)
             yield _over_batch(query, chunk.shape[0], True), inputs, choose("attention.projected", "auto", query, inputs, *self.weights)
 
+    def state_and_count(self, query: Tensor, weight: Tensor, bias: Tensor, *state: Any) -> tuple[Any, int]:
+        """Return (out, lse) of all chunks, added to `state`, and their number."""
+        count = 0
+        for stacked, inputs, chosen in self.read(query):
+            state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, self.scale, self.eps, chosen)
+            count += 1
+            self.after(count, AttentionState(*state))
+        if state[0] is None:
+            raise ValueError(wrong("chunks", "holds no chunk", "at least one is needed, or a state"))
+        return state, count
+
 
 class _OverChunksFunction(torch.autograd.Function):
     """The state of all chunks, and gradients by a second pass over them."""
 
     @staticmethod
     def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, *before: Any) -> Any:
-        ctx.call, ctx.count, state = call, 0, before
-        for stacked, inputs, chosen in call.read(query):
-            state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, call.scale, call.eps, chosen)
-            ctx.count += 1
-            call.after(ctx.count, AttentionState(*state))
-        if state[0] is None:
-            raise ValueError(wrong("chunks", "holds no chunk", "at least one is needed, or a state"))
+        ctx.call = call
+        state, ctx.count = call.state_and_count(query, weight, bias, *before)
         if ctx.count == 0:
             state = tuple(part.clone() for part in state)
         ctx.save_for_backward(query, weight, bias, *before, *state)
@@ -184,9 +195,8 @@ class _OverChunksFunction(torch.autograd.Function):
             dquery, _, *rest = projected_backward_op(
                 dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen
             )
-            for total, part in zip(sums, (dquery.sum(1) if needs[0] else dquery, *rest), strict=True):
-                if part.shape == total.shape:  # else it is not needed
-                    total += part
+            parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # added out of place: a batch of gradients has batches of parts
+            sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
         if any(needs) and count != ctx.count:
             raise RuntimeError(wrong("chunks", f"gave {ctx.count} chunks, and {count} when it was read again", "the same are needed"))
         grads = [t.to(query.dtype) if need else None for t, need in zip(sums, (needs[0], *needs[2:]), strict=True)]
