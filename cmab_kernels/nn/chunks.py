@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..attention.projected.api import AfterChunk
 from ..checks import kind_of, wrong
 from ..tracing import under_transform
 from .layers import CHUNK, check_features
@@ -158,22 +159,32 @@ def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManage
             yield chunk
 
 
-def progress_bar(source: Any) -> Callable[[int], None]:
-    """A function to be called after each chunk, which shows how many were read: with tqdm if it is there, else as a line of text."""
-    total = len(_starts(source)) if _is_array(source) else len(source) if hasattr(source, "__len__") else None
+def _count(source: Any) -> int | None:
+    """The number of chunks of a source; None if it does not tell."""
+    if _is_array(source):
+        return len(_starts(source))
+    if hasattr(source, "num_record_batches"):
+        return int(source.num_record_batches)
+    try:
+        return len(_cut(source))  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # also of what has a length, as a DataLoader, whose data set has none
+        return None
+
+
+@contextmanager
+def progress_bar(source: Any) -> Iterator[AfterChunk]:
+    """A context of a function, called after each chunk, that shows how many were read: with tqdm if it is there, else as a line of text."""
+    total = _count(source)
     try:
         from tqdm.auto import tqdm
     except ImportError:
-
-        def show(count: int) -> None:
-            print(f"\r{count} of {'?' if total is None else total} chunks", end="\n" if count == total else "", file=sys.stderr, flush=True)
-
-        return show
-    bar = tqdm(total=total, unit="chunk")
-
-    def advance(count: int) -> None:
-        bar.update(1)
-        if count == total:
-            bar.close()
-
-    return advance
+        tqdm = None
+    if tqdm is not None:
+        with tqdm(total=total, unit="chunk") as bar:
+            yield lambda *_: bar.update(1)
+        return
+    shown = "?" if total is None else total
+    try:
+        yield lambda count, _: print(f"\r{count} of {shown} chunks", end="", file=sys.stderr, flush=True)
+    finally:
+        print(file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -179,14 +180,6 @@ class CMABStack(nn.Module):
         check_source(chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters())))
         if state is not None:
             self.stream._check(state)
-        show = progress_bar(chunks) if progress is True else None
-
-        def after(count: int, reached: AttentionState) -> None:
-            if show:
-                show(count)
-            elif callable(progress):
-                progress(count, reached)
-
         stacked = self._stacked()
         if stacked is None:
             raise RuntimeError(
@@ -202,7 +195,9 @@ class CMABStack(nn.Module):
         def read() -> Iterator[Tensor]:
             return read_chunks(chunks, weight, modes, None if state is None else state.lse.shape[1])
 
-        return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
+        told = progress if callable(progress) else lambda *_: None
+        with progress_bar(chunks) if progress is True else nullcontext(told) as after:
+            return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
 
     @property
     def _blocks(self) -> list[CMAB]:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_iter
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from cmab_kernels import AttentionState, use_impl
+from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMAB, CMABStack, chunks
 
 DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
@@ -41,13 +40,6 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 def same(ours: AttentionState, theirs: AttentionState) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def read_by(module: CMABStack) -> list[Tensor]:
-    """Return the parameters on which the state of inputs depends."""
-    layers = [block.compress.cross_attention for block in module.blocks]
-    parts = [part for layer in layers for part in (layer.norm, layer.context_norm, layer.query, layer.key, layer.value)]
-    return [*(block.latents for block in module.blocks), *(p for part in parts for p in part.parameters())]
 
 
 def one_by_one(module: CMABStack, inputs: Tensor, latents: Tensor, ignore: Tensor | None = None, depth: int = DEPTH) -> Tensor:
@@ -211,85 +203,6 @@ def test_an_array_of_no_rows_is_one_chunk(source: Any) -> None:
     assert same(module.encode(source(inputs[:, :0])), module.init_state(BATCH))
 
 
-@pytest.mark.parametrize("forward", ["native", "reference"])
-@pytest.mark.parametrize("backward", ["native", "reference"])
-def test_each_pass_over_chunks_chooses_its_implementation(forward: str, backward: str) -> None:
-    module, (inputs, _) = stack(), points()
-    with use_impl(forward):
-        state = module.encode(inputs.split(9, 1))
-    expected, leaves = module.read(inputs), read_by(module)
-    close(state, expected, 1e-11)
-    with use_impl(backward):
-        ours = torch.autograd.grad([part.sin().sum() for part in state], leaves)
-    close(ours, torch.autograd.grad([part.sin().sum() for part in expected], leaves), 1e-11)
-
-
-@pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_chunks_train_where_only_the_definition_runs(device: str) -> None:
-    """Heads of 300 are too wide for native code, and none runs on the meta device."""
-    module = CMABStack(300, 4, 1, 2, device=device)
-    module.encode(torch.randn(1, 20, 300, device=device)).out.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in read_by(module))
-
-
-def test_chunks_train_in_forward_mode() -> None:
-    module, (inputs, _) = stack(), points()
-    state = module.encode(inputs)
-    with forward_ad.dual_level():
-        ours = torch.autograd.grad(state.out.sin().sum(), read_by(module))
-    close(ours, torch.autograd.grad(module.read(inputs).out.sin().sum(), read_by(module)), 1e-11)
-
-
-def in_forward_mode(function: Callable[[Any], Tensor], weights: dict[str, Tensor]) -> Tensor | None:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function({name: forward_ad.make_dual(t, t.cos()) for name, t in weights.items()})).tangent
-
-
-TRANSFORMS: dict[str, Callable[[Callable[[Any], Tensor], dict[str, Tensor]], Any]] = {
-    "grad": lambda function, weights: torch.func.grad(function)(weights),
-    "jvp": lambda function, weights: torch.func.jvp(function, (weights,), ({name: t.cos() for name, t in weights.items()},)),
-    "vmap": lambda function, weights: torch.func.vmap(function)({name: torch.stack([t, t.cos()]) for name, t in weights.items()}),
-    "forward mode": in_forward_mode,
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_go_through_chunks(transform: str) -> None:
-    module, (inputs, _) = stack(), points()
-    weights = {f"module.{name}": parameter.detach() for name, parameter in module.named_parameters()}
-
-    class Total(torch.nn.Module):
-        def __init__(self, read: Callable[[], AttentionState]) -> None:
-            super().__init__()
-            self.module, self.read = module, read
-
-        def forward(self) -> Tensor:
-            return sum((part.sin().sum() for part in self.read()), torch.zeros(()))
-
-    def of(read: Callable[[], AttentionState]) -> Any:
-        return TRANSFORMS[transform](lambda given: torch.func.functional_call(Total(read), given, ()), weights)
-
-    close(of(lambda: module.encode(inputs.split(9, 1))), of(lambda: module.read(inputs)), 1e-11)
-
-
-def test_transforms_of_the_inputs_go_through_chunks() -> None:
-    module, (inputs, _) = stack(), points()
-    ours, theirs = (torch.func.grad(lambda x, read=read: read(x).out.sin().sum())(inputs) for read in (module.encode, module.read))
-    close(ours, theirs, 1e-11)
-    several = torch.stack([inputs, inputs.cos()])
-    close(torch.func.vmap(lambda x: module.encode(x).out)(several), torch.stack([module.read(each).out for each in several]), 1e-11)
-
-
-def test_batches_of_gradients_go_through_chunks() -> None:
-    module, (inputs, _) = stack(), points()
-    ours, theirs = (
-        torch.autograd.grad(state.out.flatten()[:3], read_by(module), torch.eye(3, dtype=torch.float64), is_grads_batched=True)
-        for state in (module.encode(inputs.split(9, 1)), module.read(inputs))
-    )
-    close(ours, theirs, 1e-11)
-
-
 def test_gradients_flow_through_the_incoming_state() -> None:
     module, (inputs, latents) = stack(), points()
     first = AttentionState(*(part.detach().requires_grad_() for part in module.encode([inputs[:, :20]])))
@@ -376,15 +289,57 @@ def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
         module.encode(project(part) for part in parts[0].float().split(1))
 
 
-@pytest.mark.parametrize("with_tqdm", [False, True])
-def test_progress(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+class Streamed(IterableDataset):
+    """Rows whose number nobody knows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+
+def choose_bar(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if with_tqdm:
         pytest.importorskip("tqdm", reason="tqdm is not installed: its bar is not tested")
     else:
         monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
+
+
+COUNTED: dict[str, tuple[Callable[[Tensor, Path], Any], str]] = {
+    "a list": (lambda rows, _: rows.split(9), "5"),
+    "a tensor": (lambda rows, _: rows, "3"),
+    "a memory-mapped array": (memory_mapped, "3"),
+    "an Arrow table": (lambda rows, _: batch_of_arrow(rows), "3"),
+    "an Arrow file": (arrow_file, "5"),
+    "a loader": (lambda rows, _: DataLoader(TensorDataset(rows), batch_size=9), "5"),
+    "a loader of a stream": (lambda rows, _: DataLoader(Streamed(rows), batch_size=9), "?"),
+    "a generator": (lambda rows, _: iter(rows.split(9)), "?"),
+}
+
+
+@pytest.mark.parametrize("with_tqdm", [False, True])
+@pytest.mark.parametrize("source", COUNTED)
+def test_progress(
+    source: str, with_tqdm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choose_bar(with_tqdm, monkeypatch)
+    monkeypatch.setattr(chunks, "CHUNK", 16)
+    module, (inputs, _), (given, total) = stack(), points(), COUNTED[source]
+    with torch.no_grad():
+        module.encode(given(inputs[0], tmp_path), progress=True)
+    shown, read = capsys.readouterr().err, "5" if total == "?" else total
+    assert ("5chunk [" if total == "?" else f"{read}/{total}") in shown if with_tqdm else f"{read} of {total} chunks\n" in shown
+    assert shown.endswith("\n")
+
+
+@pytest.mark.parametrize("with_tqdm", [False, True])
+def test_an_error_ends_the_bar(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    choose_bar(with_tqdm, monkeypatch)
     module, (inputs, _) = stack(), points()
-    module.encode(inputs.split(9, 1), progress=True)
-    assert ("5/5" if with_tqdm else "5 of 5 chunks\n") in capsys.readouterr().err
+    with pytest.raises(TypeError, match=r"^`chunks\[1\]` is torch.float32") as refused:
+        module.encode([inputs, inputs.float()], progress=True)
+    assert refused.value.__context__ is None and capsys.readouterr().err.endswith("\n")
 
 
 def test_chunks_that_do_not_fit_are_named() -> None:
