@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class CircularPositionalEncoding(Keeper[int]):
         embed_dim: C, columns of the tokens.
         sequence_len: n.
         learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines with whole numbers of periods
-            around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved.
+            around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved. A module on the meta device gets
+            them from `to_empty`, and on torch's default device from weights that are loaded with `assign=True`.
         batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
 
     `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C), and `forward_stream`
@@ -108,9 +109,26 @@ class CircularPositionalEncoding(Keeper[int]):
 
     def set_state(self, state: int | None) -> None:
         """Go on from a place. None is the same as `clean_state`."""
-        if state is not None and not (isinstance(state, int) and 0 <= state < self.period):
+        if state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
             raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
         self.hold(state)
+
+    @property
+    def _learned(self) -> bool:
+        return "encodings" in self._parameters
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
+        """Cast or move the module. Sines and cosines are computed anew: `to_empty` gives memory without values."""
+        before = self.encodings
+        super()._apply(fn, recurse)
+        if not self._learned and self.encodings is not before:
+            self.encodings.copy_(_waves(*self.encodings.shape))
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if not self._learned and self.encodings.is_meta and local_metadata.get("assign_to_params_buffers"):
+            self.encodings = _waves(*self.encodings.shape).to(self.encodings.dtype)
 
     def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"

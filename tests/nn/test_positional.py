@@ -85,6 +85,23 @@ def test_waves_close_and_tell_all_places_of_a_window_apart() -> None:
             assert torch.allclose(products, shifted) or dim % 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_waves_have_their_values_in_new_memory(device: str) -> None:
+    expected = made(learned=False).encodings
+    emptied = made(learned=False, device=device).to_empty(device="cpu")
+    loaded = made(learned=False, device=device)
+    loaded.load_state_dict(made(learned=False).state_dict(), assign=True)
+    assert torch.equal(emptied.encodings, expected) and torch.equal(loaded.encodings, expected)
+    assert made(learned=False, device=device).to_empty(device="meta").encodings.is_meta
+    assert torch.equal(emptied.half().encodings, made(learned=False, dtype=torch.float16).encodings)
+
+
+def test_loading_without_assign_leaves_the_meta_device_to_the_caller() -> None:
+    module = made(learned=False, device="meta")
+    module.load_state_dict({})
+    assert module.encodings.is_meta
+
+
 def test_training_starts_anywhere_and_moves_no_stream() -> None:
     module = made().train()
     module.set_state(3)
@@ -144,6 +161,7 @@ def test_refusals() -> None:
         (ValueError, "token", lambda: module.forward_step(tokens(3))),
         (ValueError, "state", lambda: module.set_state(PERIOD)),
         (ValueError, "state", lambda: module.set_state(1.5)),  # type: ignore[arg-type]
+        (ValueError, "state", lambda: module.set_state(True)),
         (ValueError, "sequence_len", lambda: CircularPositionalEncoding(DIM, 0)),
         (ValueError, "embed_dim", lambda: CircularPositionalEncoding(0, 3)),
     ]
