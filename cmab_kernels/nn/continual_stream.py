@@ -88,6 +88,10 @@ class ContinualStream(Stream[WindowState]):
     def _check(self, state: WindowState) -> None:
         if not isinstance(state, FillingWindow):
             check_state(state, self.kind)
+            return
+        for name, tokens in state._asdict().items():
+            if not isinstance(tokens, Tensor):
+                raise TypeError(wrong(f"state.{name}", f"is {kind_of(tokens)}", "a torch.Tensor is needed"))
 
     def _taken(self, state: WindowState) -> WindowState:
         entries = self._entries(state)

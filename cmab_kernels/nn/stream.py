@@ -261,7 +261,8 @@ class AttentionStream(Stream[AttentionState]):
 
     def _check(self, state: AttentionState) -> None:
         lead = len(self.lead)
-        batch = state.lse.shape[lead] if isinstance(state, AttentionState) and state.lse.dim() > lead else 0
+        known = isinstance(state, AttentionState) and isinstance(state.out, Tensor) and state.out.dim() > lead
+        batch = state.out.shape[lead] if known else 0
         check_state(state, (*self.lead, batch, *self.shape), self.state_dtype, self.weight_like.device)
 
     def _entries(self, value: AttentionState) -> dict[str, Tensor]:
@@ -310,7 +311,8 @@ class RidgeStream(Stream[RidgeState]):
         return empty_ridge(batch, *self.shape, device=self.weight_like.device)
 
     def _check(self, state: RidgeState) -> None:
-        batch = state.count.shape[0] if isinstance(state, RidgeState) and state.count.dim() else 0
+        known = isinstance(state, RidgeState) and isinstance(state.count, Tensor) and state.count.dim() > 0
+        batch = state.count.shape[0] if known else 0
         check_ridge(state, (batch, *self.shape), self.weight_like.device)
 
     def _entries(self, value: RidgeState) -> dict[str, Tensor]:

@@ -414,20 +414,27 @@ def test_a_file_of_several_arrays_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [CMAB, CMABStack])
-def test_a_state_to_remove_from_is_checked(kind: type[CMAB] | type[CMABStack]) -> None:
+def test_a_state_to_go_on_from_is_checked(kind: type[CMAB] | type[CMABStack]) -> None:
     """An lse of another shape would be broadcast."""
     module, (inputs, latents) = (stack() if kind is CMABStack else stack().blocks[0]), points()
     state = module.update(inputs, latents, module.init_state(BATCH)).state
     wrong: list[tuple[Any, str]] = [
         (state._replace(lse=state.lse[..., :1]), "state.lse"),
         (state._replace(lse=state.lse.float()), "state.lse"),
-        (state._replace(lse=torch.zeros((), dtype=torch.float64)), "state.out"),
+        (state._replace(lse=torch.zeros((), dtype=torch.float64)), "state.lse"),
         (state._replace(out=None), "state.out"),
+        (state._replace(lse=None), "state.lse"),
+        (AttentionState(None, None), "state.out"),
         (tuple(state), "state"),
     ]
+    taking = [lambda given: module.remove(inputs, latents, given)]
+    if isinstance(module, CMABStack):
+        taking += [lambda given: module.retrieve(latents, given), lambda given: module.unread(inputs, given)]
+        taking += [lambda given: module.encode([inputs], given)]
     for given, name in wrong:
-        with pytest.raises((TypeError, ValueError), match=f"^`{name}` "):
-            module.remove(inputs, latents, given)
+        for call in taking:
+            with pytest.raises((TypeError, ValueError), match=f"^`{name}` "):
+                call(given)
 
 
 def test_progress_is_a_choice_or_a_function() -> None:

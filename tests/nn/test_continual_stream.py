@@ -279,6 +279,8 @@ def test_assignment_is_checked() -> None:
         (ValueError, good._replace(values=good.values * torch.nan)),
         (RuntimeError, good._replace(inverse=good.inverse.clone().requires_grad_())),
         (ValueError, FillingWindow(*good[:3])),
+        (TypeError, FillingWindow(None, None, None)),
+        (TypeError, FillingWindow(good.queries[:, :, :3], good.keys[:, :, :3], [1.0])),
         (RuntimeError, FillingWindow(*(ring[:, :, :3].clone().requires_grad_() for ring in good[:3]))),
     ]
     for error, state in bad:

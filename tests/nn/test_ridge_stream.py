@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels import RidgeState
 from cmab_kernels.nn import MultiheadIntention, RidgeStream
 
 DIM, HEADS = 12, 3
@@ -145,6 +146,8 @@ def test_assignment_is_checked() -> None:
     stream.state = good = stream.init_state(2)
     bad: list[tuple[type[Exception], Any]] = [
         (TypeError, tuple(good)),
+        (TypeError, RidgeState(None, None, None)),
+        (TypeError, good._replace(count=[1])),
         (ValueError, good._replace(moment=good.moment[..., :3])),
         (ValueError, good._replace(count=good.count[:1])),
         (TypeError, good._replace(gram=good.gram.float())),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMAB, AttentionStream
 
 DIM, LATENTS, HEADS = 12, 5, 3
@@ -156,6 +157,8 @@ def test_assignment_is_checked() -> None:
     stream.state = good = stream.init_state(2)
     bad: list[tuple[type[Exception], Any]] = [
         (TypeError, (good.out, good.lse)),
+        (TypeError, AttentionState(None, None)),
+        (TypeError, good._replace(lse=None)),
         (ValueError, good._replace(out=good.out[..., :3])),
         (ValueError, good._replace(lse=good.lse[:1])),
         (TypeError, good._replace(out=good.out.double())),
