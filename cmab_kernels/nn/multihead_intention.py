@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -48,6 +49,14 @@ class LearnedRidge(MatrixFreeAttention):
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         super().adopt(module)
         self._start(module.out_proj.weight)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
+        """Cast or move the module. A `log_alpha` that leaves the meta device starts: weights of torch's module, loaded next, have none."""
+        absent = self.log_alpha is not None and self.log_alpha.is_meta
+        super()._apply(fn, recurse)
+        if absent:
+            torch.nn.init.zeros_(self.log_alpha)
+        return self
 
     @property
     def alpha(self) -> Tensor:
@@ -95,7 +104,8 @@ class MultiheadIntention(LearnedRidge):
         scale: the factor in the formula. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. It is derived from a variance of
             D / (D - N - 1), which exists for D > N + 1 only, so it suits heads that are much wider than the number of keys.
 
-    Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged.
+    Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged
+    (0 in a module that came from the meta device by `to_empty`).
     `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are those of the
     linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', the only L x N matrix that is ever formed; they may be
     negative, do not sum to 1, and are 0 for masked keys. With a fixed alpha of 0 a result is NaN where the regression has no solution.

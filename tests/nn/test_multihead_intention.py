@@ -147,6 +147,17 @@ def test_both_ends_of_alpha() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind: type[LearnedRidge]) -> None:
+    ours = kind(DIM, HEADS, device="meta").to_empty(device="cpu")
+    ours.load_state_dict(torch.nn.MultiheadAttention(DIM, HEADS).state_dict())
+    assert torch.equal(ours.log_alpha, kind(DIM, HEADS).log_alpha) and ours.log_alpha.requires_grad
+    assert kind(DIM, HEADS, alpha=1.0, device="meta").to_empty(device="cpu").log_alpha is None
+    with torch.no_grad():
+        ours.log_alpha.fill_(3.0)
+    assert (ours.half().log_alpha == 3.0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
     for config in ({}, {"kdim": 7, "vdim": 11}, {"bias": False}):
         theirs, ours = torch.nn.MultiheadAttention(DIM, HEADS, **config), kind(DIM, HEADS, **config)
