@@ -52,6 +52,15 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 
+def check_floating(**features: Any) -> None:
+    """Raise unless these are tensors of floating numbers, which is all that torch's own code needs to tell what is wrong."""
+    for name, each in features.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
+        if not each.is_floating_point():
+            raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
+
+
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
 
@@ -59,7 +68,7 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     compiled call a `RuntimeError`. On a GPU and under a transform or trace, where its values are not read, it makes the whole key NaN, and
     with it every result. The meta device has no values to check.
     """
-    if key_padding_mask is None or not key_padding_mask.is_floating_point():
+    if not isinstance(key_padding_mask, Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask, key
     ignore = key_padding_mask == -torch.inf
     sound = (ignore | (key_padding_mask == 0)).all()
@@ -82,7 +91,7 @@ def is_additive(mask: Tensor | None) -> bool:
     Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them. Under a
     transform or trace, which must not depend on them, any mask may be one.
     """
-    if mask is None or not mask.is_floating_point():
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
     if mask.requires_grad:
         return True

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..attention import AttentionState, attention_state
 from ..backends import has_kernel
 from ..checks import wrong
-from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, is_additive, split_heads
+from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
 from .projections import MultiheadProjections
 
 
@@ -62,6 +62,7 @@ class MultiheadAttention(MultiheadProjections):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
+        check_floating(query=query, key=key, value=value)
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:

@@ -13,7 +13,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..checks import kind_of, wrong
 from ..layers import attention_layer, feed_forward_layer
-from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, fused_impl, is_additive, of_one_dtype, plain_parameters
+from .layers import (
+    ADDITIVE,
+    DROPOUT,
+    NO_ATTENTION_MASK,
+    bool_mask,
+    check_features,
+    check_floating,
+    fused_impl,
+    is_additive,
+    of_one_dtype,
+    plain_parameters,
+)
 
 if TYPE_CHECKING:
     from typing import Self
@@ -182,13 +193,6 @@ class _FusedLayer(nn.Module):
             raise ValueError(wrong(name, f"has shape {tuple(mask.shape)}", f"{meaning} = {tuple(shape)} is needed"))
 
 
-def _check_tensors(**features: Any) -> None:
-    """Raise unless these are tensors, which is all that torch's own code needs to tell what is wrong."""
-    for name, each in features.items():
-        if not isinstance(each, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
-
-
 class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` with one operator for its attention and one for its feed-forward network.
 
@@ -220,7 +224,7 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
-        _check_tensors(src=src)
+        check_floating(src=src)
         if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
             self._check(src=src)
             self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
@@ -277,7 +281,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
-        _check_tensors(tgt=tgt, memory=memory)
+        check_floating(tgt=tgt, memory=memory)
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
         if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:

@@ -176,6 +176,21 @@ def test_causal_without_a_mask_is_refused() -> None:
             ours(tensor, tensor, tensor, need_weights=need_weights, is_causal=True)
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_floating_tensor_is_named(name: str, need_weights: bool) -> None:
+    given = dict(zip(("query", "key", "value"), inputs(pair()[1]), strict=True))
+    for bad, said in ((None, "None: a"), ([1.0], "a list: a"), (given[name].int(), r"torch\.int32: a floating")):
+        with pytest.raises(TypeError, match=rf"^`{name}` is {said} torch\.Tensor is needed"):
+            pair()[1](**{**given, name: bad}, need_weights=need_weights)
+
+
+def test_a_padding_mask_that_is_no_tensor_is_named() -> None:
+    _, ours = pair()
+    with pytest.raises(TypeError, match=r"^`key_padding_mask` is a list: a torch\.Tensor of bool is needed"):
+        ours(*inputs(ours), key_padding_mask=[True], need_weights=False)
+
+
 def test_a_row_without_keys_is_zero_and_padding_may_hold_anything() -> None:
     _, ours = pair(batch_first=True)
     query, key, value = inputs(ours)

@@ -394,6 +394,8 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
         held = module.stream.state
         with pytest.raises(ValueError, match="`value`"):
             module.update(points, points[..., :3])
+        with pytest.raises(TypeError, match="`key_padding_mask` is a list"):
+            module.update(points, key_padding_mask=[True])
         with pytest.raises(ValueError, match="`key_padding_mask`"):
             module.update(points, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
         with pytest.raises(ValueError, match="`query`"):

@@ -289,6 +289,11 @@ def test_wrong_shapes_are_named() -> None:
         ours(target, memory.float())
     with pytest.raises(ValueError, match=r"`memory` has shape .*: \(B, N, C\) with B = 2 is needed"):
         ours(target, memory[:1])
+    for name in ("memory_key_padding_mask", "tgt_key_padding_mask"):
+        with pytest.raises(TypeError, match=rf"`{name}` is a list: a torch\.Tensor of bool is needed"):
+            ours(target, memory, **{name: [True]})
+    with pytest.raises(TypeError, match=r"`tgt` is torch\.int32: a floating torch\.Tensor is needed"):
+        ours(target.int(), memory)
     for name, mask in {"memory_key_padding_mask": PADDING, "tgt_key_padding_mask": PADDING[:, 1:]}.items():
         with pytest.raises(ValueError, match=f"`{name}` has shape"):
             ours(target, memory, **{name: mask})
@@ -299,5 +304,10 @@ def test_wrong_shapes_are_named() -> None:
     _, encoder = pair(nn.TransformerEncoderLayer)
     with pytest.raises(TypeError, match=r"`src` is a ndarray: a torch\.Tensor is needed"):
         encoder(target.detach().numpy())
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(TypeError, match=r"`src` is torch\.int32: a floating"):
+            encoder.train(training)(target.int())
+    with pytest.raises(TypeError, match=r"`src_key_padding_mask` is a list: a torch\.Tensor of bool is needed"):
+        encoder(target, src_key_padding_mask=[True])
     with pytest.raises(ValueError, match="`src_key_padding_mask` has shape"):
         encoder(target, src_key_padding_mask=PADDING[:1])
