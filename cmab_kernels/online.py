@@ -26,7 +26,7 @@ class OnlineRidge:
     """Ridge regression whose examples come and go: the minimum of sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over those that it holds.
 
     It keeps sums of products in float64, of a size that does not depend on how many examples were read. `partial_fit` adds to them and
-    `forget` subtracts from them, so that what was forgotten was never seen, to rounding.
+    `forget` subtracts from them, so that what was forgotten was never seen, to rounding: where that is large, `info_` says so.
 
     Args:
         alpha: the penalty, >= 0. The intercept b is not penalised.
@@ -118,7 +118,10 @@ class OnlineRidge:
 
     @property
     def info_(self) -> int:
-        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned, or examples lie too far from the first."""
+        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned or sums hold two digits at most.
+
+        That is where examples lie too far from the first, or lay there before they were forgotten, or where no weight is left.
+        """
         return int(self._fitted().solved(self, sound=False).info)
 
     @property
@@ -149,13 +152,13 @@ class OnlineRidge:
             allowed = "the examples so far were added with the other; change it before `fit`, which starts anew"
             raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", allowed))
         weights, state, number = rows.weights, held.state, len(rows.x)
+        faded = self.forgetting**number
         if self.forgetting != 1:
             ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)
             fading = self.forgetting**ages
             weights = fading[None] if weights is None else fading * weights
-            faded = self.forgetting**number
             state = RidgeState(state.gram * faded, state.moment * faded, state.count)
-        self._sums = held.with_state(ridge_state(*rows.operands(held), weights=weights, state=state))
+        self._sums = held.with_state(ridge_state(*rows.operands(held), weights=weights, state=state), faded)
         self.n_features_in_ = rows.x.shape[1]
         return self
 
@@ -244,13 +247,15 @@ class OnlineRidge:
 class _Sums:
     """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin` and, for an intercept, a column of ones.
 
-    The origins are near the means of the first examples, as seen from their spread, so that data far from 0 lose no digits. The solution is
-    kept until sums change.
+    The origins are near the means of the first examples, as seen from their spread, so that data far from 0 lose no digits. `peak` is the
+    largest size that the diagonal of the sums has had, faded as they are: rounding of that size stays in them. The solution is kept until
+    sums change.
     """
 
     def __init__(
         self,
         state: RidgeState,
+        peak: Tensor,
         origin: Tensor,
         target_origin: Tensor,
         intercept: bool,
@@ -258,8 +263,8 @@ class _Sums:
         dtype: Any,
         names: list[str] | None,
     ) -> None:
-        self.state, self.origin, self.target_origin, self.intercept, self.flat = state, origin, target_origin, intercept, flat
-        self.dtype, self.names = dtype, names
+        self.state, self.peak, self.origin, self.target_origin = state, peak, origin, target_origin
+        self.intercept, self.flat, self.dtype, self.names = intercept, flat, dtype, names
         self._solution: tuple[float, LinearRegression] | None = None
 
     @classmethod
@@ -269,10 +274,12 @@ class _Sums:
         counted = slice(None) if rows.weights is None else rows.weights[0] > 0  # a row of weight 0 may hold whatever fills it up
         origin, target_origin = (intercept * _origin(t[counted].double()) for t in (rows.x, rows.y))
         state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
-        return cls(state, origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
+        return cls(state, _diagonal(state.gram), origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
 
-    def with_state(self, state: RidgeState) -> _Sums:
-        return _Sums(state, self.origin, self.target_origin, self.intercept, self.flat, self.dtype, self.names)
+    def with_state(self, state: RidgeState, faded: float = 1.0) -> _Sums:
+        """Return these sums after a change to `state`, in which the weights of what was held are `faded`."""
+        peak = torch.maximum(faded * self.peak, _diagonal(state.gram).abs())
+        return _Sums(state, peak, self.origin, self.target_origin, self.intercept, self.flat, self.dtype, self.names)
 
     def solved(self, model: OnlineRidge, sound: bool = True) -> LinearRegression:
         """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
@@ -286,7 +293,10 @@ class _Sums:
         if sound and regression.info == 1:
             allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
             if model.alpha > 0:
-                allowed = "these examples have no solution: their numbers are too large, or some were forgotten that were not held"
+                allowed = (
+                    "these examples have no solution: their numbers are too large, or some were forgotten that were not held, "
+                    "or that were far from the others"
+                )
             raise ValueError(wrong("alpha", f"is {model.alpha}", allowed))
         if sound and regression.info == 2:
             warnings.warn(
@@ -296,17 +306,33 @@ class _Sums:
 
     def _solve(self, alpha: float) -> LinearRegression:
         gram, moment = self.state.gram, self.state.moment
+        least = torch.finfo(gram.dtype).eps / ILL_CONDITIONED * self.peak  # what is below it has two digits at most
         if not self.intercept:
-            weight, info = regularised_solve(gram, moment, alpha)
+            weight, info = _solved(gram, moment, alpha, least)
             return LinearRegression(weight, self.origin[None, None], self.target_origin[None, None], info)
         total, x_sum, y_sum = gram[..., -1:, -1:], gram[..., -1:, :-1], moment[..., -1:, :]
-        x_mean, y_mean = (torch.where(total > 0, each / total, 0.0) for each in (x_sum, y_sum))
+        known = total > least[..., None, -1:]
+        x_mean, y_mean = (torch.where(known, each / total, 0.0) for each in (x_sum, y_sum))
         centred = gram[..., :-1, :-1] - x_mean.mT * x_sum
-        weight, info = regularised_solve(centred, moment[..., :-1, :] - x_mean.mT * y_sum, alpha)
-        rounding = torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1)[..., :-1]  # of sums about the origin
-        lost = (rounding > ILL_CONDITIONED * (centred.diagonal(dim1=-2, dim2=-1) + alpha)).any(-1)
-        info = torch.where(lost & (info == INFO_SOUND), INFO_ILL_CONDITIONED, info)
+        weight, info = _solved(centred, moment[..., :-1, :] - x_mean.mT * y_sum, alpha, least[..., :-1])
+        info = _doubted(info, ~known[..., 0, 0])
         return LinearRegression(weight, self.origin + x_mean[..., 0, :], self.target_origin + y_mean[..., 0, :], info)
+
+
+def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight and its info, which doubts a feature of which the others leave less than `least` (..., D)."""
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand(gram.shape)
+    both, info = regularised_solve(gram, torch.cat([moment, one], -1), alpha)
+    weight, inverse = both.split([moment.shape[-1], one.shape[-1]], -1)
+    return weight, _doubted(info, (least * _diagonal(inverse) > 1).any(-1))
+
+
+def _doubted(info: Tensor, doubtful: Tensor) -> Tensor:
+    return torch.where(doubtful & (info == INFO_SOUND), INFO_ILL_CONDITIONED, info)
+
+
+def _diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1)
 
 
 def _origin(rows: Tensor) -> Tensor:

@@ -152,6 +152,48 @@ def test_far_from_the_first_examples() -> None:
         model.predict(x)
 
 
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize(("distance", "said"), [(1e6, {0}), (3e8, {1, 2}), (1e9, {1, 2}), (1e10, {1, 2})])
+def test_what_far_examples_leave_is_said(distance: float, said: set[int], intercept: bool) -> None:
+    """The sums keep the rounding of the largest that they have been."""
+    x, y, _ = _data(targets=1)
+    for far in distance * np.random.default_rng(1).normal(size=(4, 1, 5)):
+        for methods in (("partial_fit", "forget"), ("forget", "partial_fit")):
+            model = OnlineRidge(fit_intercept=intercept).fit(x, y)
+            for method in methods:
+                getattr(model, method)(far, [1.0])
+            assert model.info_ in said
+            if model.info_ == 0:
+                np.testing.assert_allclose(model.coef_, Ridge(fit_intercept=intercept).fit(x, y).coef_, rtol=1e-3)
+
+
+def test_features_that_nearly_agree_have_fewer_digits_to_lose() -> None:
+    x, y, _ = _data(targets=1)
+    x[:, 1] = x[:, 0] + 1e-4 * x[:, 1]
+    far = np.full((1, 5), 2e4)
+    model = OnlineRidge(1e-9).fit(x, y)
+    assert model.info_ == 0 and model.partial_fit(far, [1.0]).forget(far, [1.0]).info_ == 2
+
+
+def test_what_fades_takes_its_rounding_along() -> None:
+    x, y, _ = _data(rows=100)
+    model = _streamed(OnlineRidge(forgetting=0.5).fit(x, y).partial_fit(np.full((1, 5), 1e9), [[0.0, 0.0]]), x, y)
+    assert model.info_ == 0
+    np.testing.assert_allclose(model.coef_, OnlineRidge(forgetting=0.5).fit(x, y).coef_, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_rows_of_no_weight_determine_is_said(seed: int) -> None:
+    """The weight that is left when the others were forgotten is rounding."""
+    x, y, weights = _data(seed=seed)
+    weights[30:] = 0
+    model = OnlineRidge().fit(x, y, weights)
+    for row in range(30):
+        model.forget(x[row : row + 1], y[row : row + 1], weights[row : row + 1])
+    assert model.n_samples_seen_ == 30 and model.info_ == 2
+    np.testing.assert_allclose(model.intercept_ + model.coef_ @ model._sums.origin.numpy(), model._sums.target_origin, rtol=1e-10)
+
+
 def test_what_is_forgotten_may_come_in_another_dtype() -> None:
     x, y, weights = (part.astype(np.float32) for part in _data())
     doubled = [part.astype(np.float64) for part in (x, y, weights)]
