@@ -98,8 +98,16 @@ def test_operands_keep_their_value() -> None:
 
 @pytest.mark.parametrize("size", [1e-19, 1e15])
 def test_intention_of_small_keys(size: float) -> None:
-    """Sums of squares are kept whatever their size: there 1e-38 is no small number beside others."""
+    """Sums of squares may be as small as the smallest normal number: there 1e-38 is no small number beside others."""
     query, key, value = size * torch.randn(1, 2, 20, 16), size * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
     alpha = 300 * size**2
     right = ck.intention(query.double(), key.double(), value.double(), alpha, impl="reference")
     assert row_error(ck.intention(query, key, value, alpha, impl="native"), right).max() < 1e-5
+
+
+def test_sums_of_a_state_may_be_of_any_size() -> None:
+    """They are float64, where the product of any two float32 is exact."""
+    key, value = 1e-36 * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
+    weight, info = ck.solve_ridge(ck.ridge_state(key, value, impl="native"), 0.0, impl="native")
+    right = torch.linalg.lstsq(1e36 * key.double(), value.double()).solution
+    assert info.eq(0).all() and row_error(1e-36 * weight, right).max() < 1e-12
