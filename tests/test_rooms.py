@@ -21,7 +21,7 @@ MAY = {
     "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
-    "state": {"checks", "dtypes"},
+    "state": {"checks", "devices", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import kind_of, wrong
 from ..dtypes import state_dtype
 from ..nystrom import ContinualAttentionState, ContinualNystromState, state_from_tensors, state_to_tensors
-from ..nystrom.continual.state import EXTRA_SUMS, LAST_POSITION, check_state
+from ..nystrom.continual.state import EXTRA_SUMS, LAST_POSITION, check_state, unlikely_totals
 from .stream import Part, Stream, copied, extent
 
 
@@ -144,9 +144,7 @@ class ContinualStream(Stream[WindowState]):
             return wrong(prefix + "position", f"is {int(entries['position'])}", allowed)
         if entries["scale"] != self.width**-0.5:
             return wrong(prefix + "scale", f"is {float(entries['scale'])}", f"it is {self.width**-0.5} in this module")
-        if (entries["sums"][..., -EXTRA_SUMS] <= 0).any():
-            return wrong(prefix + "sums", "holds a total that is not positive", "a sum of exponentials is")
-        return ""
+        return unlikely_totals(prefix + "sums", entries["sums"])
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
         if "sums" not in entries:

@@ -68,6 +68,9 @@ BAD_INITS: dict[str, Error] = {
     "no token": (ValueError, r"`key` has no token", {"query": Q[:, :, :0], "key": K[:, :, :0], "value": V[:, :, :0]}),
     "a NaN": (ValueError, r"`key` holds a NaN", {"key": K.masked_fill(K.max() == K, torch.nan)}),
     "an infinity": (ValueError, r"`value` holds a NaN or an infinity", {"value": V / 0}),
+    "a NaN landmark": (ValueError, r"`landmarks\[1\]` holds a NaN", {"num_landmarks": None, "landmarks": (NEAR, NEAR * torch.nan)}),
+    "a NaN scale": (ValueError, r"`scale` holds a NaN", {"scale": float("nan")}),
+    "an infinite scale": (ValueError, r"`scale` holds a NaN or an infinity", {"scale": torch.tensor(torch.inf)}),
 }
 
 
@@ -83,6 +86,12 @@ def test_init(name: str) -> None:
     error, message, given = {**BAD_WINDOWS, **BAD_INITS}[name]
     with pytest.raises(error, match=message):
         ck.continual_nystrom_init(**{"query": Q, "key": K, "value": V, "num_landmarks": 3, **given})
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+def test_init_of_attention(scale: float) -> None:
+    with pytest.raises(ValueError, match="`scale` holds a NaN or an infinity"):
+        ck.continual_attention_init(Q, K, V, scale=scale)
 
 
 BAD_MATRICES: dict[str, tuple[type[Exception], str, Any, Any]] = {

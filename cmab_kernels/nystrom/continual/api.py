@@ -64,6 +64,8 @@ def continual_nystrom_init(
     iterations = check_pinv(pinv, pinv_iterations)
     with as_they_are(key.device):
         chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
+        if landmarks is not None:
+            refuse_not_finite(**{"landmarks[0]": chosen.queries, "landmarks[1]": chosen.keys})
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
@@ -236,7 +238,9 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
 
 def _scale(scale: float | None, key: Tensor) -> Tensor:
     """The scale of a state: a number in the host's memory whatever the default device, so that a step reads it without waiting."""
-    return torch.tensor(key.shape[-1] ** -0.5 if scale is None else fixed(scale), dtype=torch.float64, device="cpu")
+    factor = torch.tensor(key.shape[-1] ** -0.5 if scale is None else fixed(scale), dtype=torch.float64, device="cpu")
+    refuse_not_finite(scale=factor)
+    return factor
 
 
 def _rings(*tokens: Tensor) -> Any:

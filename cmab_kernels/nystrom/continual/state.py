@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checks import kind_of, wrong
+from ...devices import device_of
 from ...dtypes import FLOATING, state_dtype
 
 
@@ -89,6 +90,7 @@ LAST_POSITION = 2**62
 RINGS = ("queries", "keys", "values")
 """The fields of a state that are rings."""
 
+KINDS = (ContinualNystromState, ContinualAttentionState)
 ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
@@ -143,7 +145,8 @@ def move_state(state: State, device: torch.device | str) -> State:
     >>> cmab_kernels.move_state(state, "cpu").keys.device
     device(type='cpu')
     """
-    device = torch.device(device)
+    _check_any(state)
+    device = device_of(device)
     tensors: Any = {
         name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")
     }
@@ -170,6 +173,7 @@ def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
     >>> torch.equal(*(cmab_kernels.continual_nystrom_step(each, new, new, new).out for each in (state, restored)))
     True
     """
+    _check_any(state)
     position = tokens_seen(state)
     tensors = {name: field for name, field in state._asdict().items() if name != "spare"}
     counts = {name: torch.tensor(count, device=_HOST) for name, count in {**tensors, "position": position}.items() if name in COUNTS}
@@ -194,6 +198,10 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     >>> cmab_kernels.state_from_tensors(cmab_kernels.ContinualAttentionState, tensors).position
     64
     """
+    if kind not in KINDS:
+        raise TypeError(wrong("kind", f"is {kind!r}", "ContinualNystromState or ContinualAttentionState is needed"))
+    if not isinstance(tensors, Mapping):
+        raise TypeError(wrong(name, f"is {kind_of(tensors)}", "a mapping from names to tensors is needed"))
     names: list[str] = [field for field in kind._fields if field != "spare"]
     if tensors.keys() != set(names):
         other = next(entry for entry in (*names, *tensors) if (entry in tensors) != (entry in names))
@@ -207,14 +215,25 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
             raise ValueError(wrong(f"{name}[{entry!r}]", given, f"(B, H, {counts['window']}, *), a window, is needed"))
         fields[entry] = ring_of(fields[entry], counts["position"], counts["window"] + 1)
     position = position_on(fields["keys"].device, counts["position"], *fields["keys"].shape[:2])
-    fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=fields["scale"].cpu(), position=position)
+    fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=_on_host(f"{name}['scale']", fields["scale"]), position=position)
     state = kind(**fields)
     check_state(state, kind, name)
+    problem = "" if state.sums.is_meta else unlikely_totals(f"{name}['sums']", state.sums)
+    if problem:
+        raise ValueError(problem)
     return state
 
 
+def unlikely_totals(name: str, sums: Tensor) -> str:
+    """The reason why no stream can have these sums, or "" if one can."""
+    if (sums[..., -EXTRA_SUMS] <= 0).any():
+        return wrong(name, "holds a total that is not positive", "a sum of exponentials is")
+    return ""
+
+
 def _loaded_count(name: str, count: Tensor) -> int:
-    if not isinstance(count, Tensor) or count.shape != () or count.dtype != torch.int64 or not 0 <= int(count) <= LAST_POSITION:
+    fits = isinstance(count, Tensor) and count.shape == () and count.dtype == torch.int64 and _is_dense(count) and not count.is_meta
+    if not fits or not 0 <= int(count) <= LAST_POSITION:
         raise ValueError(wrong(name, f"is {count!r}", f"an int64 tensor () from 0 to {LAST_POSITION} is needed"))
     return int(count)
 
@@ -223,9 +242,21 @@ def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy without a gradient of numbers that are finite."""
     if not isinstance(tensor, Tensor):
         raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+    if not _is_dense(tensor):
+        raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
     if not tensor.is_meta and not tensor.isfinite().all():
         raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _on_host(name: str, tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
+    return tensor.cpu()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def own_memory(state: State) -> State:
@@ -290,7 +321,7 @@ def _sent(state: State) -> tuple[Any, ...]:
     return type(state)._make, (copies,)
 
 
-for _kind in (ContinualNystromState, ContinualAttentionState):
+for _kind in KINDS:
     ForkingPickler.register(_kind, _sent)
 
 
@@ -326,6 +357,14 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"{device} is needed; `move_state` moves a state"))
 
 
+def _check_any(state: Any) -> None:
+    """Raise unless `state` is of either kind and its parts fit together."""
+    kind = type(state)
+    if kind not in KINDS:
+        raise TypeError(wrong("state", f"is {kind_of(state)}", "a ContinualNystromState or a ContinualAttentionState is needed"))
+    check_state(state, kind)
+
+
 def _check_counts(state: ContinualState, name: str) -> None:
     counts = [field for field in ("window", "pinv_iterations", "fixed") if hasattr(state, field)]
     for field in counts:
@@ -340,16 +379,18 @@ def _check_counts(state: ContinualState, name: str) -> None:
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype that each tensor must have, given those of the keys and the values."""
-    keys, values, sums = state.keys, state.values, state.sums
-    for part, ring in (("keys", keys), ("values", values), ("sums", sums)):
+    """The shape and dtype that each tensor must have, given those of the rings. Where one of them has another dtype, that one is wrong."""
+    queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
+    for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
         if not isinstance(ring, Tensor) or ring.dim() != 4:
-            given = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
-            raise ValueError(wrong(f"{name}.{part}", given, "a tensor of 4 dimensions is needed"))
-    if keys.dtype not in FLOATING:
-        raise TypeError(wrong(f"{name}.keys", f"is {keys.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+            shown = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
+            raise ValueError(wrong(f"{name}.{part}", shown, "a tensor of 4 dimensions is needed"))
+    for part, ring in (("queries", queries), ("keys", keys), ("values", values)):
+        if ring.dtype not in FLOATING:
+            raise TypeError(wrong(f"{name}.{part}", f"is {ring.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+    given = queries.dtype if queries.dtype == values.dtype else keys.dtype
     batch, heads, capacity, width = keys.shape
-    value_width, dtype = values.shape[-1], state_dtype(keys.dtype)
+    value_width, dtype = values.shape[-1], state_dtype(given)
     if capacity <= state.window:
         raise ValueError(wrong(f"{name}.keys", f"has a ring of {capacity} rows", f"more than the window's {state.window} are needed"))
     rows = sums.shape[-2]
@@ -358,9 +399,9 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     elif isinstance(state, ContinualNystromState) and not 1 <= rows <= state.window:
         raise ValueError(wrong(f"{name}.sums", f"has {rows} landmarks", f"1 to {state.window} are needed"))
     parts = {
-        "queries": ((batch, heads, capacity, width), keys.dtype),
-        "keys": ((batch, heads, capacity, width), keys.dtype),
-        "values": ((batch, heads, capacity, value_width), keys.dtype),
+        "queries": ((batch, heads, capacity, width), given),
+        "keys": ((batch, heads, capacity, width), given),
+        "values": ((batch, heads, capacity, value_width), given),
         "sums": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
         "spare": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
         "scale": ((), torch.float64),

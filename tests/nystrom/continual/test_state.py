@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -362,25 +363,53 @@ SPOILT: dict[str, tuple[type[Exception], Any]] = {
     "sums": (ValueError, lambda t: t[:, :, :, 1:]),
     "inverse": (TypeError, lambda t: t.float()),
     "scale": (TypeError, lambda t: 0.5),
+    "scale elsewhere": (ValueError, lambda t: t.to("meta")),
+    "queries": (TypeError, lambda t: t.float()),
+    "keys of another dtype": (TypeError, lambda t: t.float()),
+    "keys that are sparse": (TypeError, lambda t: t.to_sparse()),
+    "sums of nothing": (ValueError, lambda t: t * 0),
     "window": (ValueError, lambda t: t[None]),
+    "window elsewhere": (ValueError, lambda t: t.to("meta")),
+    "window that is sparse": (ValueError, lambda t: t.to_sparse()),
     "position": (ValueError, lambda t: t - 1000),
     "fixed": (ValueError, lambda t: 1),
     "landmark_keys": (ValueError, None),
 }
 
 
-@pytest.mark.parametrize("name", [*SPOILT, "spare"])
-def test_spoilt_tensors_are_refused(name: str) -> None:
+@pytest.mark.parametrize("case", [*SPOILT, "spare"])
+def test_spoilt_tensors_are_refused(case: str) -> None:
     state, _ = _start(_stream(17), 17, 5, fixed=False)
+    name = case.split(" ")[0]
     tensors: dict[str, Any] = ck.state_to_tensors(state)
     assert _same(ck.state_from_tensors(ck.ContinualNystromState, tensors), state)
-    error, change = SPOILT.get(name, (ValueError, lambda _: state.spare))
+    error, change = SPOILT.get(case, (ValueError, lambda _: state.spare))
     if change is None:
         del tensors[name]
     else:
         tensors[name] = change(tensors.get(name))
     with pytest.raises(error, match=rf"`tensors\.?\[?'?{name}"):
         ck.state_from_tensors(ck.ContinualNystromState, tensors)
+
+
+BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
+    "a device of no name": (TypeError, "`device` is None", lambda state: ck.move_state(state, None)),
+    "an unknown device": (ValueError, "`device` is 'foo'", lambda state: ck.move_state(state, "foo")),
+    "a tuple to move": (TypeError, "`state` is a tuple", lambda _: ck.move_state((1, 2), "cpu")),
+    "nothing to take apart": (TypeError, "`state` is None", lambda _: ck.state_to_tensors(None)),
+    "half a state": (ValueError, r"`state\.keys` is None", lambda state: ck.state_to_tensors(state._replace(keys=None))),
+    "a name of a kind": (TypeError, "`kind` is 'x'", lambda state: ck.state_from_tensors("x", ck.state_to_tensors(state))),
+    "another kind": (TypeError, "`kind` is .*RidgeState", lambda state: ck.state_from_tensors(ck.RidgeState, ck.state_to_tensors(state))),
+    "no tensors": (TypeError, "`tensors` is None", lambda state: ck.state_from_tensors(type(state), None)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_what_is_no_state_is_named(case: str) -> None:
+    error, message, call = BAD_CALLS[case]
+    state, _ = _start(_stream(17), 17, 5, fixed=False)
+    with pytest.raises(error, match=f"^{message}"):
+        call(state)
 
 
 # ---- tokens and callers of other kinds
