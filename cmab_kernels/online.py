@@ -78,6 +78,8 @@ class OnlineRidge:
         if self.forgetting != 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting}", "only with 1 do examples keep the weights to be subtracted"))
         rows = _Rows(self, X, y, sample_weight, held)
+        if len(rows.x) > self.n_samples_seen_:
+            raise ValueError(wrong("X", f"has {len(rows.x)} rows", f"only {self.n_samples_seen_} examples are held"))
         left = held.with_state(remove_ridge(held.state, *rows.operands(held), weights=rows.weights))
         self._sums = left if int(left.state.count) else None
         return self
@@ -167,7 +169,7 @@ class OnlineRidge:
             raise ValueError(wrong("alpha", f"is {self.alpha!r}", "a number >= 0 is needed"))
         if not isinstance(self.forgetting, Real) or not 0 < self.forgetting <= 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
-        if self.fit_intercept not in (True, False):
+        if getattr(self.fit_intercept, "shape", ()) or self.fit_intercept not in (True, False):
             raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", "True or False is needed"))
 
     def _held(self) -> _Sums | None:

@@ -252,6 +252,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha": ({"alpha": -1.0}, "`alpha` is -1.0"),
     "forgetting": ({"forgetting": 0}, "`forgetting` is 0"),
     "fit_intercept": ({"fit_intercept": "no"}, "`fit_intercept` is 'no'"),
+    "fit_intercept array": ({"fit_intercept": np.array([1, 2])}, r"`fit_intercept` is array\(\[1, 2\]\)"),
     "X text": ({"X": [["a"] * 5] * 4}, "`X` is no array of numbers"),
     "X ragged": ({"X": [[1.0], [1.0, 2.0]]}, "`X` is no array of numbers"),
     "X sparse": ({"X": torch.zeros(4, 5).to_sparse()}, "`X` is torch.sparse_coo"),
@@ -263,7 +264,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sample_weight": ({"sample_weight": -np.ones(4)}, "`sample_weight` has a negative element"),
     "sample_weight shape": ({"sample_weight": np.ones(3)}, "`sample_weight` has shape"),
     "device": ({"X": torch.zeros(4, 5, device="meta")}, "`X` is on meta"),
-    "too many": ({"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))}, "`state.count, less the keys"),
+    "too many": ({"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))}, "`X` has 70 rows: only 60 examples"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -137,8 +138,19 @@ def test_a_state_whose_parts_do_not_fit() -> None:
     for call in (lambda: ck.merge_ridge(torn), lambda: ck.solve_ridge(torn, 0.1)):
         with pytest.raises(ValueError, match=r"gram` has shape \(2, 3, 8, 8\).*\(2, 2, 8, 8\)"):
             call()
-    with pytest.raises(ValueError, match=r"are \(1, 1, -1, 1\)"):
-        ck.empty_ridge(1, 1, -1, 1)
+
+
+@pytest.mark.parametrize("width", [-1, 1.5, "a", None])
+def test_an_empty_state_of_no_width(width: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"are {(1, 1, width, 1)}: each must be an int >= 0")):
+        ck.empty_ridge(1, 1, width, 1)
+
+
+def test_an_empty_state_nowhere() -> None:
+    with pytest.raises(ValueError, match="`device` is 'foo'"):
+        ck.empty_ridge(1, 1, 1, 1, device="foo")
+    with pytest.raises(TypeError, match="`device` is a float"):
+        ck.empty_ridge(1, 1, 1, 1, device=0.5)
 
 
 @pytest.mark.parametrize("case", BAD_SYSTEMS)

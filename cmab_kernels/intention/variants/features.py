@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...autograd import differentiable
-from ...checks import check_mask, check_operands, nan_if_refused, refuse_negative, wrong
-from .inputs import check_query, check_rows, expand_to
+from ...checks import check_count, check_mask, check_operands, nan_if_refused, refuse_negative, wrong
+from .inputs import check_number, check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
 
@@ -84,7 +84,7 @@ def nystrom_features(
     """
     check_operands(query=query, key=key)
     check_rows(key, None, key_padding_mask)
-    if not 1 <= num_landmarks <= key.shape[2]:
+    if check_count("num_landmarks", num_landmarks) > key.shape[2]:
         raise ValueError(wrong("num_landmarks", f"is {num_landmarks}", f"from 1 to N = {key.shape[2]} is needed"))
     index, absent = _evenly_spaced(key, num_landmarks, key_padding_mask)
     landmarks = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1]))
@@ -107,11 +107,13 @@ def _evenly_spaced(key: Tensor, count: int, mask: Tensor | None) -> tuple[Tensor
 
 def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
     """gamma as (B, H, 1, 1) float64; raise unless it is >= 0 and broadcasts."""
-    rate = gamma if isinstance(gamma, Tensor) else torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
-    if not isinstance(gamma, Tensor) and not 0 <= gamma < math.inf:
-        raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
-    refuse_negative("gamma", rate)
-    return expand_to("gamma", nan_if_refused(rate), key.shape[:2], key.device)[..., None, None]
+    if not isinstance(gamma, Tensor):
+        check_number("gamma", gamma)
+        if not 0 <= gamma < math.inf:
+            raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
+        gamma = torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
+    refuse_negative("gamma", gamma)
+    return expand_to("gamma", nan_if_refused(gamma), key.shape[:2], key.device)[..., None, None]
 
 
 def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ...backends import passed_on
 from ...checks import (
+    check_count,
     check_key_value,
     check_mask,
     check_operands,
@@ -32,8 +34,7 @@ def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **other
 
 def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | None) -> Tensor:
     """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label outside the classes that is not masked."""
-    if num_classes < 1:
-        raise ValueError(wrong("num_classes", f"is {num_classes}", "it must be >= 1"))
+    check_count("num_classes", num_classes)
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is {kind_of(labels)}"
         raise TypeError(wrong("labels", given, "a torch.Tensor of int64 is needed"))
@@ -61,6 +62,7 @@ def without_strays(labels: Tensor, weights: Tensor, num_classes: int) -> tuple[T
 def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
     """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as float64 (B, H, 1, 1); `like` is any (B, H, ...) tensor."""
     if not isinstance(given, Tensor):
+        check_number(name, given)
         if not 0 <= given <= 1:
             raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
         given = torch.full((), given, dtype=torch.float64, device=like.device)
@@ -70,16 +72,31 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
     return expand_to(name, given, like.shape[:2], like.device)[..., None, None]
 
 
+def check_number(name: str, given: object) -> None:
+    """Raise unless what is no tensor is a real number."""
+    if not isinstance(given, Real):
+        raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
+
+
 def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
     """Class probabilities (B, H, C): those given, or the classes' shares of `weight` (B, H, C). 0 for a class without members."""
     if given is None:
         priors = weight
     else:
-        given = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float64, device=weight.device)
-        priors = expand_to("priors", given, weight.shape, weight.device)
+        priors = expand_to("priors", _as_tensor("priors", given, weight.device), weight.shape, weight.device)
         refuse_negative("priors", priors)
         priors = nan_if_refused(priors).masked_fill(weight == 0, 0.0)
     return divided(priors, priors.sum(-1, keepdim=True))
+
+
+def _as_tensor(name: str, given: Tensor | Sequence[float], device: torch.device) -> Tensor:
+    if isinstance(given, Tensor):
+        return given
+    try:
+        return torch.tensor(given, dtype=torch.float64, device=device)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(wrong(name, f"is {given!r}", "numbers, or a floating tensor, are needed")) from error
 
 
 def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
