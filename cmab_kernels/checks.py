@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import FLOATING, state_dtype
-from .tracing import has_values
+from .tracing import has_values, is_transformed
 
 _autocasts_anywhere = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for some device: asked first, since to name the kind of a device takes three times as long."""
@@ -89,14 +89,29 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """The factor of the scores as a float; raise for no number, and for a tensor that requires a gradient, which it would not get."""
-    if isinstance(scale, (int, float)):
+    """The factor of the scores as a float; raise for no number, and for a tensor with a derivative or mapped over, which would be lost."""
+    if not isinstance(scale, (int, float)):
+        _check_constant(scale)
+    try:
         return float(scale)
-    if isinstance(scale, Tensor) and scale.requires_grad:
-        raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
-    if not hasattr(scale, "__float__") or (isinstance(scale, Tensor) and scale.numel() != 1):
+    except TypeError:  # an array
+        raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed")) from None
+    except OverflowError:
+        raise ValueError(wrong("scale", "is an int beyond all floats", "a number that a float can hold is needed")) from None
+
+
+def _check_constant(scale: Any) -> None:
+    """Raise unless a scale may be a number, and if it is a tensor, one of one real number that nothing differentiates or maps."""
+    single = hasattr(scale, "__float__")
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
+        if is_transformed(scale):
+            given = "is under a transform of torch.func, or in forward mode"
+            raise TypeError(wrong("scale", given, "a number is needed; multiply the query by what is learned or mapped"))
+        single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
+    if not single:
         raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed"))
-    return float(scale)
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:

@@ -19,6 +19,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -54,6 +55,13 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return _under_transform() or forward_ad._current_level >= 0
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether it may stand for more than its value: for a tangent of forward mode, or for what a transform of `torch.func` made of it."""
+    if _under_transform() and _is_wrapped(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_watched() -> bool:

@@ -91,6 +91,55 @@ def test_what_forward_mode_refuses() -> None:
         jvp(lambda k: ck.latent_attention(Q, k, V, impl="nonsense"), (K,), (K,))
 
 
+OF_SCALE: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda c: ck.latent_attention(Q, K, V, scale=c),
+    "state": lambda c: ck.attention_state(Q, K, V, scale=c).lse,
+    "removal": lambda c: ck.remove_from_state(ck.attention_state(Q, K, V), Q, K, V, scale=c).state.out,
+    "projected": lambda c: ck.projected_attention_state(Q, V[0, :1], W, W, scale=c).out,
+    "prefixes": lambda c: ck.prefix_attention_states(Q, K, V, scale=c).out,
+    "nystrom": lambda c: ck.nystrom_attention(K, K, V, num_landmarks=2, scale=c),
+    "sigma": lambda c: ck.sigma_intention(Q, K, V, 0.3, scale=c),
+    "attention layer": lambda c: ck.attention_layer(Q[0], W[:4], W[4:], W[:4], W[4:], num_heads=2, scale=c),
+}
+"""Operators as functions of their scale, a constant."""
+
+
+def _of_a_dual(call: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(at, torch.ones_like(at)))
+
+
+HALF = torch.tensor(0.5)
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "jvp": lambda call: jvp(call, (HALF,), (HALF,)),
+    "jacfwd": lambda call: jacfwd(call)(HALF),
+    "a dual tensor": lambda call: _of_a_dual(call, HALF),
+    "a dual one computed from": lambda call: _of_a_dual(lambda c: call(2 * c), HALF),
+    "vmap": lambda call: vmap(call)(torch.stack([HALF, HALF])),
+    "gradient": lambda call: grad(lambda c: call(c).sum())(HALF),
+    "gradient within a gradient": lambda call: grad(lambda c: grad(lambda x: x * call(c).sum())(HALF))(HALF),
+    "gradient within forward mode": lambda call: jvp(lambda c: grad(lambda x: x * call(c).sum())(HALF), (HALF,), (HALF,)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", OF_SCALE)
+def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> None:
+    """Its derivative would silently be 0."""
+    with pytest.raises(TypeError, match=r"`scale` .*multiply the query by what is learned"):
+        TRANSFORMS[transform](OF_SCALE[name])
+
+
+@pytest.mark.parametrize("name", OF_SCALE)
+def test_a_constant_scale_beside_a_transform(name: str) -> None:
+    """A tensor of one number that no transform has made is taken, whatever else is transformed."""
+    call = OF_SCALE[name]
+    right = call(HALF)
+    close(right, call(0.5))  # type: ignore[arg-type]
+    close(jvp(lambda x: x * call(HALF), (HALF.double(),), (HALF.double(),))[1], 0.5 * right)
+    close(vmap(lambda x: x * call(HALF))(HALF.double()[None])[0], 0.5 * right)
+
+
 def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
     gram, slope, rhs = 3 * torch.eye(4).double() + 0.5, torch.randn(4, 4).double(), torch.randn(4, 2).double()
     slope = slope + slope.mT

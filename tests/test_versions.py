@@ -29,6 +29,7 @@ UNPROMISED = {
     "torch._C._cuda_getCurrentRawStream",
     "torch._C._distributed_c10d._resolve_process_group",
     "torch._C._TorchDispatchModeKey.PROXY",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._get_dispatch_mode",
     "torch._C._is_any_autocast_enabled",
