@@ -212,18 +212,21 @@ class Bf16Backward {
   }
 
   // P and dS of 16 queries, one a lane. P is clamped to at most 1, which rounding of logits as large as 1e20 could
-  // exceed.
+  // exceed, and is 0 in lanes without a key or a query: the score of a query of zeros may be 0 * inf, a NaN.
   struct Queries {
     __m512 high, low, delta;
+    __mmask16 seeing;
 
     Queries(const Packed& packed, int64_t lane)
         : high(_mm512_loadu_ps(packed.high + lane)),
           low(_mm512_loadu_ps(packed.low + lane)),
-          delta(_mm512_loadu_ps(packed.delta + lane)) {}
+          delta(_mm512_loadu_ps(packed.delta + lane)),
+          seeing(_mm512_cmp_ps_mask(high, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ)) {}
 
     __m512 weight(const float* score, __m512 factor) const {
       const __m512 logarithm = _mm512_sub_ps(_mm512_fmsub_ps(_mm512_loadu_ps(score), factor, high), low);
-      return exp2_lanes(_mm512_min_ps(_mm512_setzero_ps(), logarithm));  // keeps a NaN
+      const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+      return exp2_lanes(_mm512_mask_min_ps(nothing, seeing, _mm512_setzero_ps(), logarithm));  // keeps a NaN
     }
     __m512 dscore(__m512 weight, const float* dweight) const {
       return _mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(dweight), delta));

@@ -281,6 +281,18 @@ def test_logits_of_minus_infinity_weigh_nothing(engine: str) -> None:
     assert state.out.eq(0).all() and state.lse.eq(-math.inf).all()
 
 
+@pytest.mark.parametrize("latents", [1, 2, 15, 16, 31, 32, 33, 64, 100])
+def test_gradients_of_keys_that_weigh_nothing(engine: str, latents: int) -> None:
+    """A logit of -inf gives its key the gradient 0: lanes beyond the last query, whose 0 * -inf is a NaN, have no part in it."""
+    k, v = torch.zeros(1, 1, 4, 1).bfloat16(), torch.ones(1, 1, 4, 3).bfloat16()
+    k[0, 0, 1] = -math.inf
+    inputs = [torch.ones(1, 1, latents, 1).bfloat16(), k.requires_grad_(), v.requires_grad_()]
+    state = _state(*inputs, scale=1.0)
+    share = latents / 3 * torch.tensor([1.0, 0.0, 1.0, 1.0]).view(1, 1, 4, 1)
+    for grad in torch.autograd.grad(state.out[..., 0].sum() + state.lse.sum(), (k, v)):
+        torch.testing.assert_close(grad[..., :1].float(), share, rtol=2**-7, atol=0.0)
+
+
 # ---- Layouts (P5) and bits (P3)
 
 
