@@ -142,9 +142,41 @@ def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return mapped.flatten(0, 1)
 
 
+def of_any_size(rule: Callable) -> Callable:
+    """The vmap rule for a mapped dimension of size 0, too: its results have the shapes of those of one element without values."""
+
+    def whole(info: Any, in_dims: Any, *args: Any) -> Any:
+        if info.batch_size > 0:
+            return rule(info, in_dims, *args)
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        element = (_without_values(arg, dim) for arg, dim in zip(args, in_dims, strict=True))
+        results, dims = rule(info._replace(batch_size=1), in_dims, *element)
+        if isinstance(results, Tensor):
+            return _nothing_of(results, dims, device), dims
+        return tuple(_nothing_of(result, dim, device) for result, dim in zip(results, dims, strict=True)), dims
+
+    return whole
+
+
+def _without_values(arg: Any, dim: int | None) -> Any:
+    """A tensor as a meta tensor, with one element in the mapped dimension; all else as it is."""
+    if not isinstance(arg, Tensor):
+        return arg
+    shape = list(arg.shape)
+    if dim is not None:
+        shape[dim] = 1
+    return arg.new_empty(shape, device="meta")
+
+
+def _nothing_of(result: Tensor, dim: int | None, device: torch.device) -> Tensor:
+    """The result of no element, on the device, from that of one, mapped in the dimension 0 if in any."""
+    return result.new_empty(result.shape if dim is None else (0, *result.shape[1:]), device=device)
+
+
 def folding_rule(operator: Callable, tensors: int) -> Callable:
     """The vmap rule of an operator whose first `tensors` arguments are (B, ...) tensors or None: fold the mapped dimension into B."""
 
+    @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         folded = [fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
         results = operator(*folded, *args[tensors:])
@@ -158,6 +190,7 @@ def folding_rule(operator: Callable, tensors: int) -> Callable:
 def looping_rule(operator: Callable, tensors: int) -> Callable:
     """The vmap rule of an operator whose tensors cannot all be folded into a batch: it is called once for each mapped element."""
 
+    @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         mapped = list(zip(args[:tensors], in_dims, strict=False))
         calls = [[t if d is None else t.select(d, i) for t, d in mapped] for i in range(info.batch_size)]

@@ -58,6 +58,29 @@ def test_second_derivatives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_a_map_of_nothing(name: str) -> None:
+    """Results and gradients have the shapes of one element, and none of it."""
+    call, at = CALLS[name]
+    nothing = at[None][:0]
+    assert vmap(call)(nothing).shape == (0, *call(at).shape)
+    assert vmap(grad(lambda x: call(x).sin().sum()))(nothing).shape == nothing.shape
+
+
+def test_a_map_of_no_offsets() -> None:
+    """Not mapped or mapped, they are not read; a gradient that is not mapped is a sum of nothing."""
+    offsets, nothing = torch.tensor([[0, 2, 5]])[:0], K[None][:0]
+
+    def packed(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return ck.latent_attention(query[0], key, key, cu_seqlens=cu_seqlens)
+
+    for dims, keys in ((None, K), (0, nothing)):
+        assert vmap(packed, in_dims=(None, dims, 0))(Q, keys, offsets).shape == (0, 2, 2, 3, 4)
+    q = Q.clone().requires_grad_()
+    vmap(packed, in_dims=(None, 0, 0))(q, nothing, offsets).sum().backward()
+    assert q.grad is not None and q.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_a_batch_of_directions(name: str) -> None:
     """As `is_grads_batched` and the vectorised jacobians of autograd pass them."""
     call, at = CALLS[name]

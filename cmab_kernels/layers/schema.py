@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, fold, gradient_of_formula
+from ..autograd import Operator, fold, gradient_of_formula, of_any_size
 from ..dtypes import state_dtype
 from ..flops import flop_formula
 from ..tracing import is_differentiated
@@ -150,6 +150,7 @@ def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., b
     `weights(*args)` says whether gradients of weights are asked for, of which each mapped element has its own.
     """
 
+    @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         mapped = [dim if isinstance(arg, Tensor) else None for arg, dim in zip(args, in_dims, strict=True)]
         one = weights(*args) or any(dim is not None for i, dim in enumerate(mapped) if i not in batched)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, fold, gradient_of_formula
+from ..autograd import Operator, fold, gradient_of_formula, of_any_size
 from ..flops import flop_formula
 from .costs import pinv_operations
 from .reference import iterative_pinv_reference, landmark_values_reference
@@ -56,6 +56,7 @@ def _folding(name: str, tensors: int) -> Callable[..., Any]:
     tensor arguments."""
     operator = getattr(torch.ops.cmab, name).default
 
+    @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         folded = [fold(t, d, info.batch_size) for t, d in zip(args[:tensors], in_dims, strict=False)]
         result = operator(*folded, *args[tensors:])
