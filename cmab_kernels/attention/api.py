@@ -128,7 +128,8 @@ def remove_from_state(
 
     Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left, cancellation costs more than half of
     the digits, and `reliable` (B, H, L) is False; a row with no mass left becomes empty. `reliable` is False, too, where keys near
-    the largest logit are removed and logits, beyond 2^18 in float32 and 2^47 in float64, have next to no digits after the point.
+    the largest logit are removed and less than 32 eps abs(lse) of the mass is left, which may be rounding: logits need not have been
+    computed in the same way when the keys were added. That is always so for logits beyond 2^18 in float32 and 2^47 in float64.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])

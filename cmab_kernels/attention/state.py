@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import kind_of, wrong
 
 SURE_ROUNDING = 2.0**-5
-"""How much rounding may change a logit for a share of the mass to mean anything."""
+"""How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
 FAR_BELOW = 2.0**-10
 """Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
 
@@ -82,8 +82,8 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
 
     lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where
     `part` has the fraction f of the mass, errors grow by 1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, those with 0 are empty.
-    Where logits have next to no digits after the point, f is in doubt, as they may have been rounded otherwise when the keys were added:
-    rows are not reliable there, unless `part` lies so far below that it had no weight.
+    Logits may have been rounded otherwise when the keys were added: rows where that could have left much of 1 - f are not reliable, unless
+    `part` lies so far below that it had no weight.
     """
     if state.out.shape != part.out.shape:  # else they would be broadcast
         raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))
@@ -98,7 +98,7 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     out = growth * state.out.double() - growth * share.masked_fill(gone, 0.0).unsqueeze(-1) * part.out.double()
     out = out.masked_fill(gone.unsqueeze(-1), 0.0).to(state.out.dtype)
     eps, size = torch.finfo(state.out.dtype).eps, state.lse.abs()
-    sure = (size <= SURE_ROUNDING / eps) | (gap < -FAR_BELOW * size)
+    sure = (eps * size <= SURE_ROUNDING * left) | (gap < -FAR_BELOW * size)
     return Removal(AttentionState(out, lse), nothing_removed | (sure & (left >= eps**0.5) & ~nothing_there))
 
 

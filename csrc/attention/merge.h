@@ -62,7 +62,7 @@ class Merger {
 
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
-  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, for a share of the mass to mean anything
+  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, for each share left, for it to mean anything
   static constexpr double kFarBelow = 0x1p-10;     // of the lse: keys so far below it had no weight anyhow
 
   struct Buffers {
@@ -82,14 +82,16 @@ class Merger {
     double left;
     const Mix mix = removed(sums, before, left);
     const double eps = shape_.dtype == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
-    reliable_[row] = sums.empty() || (before != -INFINITY && left >= std::sqrt(eps) && is_sure(sums, before, eps));
+    reliable_[row] = sums.empty() || (before != -INFINITY && is_sure(sums, before, left, eps));
     return mix;
   }
 
-  // Whether rounding of logits, which may have been another when the keys were added, leaves the share in doubt.
-  static bool is_sure(const Sums<double>& sums, double before, double eps) {
+  // Whether half of the digits are left, and rounding of logits, which may have been another when the keys were added,
+  // decides nothing.
+  static bool is_sure(const Sums<double>& sums, double before, double left, double eps) {
+    if (!(left >= std::sqrt(eps))) return false;
     const double size = std::fabs(before);
-    return size <= kSureRounding / eps || sums.reference + std::log(sums.sum) < before - kFarBelow * size;
+    return size <= kSureRounding / eps * left || sums.reference + std::log(sums.sum) < before - kFarBelow * size;
   }
 
   // `held`: whether the incoming state has a part in the row.

@@ -203,3 +203,20 @@ def test_removal_of_logits_without_digits_is_flagged(impl: str, dtype: torch.dty
     for token, reliable in ((0, False), (1, True)):
         one = slice(token, token + 1)
         assert ck.remove_from_state(state, query, key[:, :, one], value[:, :, one], scale=1.0, impl=impl).reliable.item() is reliable
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("roundings", [1, 7])
+def test_removal_of_logits_rounded_otherwise_is_flagged(impl: str, dtype: torch.dtype, roundings: int) -> None:
+    """Where all keys are removed, what is left is the rounding of their logits; a row that keeps half of its mass is reliable."""
+    eps = torch.finfo(dtype).eps
+    query, key, value = (
+        torch.ones(1, 1, 1, 1).to(dtype),
+        torch.full((1, 1, 2, 1), 2.0**-10 / eps, dtype=dtype),
+        torch.randn(1, 1, 2, 3).to(dtype),
+    )
+    state = ck.attention_state(query, key, value, scale=1.0, impl=impl)
+    state = state._replace(lse=state.lse * (1 + roundings * eps))
+    for count, reliable in ((2, False), (1, True)):
+        removal = ck.remove_from_state(state, query, key[:, :, :count], value[:, :, :count], scale=1.0, impl=impl)
+        assert removal.reliable.item() is reliable

@@ -111,7 +111,7 @@ IN_CPP = {
         "tests/guards/test_walls.py::test_nothing_outside_is_read_or_written",
     ),
     "a removal of a huge logit that is reliable": Fault(
-        "csrc/attention/merge.h", "size <= kSureRounding / eps ||", "size < INFINITY ||", f"{STATE} -k digits"
+        "csrc/attention/merge.h", "size <= kSureRounding / eps * left ||", "size < INFINITY ||", f"{STATE} -k digits"
     ),
     "a removal of nothing that is not reliable": Fault(
         "csrc/attention/merge.h", "reliable_[row] = sums.empty() ||", "reliable_[row] =", f"{STATE} -k removal"

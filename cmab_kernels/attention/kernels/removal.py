@@ -27,7 +27,8 @@ def _subtract(
 ):
     """The state (rows, E) without a part of it, and whether to rely on each row.
 
-    `limits`: the least share that must be left, and the sizes of a logarithm and of its distance up to which rounding decides nothing.
+    `limits`: the least share that must be left; the size of a logarithm, for each share left, and its distance, up to which rounding
+    decides nothing.
     """
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     least, largest, far = limits
@@ -46,7 +47,7 @@ def _subtract(
     log_left = tl.where(rounded == 1.0, -share, tl.log(rounded) * (share / rounded_share))
     tl.store(lse + row, tl.where(gone, float("-inf"), whole + log_left), mask=inside)
     size = tl.abs(whole)
-    sure = (size <= largest) | (gap < -far * size)
+    sure = (size <= largest * left) | (gap < -far * size)
     tl.store(reliable + row, (nothing_removed | (sure & (left >= least) & ~nothing_there)).to(tl.uint8), mask=inside)
 
     growth = tl.exp(-log_left)
