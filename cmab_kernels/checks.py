@@ -37,14 +37,19 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
         if device is None:
             first_name, device, dtype = name, tensor.device, tensor.dtype
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
+        check_dense(name, tensor)
         if tensor.dtype not in FLOATING:
             raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
         if tensor.device != device:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {device}; move them together"))
         if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
             raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {dtype}; cast them alike"))
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor is sparse or nested."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
 
 
 def check_key_value(key: Tensor, value: Tensor) -> None:
@@ -78,6 +83,7 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
         return
     if not isinstance(mask, Tensor):
         raise TypeError(wrong("key_padding_mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
+    check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
     wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)

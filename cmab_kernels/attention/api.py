@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..backends import choose, is_available, kernel
-from ..checks import as_autocast, check_key_value, check_mask, check_operands, fixed, kind_of, over_batch, wrong
+from ..checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, kind_of, over_batch, wrong
 from ..dtypes import state_dtype
 from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
-from .state import AttentionState, Removal, check_state, merged, subtract_state
+from .state import AttentionState, Removal, check_parts, check_state, merged, subtract_state
 
 
 def latent_attention(
@@ -97,8 +97,9 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     True
     """
     states = (first, *others)
-    if not isinstance(first, AttentionState):
-        raise TypeError(wrong("states[0]", f"is {kind_of(first)}", "an AttentionState(out, lse) is needed"))
+    check_parts(first, "states[0]")
+    if first.out.dim() == 0:
+        raise ValueError(wrong("states[0].out", "has shape ()", "(B, H, L, E) is needed"))
     if first.out.dtype != state_dtype(first.out.dtype):
         raise TypeError(wrong("states[0].out", f"is {first.out.dtype}", "float32 or float64 is needed; states are never half precision"))
     for position, state in enumerate(states):
@@ -201,6 +202,7 @@ def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(wrong("cu_seqlens", f"is {kind_of(cu_seqlens)}", "a torch.Tensor of int32 or int64 is needed"))
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import kind_of, wrong
+from ..checks import check_dense, kind_of, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
 FAR_BELOW = 2.0**-10
 """Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
+
+_EXTENTS = (Integral, torch.SymInt, Tensor)
+"""The types of an extent; it is a symbol or a tensor where a call is traced."""
 
 
 class AttentionState(NamedTuple):
@@ -42,7 +46,7 @@ def empty_state(
 ) -> AttentionState:
     """The state without keys, the identity of `merge_states`: out 0 (batch, heads, latents, width), lse -inf (batch, heads, latents).
 
-    `dtype` is float32 or float64 (`TypeError` otherwise).
+    `dtype` is float32 or float64, and extents are ints (`TypeError` otherwise) of at least 0 (`ValueError`).
 
     >>> state = cmab_kernels.empty_state(1, 2, 3, 4)
     >>> state.out.shape, float(state.lse.max())
@@ -51,6 +55,9 @@ def empty_state(
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(wrong("dtype", f"is {dtype}", "a state is held in torch.float32 or torch.float64"))
     shape = (batch, heads, latents)
+    for name, extent in (("batch", batch), ("heads", heads), ("latents", latents), ("width", width)):
+        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
+            raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
     if min(*shape, width) < 0:
         raise ValueError(wrong("batch, heads, latents, width", f"are {(*shape, width)}", "each must be >= 0"))
     return AttentionState(
@@ -102,13 +109,20 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     return Removal(AttentionState(out, lse), nothing_removed | (sure & (left >= eps**0.5) & ~nothing_there))
 
 
-def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
-    """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
+def check_parts(state: AttentionState, name: str) -> None:
+    """Raise unless `state` is an `AttentionState` of dense tensors."""
     if not isinstance(state, AttentionState):
         raise TypeError(wrong(name, f"is {kind_of(state)}", "an AttentionState(out, lse) is needed"))
-    for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
+    for part, tensor in (("out", state.out), ("lse", state.lse)):
         if not isinstance(tensor, Tensor):
             raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+        check_dense(f"{name}.{part}", tensor)
+
+
+def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
+    """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
+    check_parts(state, name)
+    for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
         if tensor.shape != wanted:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))
         if tensor.dtype != wanted_dtype:

@@ -38,6 +38,9 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "sparse key": (TypeError, r"`key` is torch.sparse_coo: a dense tensor is needed", {"key": K.to_sparse()}),
     "nested key": (TypeError, r"`key` is a nested tensor: ", {"key": NESTED}),
     "additive mask": (TypeError, r"`key_padding_mask` is torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
+    "nested mask": (TypeError, r"`key_padding_mask` is a nested tensor: ", {"key_padding_mask": NESTED > 0}),
+    "sparse mask": (TypeError, r"`key_padding_mask` is torch.sparse_coo: ", {"key_padding_mask": torch.ones(2, 9).bool().to_sparse()}),
+    "a list of impls": (ValueError, r"`impl` is \['native'\]: it must be one of auto", {"impl": ["native"]}),
     "unknown impl": (ValueError, r"`impl` is 'cuda'.*auto, native, triton, reference", {"impl": "cuda"}),
 }
 
@@ -50,6 +53,8 @@ BAD_OFFSETS: dict[str, tuple[type[Exception], str, torch.Tensor]] = {
     "a matrix": (ValueError, r"`cu_seqlens` has shape \(1, 4\)", torch.tensor([[0, 5, 6, 9]])),
     "nothing": (ValueError, r"`cu_seqlens` has shape \(0,\)", torch.tensor([], dtype=torch.int64)),
     "a list": (TypeError, r"`cu_seqlens` is a list", [0, 5, 6, 9]),
+    "nested": (TypeError, r"`cu_seqlens` is a nested tensor: a dense", torch.nested.nested_tensor([torch.tensor([0, 9])])),
+    "sparse": (TypeError, r"`cu_seqlens` is torch.sparse_coo: a dense", torch.tensor([0, 5, 6, 9]).to_sparse()),
     "floats": (TypeError, r"`cu_seqlens` is torch.float32", torch.tensor([0.0, 5.0, 6.0, 9.0])),
 }
 
@@ -61,6 +66,8 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "double out": (TypeError, r"`state.out` is torch.float64.*float32", ck.empty_state(2, 3, 4, 5, dtype=torch.float64)),
     "float lse": (TypeError, r"`state.lse` is torch.float32.*float64", AttentionState(STATE.out, STATE.lse.float())),
     "no out": (TypeError, r"`state.out` is None: a torch.Tensor is needed", AttentionState(None, STATE.lse)),
+    "nested out": (TypeError, r"`state.out` is a nested tensor: a dense tensor is needed", STATE._replace(out=NESTED)),
+    "sparse lse": (TypeError, r"`state.lse` is torch.sparse_coo: a dense tensor is needed", STATE._replace(lse=STATE.lse.to_sparse())),
     "elsewhere": (ValueError, r"`state.out` is on meta", ck.empty_state(2, 3, 4, 5, device="meta")),
 }
 
@@ -112,6 +119,23 @@ def test_merge_of_foreign_states() -> None:
     for position, states in enumerate([(tuple(STATE), STATE), (STATE, tuple(STATE))]):
         with pytest.raises(TypeError, match=rf"`states\[{position}\]` is a tuple"):
             ck.merge_states(*states)
+    scalar = AttentionState(STATE.out[0, 0, 0, 0], STATE.lse[0, 0, 0])
+    for state, message in (
+        (AttentionState("x", 1), r"`states\[0\].out` is a str: a torch.Tensor"),
+        (AttentionState(STATE.out, None), r"`states\[0\].lse` is None: a torch.Tensor"),
+        (STATE._replace(out=NESTED), r"`states\[0\].out` is a nested tensor"),
+        (scalar, r"`states\[0\].out` has shape \(\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ck.merge_states(state, state)
+
+
+def test_empty_states_of_no_extents() -> None:
+    for extent in (1.0, True, "a", None):
+        for name, extents in {"batch": (extent, 1, 1, 1), "width": (1, 1, 1, extent)}.items():
+            with pytest.raises(TypeError, match=rf"`{name}` is {extent!r}: an int >= 0 is needed"):
+                ck.empty_state(*extents)
+    assert ck.empty_state(*np.array([2, 0, 3, 4])).lse.shape == (2, 0, 3)
     with pytest.raises(TypeError, match=r"`dtype` is torch.bfloat16"):
         ck.empty_state(1, 1, 1, 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"are \(1, -1, 1, 1\)"):
