@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
-from ..checks import kind_of, wrong
+from ..checks import check_dense, kind_of, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState
 
@@ -168,15 +168,16 @@ def _described(header: Sequence[int]) -> str:
 
 def check(state: AttentionState | RidgeState) -> None:
     """Raise unless `state` is a state of consistent shapes and dtypes, on one device."""
-    if not isinstance(state, KINDS):
+    if type(state) not in KINDS:
         raise TypeError(wrong("state", f"is {kind_of(state)}", "an AttentionState or a RidgeState is needed"))
     for name, field in state._asdict().items():
         if not isinstance(field, Tensor):
             raise TypeError(wrong(f"state.{name}", f"is {kind_of(field)}", "a torch.Tensor is needed"))
+        check_dense(f"state.{name}", field)
     like = state[KINDS.index(type(state))]
     if not 2 <= like.dim() <= NUMBERS - 4:
         raise ValueError(wrong("state", f"has tensors of {like.dim()} dimensions", f"2 to {NUMBERS - 4} are needed"))
-    if like.is_meta or like.layout != torch.strided:
+    if like.is_meta:
         raise TypeError(wrong("state", f"is {like.layout} on {like.device}", "dense tensors with values are needed"))
     *leading, height, width = like.shape
     wanted: dict[str, tuple[list[int], torch.dtype]]

@@ -14,6 +14,10 @@ from cmab_kernels.distributed import all_merge_state, messages
 from .common import close, counted, own, raises, same_bits_on_all_ranks
 
 
+class OwnState(AttentionState):
+    """A state of a type of its own."""
+
+
 def states(kind: type, *leading: int, dtype: torch.dtype = torch.float64) -> list:
     """Return a state for each rank, known to all ranks; if there are three, the last is empty."""
     found = []
@@ -105,6 +109,7 @@ def case_errors_are_raised_on_all_ranks() -> None:
         with raises(error, "`state` differs between ranks", f"rank {last}: ", word, "(1, 2, 3, 4) torch.float32"):
             all_merge_state(other if rank == last else good)  # type: ignore[type-var]
         assert equal(all_merge_state(good), good)
+    nested = torch.nested.nested_tensor([good.out[0], good.out[0, :1]], layout=torch.strided)
     unfit: list[tuple[object, type[Exception], str]] = [
         ("a word", TypeError, "`state` is a str"),
         ((good.out, good.lse), TypeError, "`state` is a tuple"),
@@ -113,7 +118,10 @@ def case_errors_are_raised_on_all_ranks() -> None:
         (good._replace(lse=good.lse[:, :1]), ValueError, "`state.lse` has shape (1, 1, 3): (1, 2, 3)"),
         (good._replace(lse=good.lse.to("meta")), ValueError, "`state.lse` is on meta"),
         (AttentionState(*(part.to("meta") for part in good)), TypeError, "`state` is torch.strided on meta"),
-        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "`state` is torch.sparse_coo on cpu"),
+        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "`state.out` is torch.sparse_coo: a dense tensor is needed"),
+        (good._replace(lse=good.lse.to_sparse()), TypeError, "`state.lse` is torch.sparse_coo: a dense tensor is needed"),
+        (good._replace(out=nested), TypeError, "`state.out` is a nested tensor: a dense tensor is needed"),
+        (OwnState(*good), TypeError, "`state` is an OwnState: an AttentionState or a RidgeState is needed"),
         (good._replace(out=good.out.half()), TypeError, "`state.out` is torch.float16: torch.float32"),
         (ck.empty_ridge(1, 2, 3, 4)._replace(gram=torch.zeros(3, 3).double()), ValueError, "`state.gram` has shape (3, 3): (1, 2, 3, 3)"),
         (ck.empty_ridge(1, 2, 3, 4)._replace(count=torch.zeros(1, 2)), TypeError, "`state.count` is torch.float32"),
