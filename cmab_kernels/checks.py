@@ -98,12 +98,17 @@ def fixed(scale: float) -> float:
     """The factor of the scores as a float; raise for no number, and for a tensor with a derivative or mapped over, which would be lost."""
     if not isinstance(scale, (int, float)):
         _check_constant(scale)
+    return as_float("scale", scale)
+
+
+def as_float(name: str, number: float) -> float:
+    """A number as a float; raise for an array and for an int that no float can hold."""
     try:
-        return float(scale)
-    except TypeError:  # an array
-        raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed")) from None
+        return float(number)
+    except TypeError:
+        raise TypeError(wrong(name, f"is {kind_of(number)}", "a number is needed")) from None
     except OverflowError:
-        raise ValueError(wrong("scale", "is an int beyond all floats", "a number that a float can hold is needed")) from None
+        raise ValueError(wrong(name, "is an int beyond all floats", "a number that a float can hold is needed")) from None
 
 
 def _check_constant(scale: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..backends import choose
-from ..checks import as_autocast, check_count, check_mask, check_operands, fixed, kind_of, wrong
+from ..checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
 from .reference import ACTIVATIONS
 from .schema import attention, feed_forward
 
@@ -189,7 +189,7 @@ def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, 
         raise ValueError(wrong(f"{name}[2]", f"is {eps!r}", "eps, a number >= 0, is needed"))
     if weight is None:
         raise TypeError(wrong(f"{name}[0]", "is None", "a torch.Tensor is needed; without any norm pass None for all of it"))
-    return weight, bias, float(eps)
+    return weight, bias, as_float(f"{name}[2]", eps)
 
 
 def _given(**tensors: Any) -> dict[str, Any]:

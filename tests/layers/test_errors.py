@@ -38,6 +38,7 @@ BAD_FEED_FORWARD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a norm without weight": (TypeError, r"`norm\[0\]` is None", {"norm": (None, None, 1e-5)}),
     "a norm of another width": (ValueError, r"`norm\[0\]` has shape \(3,\)", {"norm": (torch.ones(3), None, 1e-5)}),
     "a norm of negative eps": (ValueError, r"`norm\[2\]` is -1.0", {"norm": (*NORM[:2], -1.0)}),
+    "a huge eps": (ValueError, r"`norm\[2\]` is an int beyond all floats", {"norm": (*NORM[:2], 10**400)}),
     "an eps that is NaN": (ValueError, r"`norm\[2\]` is nan", {"norm": (*NORM[:2], float("nan"))}),
     "no weight": (TypeError, r"`contract_weight` is None", {"contract_weight": None}),
     "unknown impl": (ValueError, r"`impl` is 'cuda'.*reference", {"impl": "cuda"}),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import as_autocast, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
+from ...checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
 from ...dtypes import state_dtype
 from ...tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
@@ -92,7 +92,7 @@ def projected_attention_state(
         state = _check_incoming(state, (*query.shape[:-1], shape.value_width), sums, inputs.device, stacked)
     with as_they_are(inputs.device):
         weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
-    eps = None if context_norm is None else float(context_norm[2])
+    eps = None if context_norm is None else as_float("context_norm[2]", context_norm[2])
     chosen = choose("attention.projected", impl, *list(given.values())[:4])
     merged = projected_attention_op(
         given["query"].to(sums),

@@ -296,7 +296,7 @@ def test_flops() -> None:
     assert backward.get_total_flops() == 2 * scores * (3 * 4 + 2 * 3) + 2 * 3 * projection
 
 
-@pytest.mark.parametrize("eps", [-1.0, float("nan"), "small"])
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), "small", 10**400], ids=["negative", "nan", "text", "huge"])
 def test_a_norm_that_is_none(eps: Any) -> None:
     query, inputs, *weights = _calls()
     with pytest.raises(ValueError, match=r"`context_norm\[2\]` is"):
