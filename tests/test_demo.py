@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 import cmab_kernels.__main__
 from cmab_kernels import attention_state
-from cmab_kernels.demo import cmab, intention
+from cmab_kernels.demo import checked_output, cmab, intention
 from cmab_kernels.demo.cmab import Figures, Scan, plot
 from cmab_kernels.demo.cmab import conditioning as c
 from cmab_kernels.demo.intention import cloud, digits
@@ -277,14 +277,32 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("--points", "2000000"),
         ("--output", "no/such/folder.png"),
         ("--output", "demo.exe"),
+        ("--output", "/proc/demo.png"),
         ("cmab", "--output", "demo.exe"),
         ("intention", "--output", "no/such/folder.png"),
+        ("intention", "--output", f"{'long' * 100}.png"),
+        ("stream", "--output", "/proc/demo.png"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments):
+def test_bad_arguments_are_one_line_before_anything_is_printed(arguments):
     done = run_demo(*arguments)
-    assert done.returncode == 1
+    assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(arguments[-2]) and done.stderr.count("\n") == 1
+
+
+def test_a_folder_is_no_picture(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"--output is .*: it cannot be written \(Is a directory\)"):
+        (folder := tmp_path / "demo.png").mkdir()
+        checked_output(str(folder))
+
+
+def test_to_check_the_output_writes_nothing(tmp_path: Path):
+    new, old, link = (tmp_path / f"{name}.png" for name in ("new", "old", "link"))
+    old.write_text("of an earlier run")
+    link.symlink_to(new)
+    for target in (new, old, link):
+        assert checked_output(str(target)) == target
+    assert old.read_text() == "of an earlier run" and sorted(tmp_path.iterdir()) == [link, old]
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,26 @@ def require(*packages: str) -> None:
 
 
 def checked_output(output: str) -> Path:
-    """The file to draw to, as a path; raises `SystemExit` with one line if its folder is missing or its suffix is not a picture's."""
+    """The file to draw to, as a path; raises `SystemExit` with one line if it cannot be written or its suffix is not a picture's."""
     target = Path(output)
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise SystemExit(f"--output is {output}: a name that ends in .png, .pdf or .svg is needed")
     if not target.parent.is_dir():
         raise SystemExit(f"--output is {output}: there is no folder {target.parent}")
+    try:
+        _refuse_unwritable(target)
+    except OSError as error:
+        raise SystemExit(f"--output is {output}: it cannot be written ({error.strerror}); give another name") from None
     return target
+
+
+def _refuse_unwritable(target: Path) -> None:
+    """Raise `OSError` if the file cannot be written. A picture that is there stays as it is, and none is left where there was none."""
+    existed = target.exists()
+    with target.open("ab"):  # permissions would not tell: /proc, say, takes no file from anyone
+        pass
+    if not existed:
+        target.resolve().unlink()  # resolved, for a link that points to no file yet stays
 
 
 def where(device: str, impl: str) -> str:

@@ -74,8 +74,10 @@ def run(output: str, points: list[int] | None = None) -> None:
     target = checked_output(output)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = c.pixels(device).shape[1]
-    impl = _introduce(device, total)
+    rows = _implementations(device)
+    impl = next(row.impl for row in rows if row.usable)
     counts = _checked_points(points, POINTS_WITHOUT_KERNEL if impl == "reference" else (*POINTS, total), total)
+    _introduce(rows, device, impl, total)
     with use_impl(impl), torch.no_grad():
         scans = _scan_all(counts, device, impl)
         for line in (*_conditioning_table(scans), "", *_attention_table(scans), ""):
@@ -100,18 +102,20 @@ def _checked_points(points: list[int] | None, default: tuple[int, ...], total: i
     return counts
 
 
-def _introduce(device: str, total: int) -> str:
-    """Print what is about to run and on what; returns the implementation that `auto` takes."""
+def _implementations(device: str) -> list[Explanation]:
+    """The implementations of the demo's attention, in the order in which `auto` tries them."""
     query, key, value = (torch.zeros(1, c.HEADS, 1, c.DIM // c.HEADS, device=device) for _ in range(3))
-    rows: list[Explanation] = explain("latent_attention", query, key, value)
-    impl = next(row.impl for row in rows if row.usable)
+    return explain("latent_attention", query, key, value)
+
+
+def _introduce(rows: list[Explanation], device: str, impl: str, total: int) -> None:
+    """Print what is about to run and on what."""
     print(f"A CMAB ({c.LATENTS} latents, {c.HEADS} heads of {c.DIM // c.HEADS}) reads the {total:,} pixels of a photograph.")
     print(f"On {where(device, impl)}.")
     if impl == "reference":
         reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
         print(f"No compiled kernel runs here, so this is plain PyTorch, which is slow, and fewer pixels. ({reasons})")
     print()
-    return impl
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------------------------
