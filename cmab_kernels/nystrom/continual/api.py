@@ -78,7 +78,7 @@ def continual_nystrom_init(
 
 def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
-) -> StepResult:
+) -> StepResult[ContinualNystromState]:
     """Move the window on by t >= 1 tokens, in O(m (D + E)) each for a window of any length.
 
     Every landmark keeps its sums over the window with a log-scale: a new token is added and the oldest subtracted. The sums are recomputed
@@ -137,7 +137,7 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
 
 def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
-) -> StepResult:
+) -> StepResult[ContinualAttentionState]:
     """Move a window of exact softmax attention on by t >= 1 tokens, in O(n (D + E)) each, for both kinds of output.
 
     Arguments, results and errors are those of `continual_nystrom_step`. The first retroactive step, and the first after single ones,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -95,13 +95,21 @@ ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
 
-class StepResult(NamedTuple):
-    """The result of a step."""
+if TYPE_CHECKING:  # Python 3.10 has no generic NamedTuple, and torch takes one for no NamedTuple
 
-    out: Tensor
-    """(B, H, t, E), for each new token over the window that ends with it; retroactive (B, H, n, E), for the window after the last."""
-    state: ContinualNystromState | ContinualAttentionState
-    """The state for the next step. The state that this step was given can still be used."""
+    class StepResult(NamedTuple, Generic[State]):
+        out: Tensor
+        state: State
+
+else:
+
+    class StepResult(NamedTuple):
+        """The result of a step."""
+
+        out: Tensor
+        """(B, H, t, E), for each new token over the window that ends with it; retroactive (B, H, n, E), for the window after the last."""
+        state: State
+        """The state for the next step, of the kind that this step was given, which can still be used."""
 
 
 def tokens_seen(state: ContinualState) -> int:
