@@ -232,7 +232,7 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     """Which implementations of an operator can run these inputs, and why the others cannot, in the order in which "auto" tries them.
 
     `subject` is the name of a public operator (`ValueError` otherwise). `inputs` are its query, key and value; for a solve, gram and rhs;
-    for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments.
+    for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments. It takes no `options` (`TypeError`).
 
     Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
     autograd. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, and each layer of `cmab_kernels.nn` that may
@@ -251,6 +251,8 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
         return explain_calls(subject, *inputs, **options)
     if subject not in OPERATORS:
         raise ValueError(wrong("operator", f"is {subject!r}", f"a module, or one of {', '.join(OPERATORS)} is needed"))
+    if options:
+        raise TypeError(wrong(next(iter(options)), "is given", "an operator is explained by its inputs alone"))
     family = OPERATORS[subject]
     reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]

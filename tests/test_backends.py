@@ -36,6 +36,8 @@ def test_explain_names_every_implementation_with_a_reason() -> None:
     assert all(row.reason for row in rows) and not rows[1].usable and re.search("GPU|or newer|No module", rows[1].reason)
     with pytest.raises(ValueError, match=r"`operator` is 'nothing'.*latent_attention"):
         ck.explain("nothing", Q, K, K)
+    with pytest.raises(TypeError, match=r"`key_padding_mask` is given.*inputs alone"):
+        ck.explain("latent_attention", Q, K, K, key_padding_mask=None)  # type: ignore[call-overload]
 
 
 def test_explain_sees_what_an_implementation_cannot_do() -> None:
