@@ -14,6 +14,8 @@ from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
+MOST_ITERATIONS = 2**28
+"""Kernels count the products of a gradient, four an iteration, in 32 bits."""
 
 
 def nystrom_attention(
@@ -93,7 +95,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
 
     Args:
         matrix: (..., m, m), float64 or float32; half types are computed in float32.
-        iterations: >= 1.
+        iterations: from 1 to 2^28.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
@@ -142,8 +144,8 @@ def check_pinv(pinv: str, iterations: int) -> int:
 
 
 def _check_iterations(name: str, iterations: int) -> None:
-    if not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(wrong(name, f"is {iterations!r}", "an int >= 1 is needed"))
+    if not isinstance(iterations, int) or not 1 <= iterations <= MOST_ITERATIONS:
+        raise ValueError(wrong(name, f"is {iterations!r}", f"an int from 1 to {MOST_ITERATIONS} is needed"))
 
 
 def _check_number(num_landmarks: int, length: int, tokens: str) -> None:

@@ -51,6 +51,7 @@ BAD_PENALTIES: dict[str, tuple[type[Exception], str, Any]] = {
     "negative": (ValueError, r"`alpha` is -0.1.*>= 0", -0.1),
     "not a number": (ValueError, r"`alpha` is nan", float("nan")),
     "infinite": (ValueError, r"`alpha` is inf", float("inf")),
+    "an int that is no float": (ValueError, r"`alpha` is 10+: .*finite in torch.float", 10**400),
     "one negative of many": (ValueError, r"`alpha` has a negative element", torch.tensor([[1.0, -1.0, 0.0]])),
     "of another shape": (ValueError, r"`alpha` has shape \(2,\).*\(2, 3\)", torch.ones(2)),
     "of too many dimensions": (ValueError, r"`alpha` has shape \(1, 2, 3\)", torch.ones(1, 2, 3)),

@@ -52,6 +52,7 @@ BAD_WINDOWS: dict[str, Error] = {
     "integer landmarks": (TypeError, r"`landmarks\[0\]` is torch.int64", {"num_landmarks": None, "landmarks": (NEAR.long(), NEAR)}),
     "unknown pinv": (ValueError, r"`pinv` is 'svd'.*iterative, exact", {"pinv": "svd"}),
     "no iteration": (ValueError, r"`pinv_iterations` is 0", {"pinv_iterations": 0}),
+    "iterations beyond 64 bits": (ValueError, r"`pinv_iterations` is \d+: an int from 1 to \d+", {"pinv_iterations": 2**63}),
 }
 BAD_ATTENTION: dict[str, Error] = {
     "a causal mask": (ValueError, r"`is_causal` is True.*means over past and future", {"is_causal": True}),
@@ -100,6 +101,8 @@ BAD_MATRICES: dict[str, tuple[type[Exception], str, Any, Any]] = {
     "a rectangle": (ValueError, r"`matrix` has shape \(2, 3\)", torch.ones(2, 3), 6),
     "nothing": (ValueError, r"`matrix` has shape \(0, 0\)", torch.ones(0, 0), 6),
     "no iteration": (ValueError, r"`iterations` is 0", torch.eye(3), 0),
+    "iterations beyond 32 bits": (ValueError, r"`iterations` is \d+: an int from 1 to \d+", torch.eye(3), 2**32),
+    "iterations beyond 64 bits": (ValueError, r"`iterations` is \d+: an int from 1 to \d+", torch.eye(3), 2**70),
 }
 
 

@@ -14,7 +14,7 @@ from ...checks import check_operands, kind_of, wrong
 from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}
 """The largest penalty in float32."""
 
 
@@ -90,9 +90,10 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     if not isinstance(alpha, Tensor):
         if not isinstance(alpha, Real):
             raise TypeError(wrong("alpha", f"is {kind_of(alpha)}", "a number or a floating tensor is needed"))
-        if not 0 <= alpha < math.inf or (dtype == torch.float32 and float(alpha) > _LARGEST):
+        number = alpha if isinstance(alpha, float) else _float(alpha)
+        if not 0 <= number <= _LARGEST[dtype]:
             raise ValueError(wrong("alpha", f"is {alpha}", f"a number >= 0, finite in {dtype}, is needed"))
-        return torch.full(shape, alpha, dtype=dtype, device=device)
+        return torch.full(shape, number, dtype=dtype, device=device)
     if not alpha.is_floating_point():
         raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
     if alpha.device != device and alpha.dim() > 0:
@@ -104,6 +105,14 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
             wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
         )
     return alpha.to(device, dtype).expand(shape)
+
+
+def _float(number: Real) -> float:
+    """The number as a float; infinity for what is too large for one, as an int may be."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
