@@ -9,8 +9,9 @@ import importlib.util
 
 import torch
 
-if importlib.util.find_spec("huggingface_hub") is None:
-    raise ImportError('cmab_models needs packages beside torch: pip install "cmab-kernels[models]"')
+if _missing := [package for package in ("huggingface_hub", "safetensors", "tqdm") if importlib.util.find_spec(package) is None]:
+    # With the package's name, python -m says it in a line, without a traceback.
+    raise ImportError(f'cmab_models needs {", ".join(_missing)}: pip install "cmab-kernels[models]"', name=__name__)
 
 from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
 from .neural_processes.cnp import Total

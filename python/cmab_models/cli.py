@@ -129,9 +129,11 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if config is not None:
         try:
-            settings.update(json.loads(config.read_text()))
-        except (TypeError, ValueError) as error:
+            settings = json.loads(config.read_text())
+        except ValueError as error:
             raise ValueError(f"--config: {config} is not a JSON object: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"--config: {config} is not a JSON object")
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -272,6 +273,7 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--folder", "a file"), "Not a directory"),
         (("train", "cnp", "--config", "no.json"), "no.json"),
         (("train", "cnp", "--config", "a file"), "is not a JSON object"),
+        (("train", "cnp", "--config", "pairs.json"), "is not a JSON object"),
         (("train", "cnp", "--config", "."), "Is a directory"),
         (("train", "lbanp"), "lbanp cannot learn lines"),
         (("evaluate", "cnp", "--seed", "5"), "train it first"),
@@ -283,6 +285,7 @@ def test_what_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("a file").write_text("[1]")
     Path("infinite.json").write_text('{"slope": Infinity}')
+    Path("pairs.json").write_text('[["steps", 2]]')
     assert run_command(*arguments, "--task", "lines") == 2
     assert message in capsys.readouterr().err
 
@@ -293,6 +296,19 @@ def test_a_missing_package_is_said(
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert run_command("train", "cnp", "--task", "lines", "--folder", str(tmp_path)) == 2
     assert 'pip install "cmab-kernels[models]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["huggingface_hub", "safetensors", "tqdm"])
+def test_a_package_without_which_nothing_is_imported_is_one_line(package: str) -> None:
+    program = f"""
+import importlib.util, runpy
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "{package}" else find(name, *package)
+runpy._run_module_as_main("cmab_models")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f'cmab_models needs {package}: pip install "cmab-kernels[models]"' in done.stderr
 
 
 @pytest.mark.parametrize(
