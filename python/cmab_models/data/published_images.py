@@ -67,4 +67,5 @@ def _found(folder: str, name: str) -> Path:
     for path in (Path(folder, name), Path(folder, f"{name}.gz")):
         if path.exists():
             return path
-    raise FileNotFoundError(f"{folder or 'this folder'} has no {name}: this data is downloaded by hand, see {__name__}")
+    where = f"folder is {folder!r}: {Path(folder).absolute()} has no {name}"
+    raise FileNotFoundError(f"{where}; this data is downloaded by hand, see {__name__}")
