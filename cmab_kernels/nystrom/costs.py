@@ -9,9 +9,10 @@ is executed here is counted as torch's `FlopCounterMode` does: two for each mult
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from ..checks import wrong
 from ..constants import SCHEDULE
 from .reference import segment_ends
 
@@ -79,6 +80,7 @@ def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     >>> {scheme: paper_operations(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")}
     {'full': 11059200, 'single': 92471, 'continual single': 11782.4, 'fixed single': 6184}
     """
+    _check_scheme(scheme, (*PAPER_OPERATIONS, *SCHEMES[-4:]))
     landmarks, _, output = scheme.partition(" ")
     if landmarks == "fixed":
         return PAPER_OPERATIONS[f"continual {output}, kept"](n, m, d)
@@ -95,8 +97,14 @@ def paper_memory(scheme: str, n: int, m: int, d: int) -> Memory:
     >>> paper_memory("continual single", 120, 4, 192)
     Memory(between=49182, peak=50072)
     """
+    _check_scheme(scheme, PAPER_MEMORY)
     between, peak = PAPER_MEMORY[scheme]
     return Memory(between(n, m, d), peak(n, m, d))
+
+
+def _check_scheme(scheme: str, known: Collection[str]) -> None:
+    if scheme not in known:
+        raise ValueError(wrong("scheme", f"is {scheme!r}", f"it must be one of {'; '.join(known)}"))
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------------------------
@@ -216,6 +224,7 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
     >>> [executed_on_average(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")]
     [11059200, 92160, 12936.0, 9608.0]
     """
+    _check_scheme(scheme, SCHEMES)
     if scheme == "full":
         return 4 * n * n * d
     if scheme == "nystrom":
