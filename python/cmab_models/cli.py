@@ -17,7 +17,7 @@ from torch import nn
 
 from .pretrained import Pretrained
 from .systems import SYSTEMS
-from .tasks import TASKS
+from .tasks import TASKS, seeded
 from .training import Diverged, Interrupted, Run, append, provenance, train
 from .training.checkpoint import load
 
@@ -180,6 +180,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
 
     if run.checkpoint.exists() and not asked.resume:
         raise ValueError(f"{run.checkpoint} exists: add --resume to go on from it, or choose another --folder")
+    run.model(), run.task.batch(seeded(run.seed))  # what they refuse leaves no folder
     with SummaryWriter(str(run.folder / "tensorboard")) as writer, tqdm(total=run.task.steps, unit="step") as bar:
 
         def report(done: int, loss: float) -> None:

@@ -287,7 +287,13 @@ def test_what_is_refused(
     Path("infinite.json").write_text('{"slope": Infinity}')
     Path("pairs.json").write_text('[["steps", 2]]')
     assert run_command(*arguments, "--task", "lines") == 2
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not Path("runs").exists()
+
+
+def test_data_that_is_missing_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "cmanp", "--task", "celeba") == 2
+    assert f"folder is '': {tmp_path} has no " in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_said(
