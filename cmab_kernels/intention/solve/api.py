@@ -15,7 +15,7 @@ from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}
-"""The largest penalty in float32."""
+"""The largest penalty in each dtype of sums."""
 
 
 class RidgeSolution(NamedTuple):
