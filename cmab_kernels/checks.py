@@ -16,6 +16,9 @@ from .tracing import has_values, is_transformed
 _autocasts_anywhere = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for some device: asked first, since to name the kind of a device takes three times as long."""
 
+_EXTENTS = (Integral, torch.SymInt, Tensor)
+"""The types of an extent; it is a symbol or a tensor where a call is traced."""
+
 
 def wrong(argument: str, given: str, allowed: str) -> str:
     """An error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
@@ -130,6 +133,27 @@ def check_count(name: str, count: int, least: int = 1) -> int:
     if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
         raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
     return int(count)
+
+
+def check_extents(**extents: Any) -> None:
+    """Raise unless each is an int >= 0."""
+    for name, extent in extents.items():
+        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
+            raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
+        if extent < 0:
+            raise ValueError(wrong(name, f"is {extent}", "an int >= 0 is needed"))
+
+
+def device_of(device: torch.device | str | int) -> torch.device:
+    """The device that is given or named; raise for what is no name, or one that torch does not know."""
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, (str, int)):
+        raise TypeError(wrong("device", f"is {kind_of(device)}", "a torch.device or its name is needed"))
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(wrong("device", f"is {device!r}", "a torch.device or its name is needed")) from error
 
 
 def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:

@@ -21,11 +21,11 @@ MAY = {
     "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
-    "state": {"checks", "devices", "dtypes"},
+    "state": {"checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
-    "costs": {"reference", "constants"},
+    "costs": {"reference", "checks", "constants"},
 }
 """What each room may import from its own family; "public" stands for the names that another family exports to users."""
 

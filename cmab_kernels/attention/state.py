@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, kind_of, wrong
+from ..checks import check_dense, check_extents, device_of, kind_of, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
 FAR_BELOW = 2.0**-10
 """Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
-
-_EXTENTS = (Integral, torch.SymInt, Tensor)
-"""The types of an extent; it is a symbol or a tensor where a call is traced."""
 
 
 class AttentionState(NamedTuple):
@@ -54,15 +50,11 @@ def empty_state(
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(wrong("dtype", f"is {dtype}", "a state is held in torch.float32 or torch.float64"))
-    shape = (batch, heads, latents)
-    for name, extent in (("batch", batch), ("heads", heads), ("latents", latents), ("width", width)):
-        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
-            raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
-    if min(*shape, width) < 0:
-        raise ValueError(wrong("batch, heads, latents, width", f"are {(*shape, width)}", "each must be >= 0"))
+    check_extents(batch=batch, heads=heads, latents=latents, width=width)
+    device = None if device is None else device_of(device)
     return AttentionState(
-        torch.zeros(*shape, width, dtype=dtype, device=device),
-        torch.full(shape, -math.inf, dtype=torch.float64, device=device),
+        torch.zeros(batch, heads, latents, width, dtype=dtype, device=device),
+        torch.full((batch, heads, latents), -math.inf, dtype=torch.float64, device=device),
     )
 
 

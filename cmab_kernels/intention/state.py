@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import kind_of, wrong
-from ..devices import device_of
+from ..checks import check_extents, device_of, kind_of, wrong
 
 
 class RidgeState(NamedTuple):
@@ -29,16 +27,14 @@ class RidgeState(NamedTuple):
 
 
 def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
-    """The state without keys, of `width` D and values of `value_width` E, the identity of `merge_ridge`. `ValueError` for extents that
-    are no ints >= 0.
+    """The state without keys, of `width` D and values of `value_width` E, the identity of `merge_ridge`. Extents are ints
+    (`TypeError` otherwise) of at least 0 (`ValueError`).
 
     >>> state = cmab_kernels.empty_ridge(1, 2, 8, 3)
     >>> state.moment.shape, int(state.count.sum())
     (torch.Size([1, 2, 8, 3]), 0)
     """
-    extents = (batch, heads, width, value_width)
-    if not all(isinstance(extent, (Integral, torch.SymInt)) and extent >= 0 for extent in extents):
-        raise ValueError(wrong("batch, heads, width, value_width", f"are {extents}", "each must be an int >= 0"))
+    check_extents(batch=batch, heads=heads, width=width, value_width=value_width)
     device = None if device is None else device_of(device)
     return RidgeState(
         torch.zeros(batch, heads, width, width, dtype=torch.float64, device=device),

@@ -136,9 +136,11 @@ def test_empty_states_of_no_extents() -> None:
             with pytest.raises(TypeError, match=rf"`{name}` is {extent!r}: an int >= 0 is needed"):
                 ck.empty_state(*extents)
     assert ck.empty_state(*np.array([2, 0, 3, 4])).lse.shape == (2, 0, 3)
+    with pytest.raises(ValueError, match=r"`device` is 'nowhere'"):
+        ck.empty_state(1, 1, 1, 1, device="nowhere")
     with pytest.raises(TypeError, match=r"`dtype` is torch.bfloat16"):
         ck.empty_state(1, 1, 1, 1, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"are \(1, -1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"`heads` is -1: an int >= 0 is needed"):
         ck.empty_state(1, -1, 1, 1)
 
 

@@ -141,9 +141,9 @@ def test_a_state_whose_parts_do_not_fit() -> None:
             call()
 
 
-@pytest.mark.parametrize("width", [-1, 1.5, "a", None])
+@pytest.mark.parametrize("width", [-1, 1.5, True, "a", None])
 def test_an_empty_state_of_no_width(width: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"are {(1, 1, width, 1)}: each must be an int >= 0")):
+    with pytest.raises(ValueError if width == -1 else TypeError, match=re.escape(f"`width` is {width!r}: an int >= 0 is needed")):
         ck.empty_ridge(1, 1, width, 1)
 
 

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import kind_of, wrong
-from ...devices import device_of
+from ...checks import device_of, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
 
 
