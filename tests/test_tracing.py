@@ -272,3 +272,16 @@ def test_padding_on_the_meta_device(train: bool) -> None:
         assert encoder.train(train)(tokens, src_key_padding_mask=padding).shape == tokens.shape
     attention = modules.NystromAttention(16, 2, batch_first=True, num_landmarks=3, device="meta")
     assert attention(tokens, tokens, tokens, key_padding_mask=torch.where(padding, -torch.inf, 0.0))[0].shape == tokens.shape
+
+
+@pytest.mark.parametrize("empty", [ck.empty_state, ck.empty_ridge], ids=["attention", "ridge"])
+def test_an_empty_state_of_traced_extents(empty: Callable[..., Any]) -> None:
+    """While `torch.jit.trace` runs, an extent of a tensor is a tensor."""
+
+    def sums(tokens: Tensor) -> Tensor:
+        return empty(tokens.shape[0], 2, tokens.shape[1], 3)[1] + tokens.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trace warns of the comparisons of the checks
+        traced = torch.jit.trace(sums, torch.randn(2, 4))
+    assert traced(torch.randn(5, 4)).shape[0] == 5
