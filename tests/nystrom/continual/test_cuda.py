@@ -418,7 +418,8 @@ def test_falling_logits_make_every_row_anew() -> None:
 @pytest.mark.parametrize("landmarks, window", [(3, 6), (None, 1100)])
 def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> None:
     """An error in sums that the guard cannot see is gone after 1,024 steps, and not before."""
-    stream = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
+    *asked, value = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
+    stream = (*asked, 1 + 0.1 * value)
     _, start = _step(_start(_part(stream, 0, window), landmarks, fixed=True), _part(stream, window, window + 1), True)
     wrong = start._replace(sums=start.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0, 0.0, 0.0]))
 

@@ -266,7 +266,8 @@ def test_logits_of_any_size(size: float, landmarks: int | None) -> None:
 def test_rows_are_made_anew_on_schedule(landmarks: int | None) -> None:
     """An error in sums that the guard cannot see is gone after as many steps as the schedule says, and not before."""
     window = 6 if landmarks else 14
-    stream = tokens(1, 1, window + 14, 1, 1, torch.float64, size=0.1)
+    *asked, value = tokens(1, 1, window + 14, 1, 1, torch.float64, size=0.1)
+    stream = (*asked, 1 + 0.1 * value)
     with mock.patch.object(launch, "SCHEDULE", 8):
         _, first = _step(start(part(stream, 0, window), landmarks, fixed=True), part(stream, window, window + 1), True)
         wrong = first._replace(sums=first.sums + torch.tensor([1e-3, 0.0, 0.0, 0.0, 0.0, 0.0]))
