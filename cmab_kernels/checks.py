@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -49,9 +49,14 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {dtype}; cast them alike"))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested: only then do its shape and its values answer as others' do."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise if a tensor is sparse or nested."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if not is_dense(tensor):
         raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
 
 
@@ -126,6 +131,12 @@ def _check_constant(scale: Any) -> None:
         single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
     if not single:
         raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed"))
+
+
+def check_number(name: str, given: object) -> None:
+    """Raise unless what is given for a tensor is a real number."""
+    if not isinstance(given, Real):
+        raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:

@@ -37,7 +37,7 @@ def test_explain_names_every_implementation_with_a_reason() -> None:
     with pytest.raises(ValueError, match=r"`operator` is 'nothing'.*latent_attention"):
         ck.explain("nothing", Q, K, K)
     with pytest.raises(TypeError, match=r"`key_padding_mask` is given.*inputs alone"):
-        ck.explain("latent_attention", Q, K, K, key_padding_mask=None)  # type: ignore[call-overload]
+        ck.explain("latent_attention", Q, K, K, key_padding_mask=None)  # type: ignore[call-overload]  # what is refused
 
 
 def test_explain_sees_what_an_implementation_cannot_do() -> None:

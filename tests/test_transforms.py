@@ -158,7 +158,7 @@ def test_a_constant_scale_beside_a_transform(name: str) -> None:
     """A tensor of one number that no transform has made is taken, whatever else is transformed."""
     call = OF_SCALE[name]
     right = call(HALF)
-    close(right, call(0.5))  # type: ignore[arg-type]
+    close(right, call(0.5))  # type: ignore[arg-type]  # a tensor of one number is taken for one
     close(jvp(lambda x: x * call(HALF), (HALF.double(),), (HALF.double(),))[1], 0.5 * right)
     close(vmap(lambda x: x * call(HALF))(HALF.double()[None])[0], 0.5 * right)
 

@@ -12,7 +12,7 @@ from ..checks import as_autocast, check_dense, check_key_value, check_mask, chec
 from ..dtypes import state_dtype
 from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
-from .state import AttentionState, Removal, check_parts, check_state, merged, subtract_state
+from .state import AttentionState, Removal, check_fit, check_parts, check_state, merged, subtract_state
 
 
 def latent_attention(
@@ -97,13 +97,14 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     True
     """
     states = (first, *others)
-    check_parts(first, "states[0]")
+    for position, state in enumerate(states):
+        check_parts(state, f"states[{position}]")
     if first.out.dim() == 0:
         raise ValueError(wrong("states[0].out", "has shape ()", "(B, H, L, E) is needed"))
     if first.out.dtype != state_dtype(first.out.dtype):
         raise TypeError(wrong("states[0].out", f"is {first.out.dtype}", "float32 or float64 is needed; states are never half precision"))
     for position, state in enumerate(states):
-        check_state(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+        check_fit(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
     if not others:
         return first
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"

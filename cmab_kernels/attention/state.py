@@ -114,6 +114,11 @@ def check_parts(state: AttentionState, name: str) -> None:
 def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
     """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
     check_parts(state, name)
+    check_fit(state, shape, dtype, device, name)
+
+
+def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str) -> None:
+    """Do what `check_state` does for a state whose parts are checked."""
     for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
         if tensor.shape != wanted:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))

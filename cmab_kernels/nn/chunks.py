@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..attention.projected.api import AfterChunk
-from ..checks import kind_of, wrong
+from ..checks import is_dense, kind_of, wrong
 from ..tracing import under_transform
 from .layers import CHUNK, check_features
 
@@ -78,7 +78,7 @@ def _is_array(source: Any) -> bool:
 def _check_array(name: str, array: Any) -> None:
     """Raise unless it is a dense tensor, or an array of real numbers without masked entries."""
     if isinstance(array, Tensor):
-        if array.is_nested or array.layout != torch.strided:
+        if not is_dense(array):
             raise ValueError(wrong(name, f"is {'a nested tensor' if array.is_nested else array.layout}", "a dense tensor is needed"))
     elif array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise TypeError(wrong(name, f"is an array of {array.dtype}", _NUMBERS))
@@ -166,7 +166,7 @@ def _count(source: Any) -> int | None:
     if hasattr(source, "num_record_batches"):
         return int(source.num_record_batches)
     try:
-        return len(_cut(source))  # type: ignore[arg-type]
+        return len(cast("Sized", _cut(source)))
     except (TypeError, NotImplementedError):  # also of what has a length, as a DataLoader, whose data set has none
         return None
 

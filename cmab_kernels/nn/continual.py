@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -371,8 +370,6 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """Make the fixed landmarks as `NystromAttention` does, and end the stream, whose state was computed with other landmarks."""
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
-            raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -103,12 +104,15 @@ class NystromAttention(MatrixFreeAttention):
         The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from first to last, each on
         the outputs of the fine-tuned layers before it.
 
-        `ImportError` without scikit-learn; `ValueError` if there are too few tokens, or they have another shape or are not finite.
+        `ImportError` without scikit-learn; `ValueError` if there are too few tokens, or they have another shape or are not finite, and for
+        a seed that is no int from 0 to 2**32 - 1.
         """
         if self.landmarks != "fixed":
             raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
         if keys is None and self.kdim != self.embed_dim:
             raise ValueError(wrong("keys", "is None", f"kdim is {self.kdim} and embed_dim {self.embed_dim}: queries are no keys"))
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+            raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
         for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
             if each is not None:
                 check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self.out_proj.weight)

@@ -297,6 +297,8 @@ def test_one_clustering_of_the_tokens_of_self_attention(batch_first: bool) -> No
     first = [getattr(module, name).clone() for name in LANDMARKS]
     module.fit_landmarks(tokens)
     assert all(torch.equal(getattr(module, name), before) for name, before in zip(LANDMARKS, first, strict=True))
+    with pytest.raises(ValueError, match="`seed` is -1"):
+        module.fit_landmarks(tokens, seed=-1)
     module.fit_landmarks(tokens, seed=7)
     assert not torch.equal(module.landmark_queries, first[0])
     out = module(tokens, tokens, tokens, need_weights=False)[0]

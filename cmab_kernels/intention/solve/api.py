@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import check_operands, kind_of, wrong
+from ...checks import check_number, check_operands, wrong
 from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
@@ -88,8 +88,7 @@ def _check_square(gram: Tensor) -> None:
 def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
     """alpha as a tensor of `shape` and `dtype`; raise if it has a wrong type, shape or device, or is a negative number."""
     if not isinstance(alpha, Tensor):
-        if not isinstance(alpha, Real):
-            raise TypeError(wrong("alpha", f"is {kind_of(alpha)}", "a number or a floating tensor is needed"))
+        check_number("alpha", alpha)
         number = alpha if isinstance(alpha, float) else _float(alpha)
         if not 0 <= number <= _LARGEST[dtype]:
             raise ValueError(wrong("alpha", f"is {alpha}", f"a number >= 0, finite in {dtype}, is needed"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...autograd import differentiable
-from ...checks import check_count, check_mask, check_operands, nan_if_refused, refuse_negative, wrong
-from .inputs import check_number, check_query, check_rows, expand_to
+from ...checks import check_count, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
+from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
 

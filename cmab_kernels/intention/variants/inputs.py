@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ...checks import (
     check_count,
     check_key_value,
     check_mask,
+    check_number,
     check_operands,
     has_shape,
     kind_of,
@@ -70,12 +70,6 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
     refuse_negative(f"1 - {name}", 1 - given)
     given = nan_if_refused(given, largest=1.0)
     return expand_to(name, given, like.shape[:2], like.device)[..., None, None]
-
-
-def check_number(name: str, given: object) -> None:
-    """Raise unless what is no tensor is a real number."""
-    if not isinstance(given, Real):
-        raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
 
 
 def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import device_of, kind_of, wrong
+from ...checks import check_dense, device_of, is_dense, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
 
 
@@ -239,7 +239,7 @@ def unlikely_totals(name: str, sums: Tensor) -> str:
 
 
 def _loaded_count(name: str, count: Tensor) -> int:
-    fits = isinstance(count, Tensor) and count.shape == () and count.dtype == torch.int64 and _is_dense(count) and not count.is_meta
+    fits = isinstance(count, Tensor) and is_dense(count) and count.shape == () and count.dtype == torch.int64 and not count.is_meta
     if not fits or not 0 <= int(count) <= LAST_POSITION:
         raise ValueError(wrong(name, f"is {count!r}", f"an int64 tensor () from 0 to {LAST_POSITION} is needed"))
     return int(count)
@@ -249,8 +249,7 @@ def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy without a gradient of numbers that are finite."""
     if not isinstance(tensor, Tensor):
         raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
-    if not _is_dense(tensor):
-        raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
+    check_dense(name, tensor)
     if not tensor.is_meta and not tensor.isfinite().all():
         raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -260,10 +259,6 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
     return tensor.cpu()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def own_memory(state: State) -> State:

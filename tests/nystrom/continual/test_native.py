@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
-from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, row_sums, window_of
+from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, row_means, row_sums, window_of
 from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.nystrom.reference import logits
 
@@ -107,9 +107,9 @@ def _sizes(state: Any, queries: Tensor) -> Tensor:
     _, keys, values = _window(state)
     if not isinstance(state, ContinualNystromState):
         return values.abs().amax(-2, keepdim=True)
-    means = row_sums(state.landmark_queries, keys, values.abs(), state.scale)
+    sums = row_sums(state.landmark_queries, keys, values.abs(), state.scale)
     near = logits(queries, state.landmark_keys, state.scale).softmax(-1)
-    return near @ state.inverse.abs() @ (means[..., :-5] / means[..., -5:-4])
+    return near @ state.inverse.abs() @ row_means(sums)
 
 
 def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale: float | None = None) -> Run:
