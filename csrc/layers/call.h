@@ -83,8 +83,10 @@ void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const v
 
 // What follows the first cross-attention of a Constant Memory Attention Block, whose result is `attended` (B, H, M, D):
 //
-//   m = feed-forward(self-attention(feed-forward(r + output(attended))))      for the M block latents, r = block or
-//   norm(block) y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))      for the L latents x
+//   m = feed-forward(self-attention(feed-forward(r + output(attended))))      for the M block latents
+//   y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))      for the L latents x
+//
+// with r = block or norm(block), as in every layer.
 struct FeedForwardWeights {
   NormWeights norm;
   Weights expand, contract;
