@@ -59,15 +59,15 @@ def composed(
     blocks = _blocks(parameters)
 
     def forward(features: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        numbers = {"eps": eps, "activation": "geglu", "residual": residual}
-        return feed_forward(features.flatten(0, 1), *weights, **numbers, impl="native").view_as(features)
+        rows = features.flatten(0, 1)
+        return feed_forward(rows, *weights, eps=eps, activation="geglu", residual=residual, impl="native").view_as(features)
 
     def attend(features: Tensor, context: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
         norm, (query, key, value, weight, bias) = weights[:-5], weights[-5:]
         norms = (*norm, None, None) if context is None else norm
         projections = query, None, key, None, value, None, weight, bias
-        numbers = {"num_heads": num_heads, "scale": scale, "eps": eps, "context_eps": eps, "residual": residual}
-        return attention(features, context, None, *norms, *projections, **numbers, impl="native")
+        given, numbers = (features, context, None, *norms, *projections), {"scale": scale, "eps": eps, "context_eps": eps}
+        return attention(*given, **numbers, num_heads=num_heads, residual=residual, impl="native")
 
     def normed(block: Tensor, weights: Sequence[Tensor]) -> Tensor:
         rows, *of_norm = in_dtype(state_dtype(block.dtype), block, *weights[:2])
