@@ -103,7 +103,7 @@ def _run(asked: argparse.Namespace) -> Run:
     run = _made(asked, given)
     if asked.command == "train":
         return run
-    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed")}
+    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed", "code")}
     return _made(asked, settings | given)
 
 
@@ -195,7 +195,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         for name, value in scores.items():
             writer.add_scalar(name, value, run.task.steps)
     print(f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of wall time")
-    _show(run, scores, {**run.described(), **seconds})
+    _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
 
 
