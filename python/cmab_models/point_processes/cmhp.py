@@ -38,8 +38,8 @@ class CMHP(PointProcess):
     Attention Block (Feng et al., 2023), and Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML
     2024), appendix B.1: the encoder of a Transformer Hawkes Process with `CMAB`s for layers, and the latents flattened into its heads.
 
-    The queries of the first cross-attention are the same for all events, so that the states alone tell hardly which event was the last. With
-    `queries="newest"` the embedding of the newest event, which is the query of a causal Transformer too, is added to the input latents.
+    The queries of the first cross-attention are the same for all events, so that the states alone tell hardly which event was the last.
+    With `queries="newest"` the embedding of the newest event, which is the query of a causal Transformer too, is added to the latents.
 
     Args:
         num_marks: marks are 0 to num_marks - 1.
