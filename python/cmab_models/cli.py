@@ -97,7 +97,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 def _run(asked: argparse.Namespace) -> Run:
     """Return the run that was asked for; `ValueError` names a setting that does not exist.
 
-    What is not given is the task's own in a training, and later what the model was trained with.
+    What is not given is the task's own for the system in a training, and later what the model was trained with.
     """
     given = _settings(asked.config, asked.set)
     run = _made(asked, given)
@@ -111,7 +111,8 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     for name, value in model.items():
         _check_json(f"model.{name}", value)
-    task = TASKS[asked.task]().changed({key: value for key, value in settings.items() if not key.startswith("model.")})
+    of_task = {key: value for key, value in settings.items() if not key.startswith("model.")}
+    task = TASKS[asked.task].for_system(asked.system).changed(of_task)
     if asked.system not in task.systems:
         raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, cast
@@ -32,7 +32,8 @@ class WheelBandit(Task):
     name: ClassVar[str] = "wheel"
     systems: ClassVar[tuple[str, ...]] = ("cmanp", "lbanp", "cnp", "tnp-d", "inctnp")
 
-    steps: int = 6000
+    of_system: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cnp": {"steps": 1800}}
+    steps: int = 4000
     wheels: int = 8
     """Wheels in a batch."""
     context: int = 512
