@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cmab_models.pictures.context import Cost
 from cmab_models.reproduce import judging, report, runner
-from cmab_models.reproduce.__main__ import PAGE
+from cmab_models.reproduce.__main__ import PAGE, main
 from cmab_models.reproduce.claims import CLAIMS
 from cmab_models.reproduce.experiments import EXPERIMENTS
 from cmab_models.reproduce.jobs import Experiment
@@ -138,7 +138,7 @@ def test_equal_seconds_are_asked_for(tmp_path: Path) -> None:
         each["cpu_seconds"] = 4.0
     told = judging.compared(results, side("cmanp"), side("lbanp"), equal_seconds=True)
     assert told.held is None
-    assert told.reason.endswith("CPU seconds 3 and 4: not as many")
+    assert told.reason.endswith("CPU seconds 3 and 4: not equal")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     first, second, third = text.splitlines()[2:5]
     assert first == "- Of 4 published claims 1 could be confirmed at this scale: cmanp is above lbanp."
-    assert second == "- 1 could not: lbanp is above cmanp."
-    assert third == "- 2 could not be judged, and this is missing: for 1 more seeds, or longer training; for 1 runs."
+    assert second == "- 1 was refuted: lbanp is above cmanp."
+    assert third == "- 2 could not be judged: 1 for want of more seeds or longer training; 1 for want of runs that are not here."
     assert "| cmanp is above lbanp. | a paper | 1.1 beside 0.1 | **held** | cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100 |" in text
     assert "| lbanp is above cmanp. | a paper |  | **refuted** |" in text
     assert "| cmanp | 1.100 ± 0.100 | 3 | 12,000 | 3 | 4 |" in text
@@ -278,6 +278,13 @@ def test_no_result_is_older_than_its_system() -> None:
         if known.get(each.name, {}).get(system) != Run(system, TASKS[each.task].for_system(system), PAGE.parent).recorded()["code"]
     ]
     assert not older, f"results that are older than the code of their systems: {', '.join(older)}; run make reproduce"
+
+
+def test_an_experiment_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["reproduce", "kabsch", "wheels"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "there is no experiment 'wheels'" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

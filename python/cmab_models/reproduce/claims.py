@@ -29,7 +29,7 @@ def _behind(side: Side, published: tuple[float, float] | None) -> float | None:
 
 
 def _told(published: tuple[float, float] | None) -> str:
-    return f"{published[0]:g} beside {published[1]:g}" if published else ""
+    return f"{published[0]:g} beside {published[1]:g}" if published else "no figures at hand"
 
 
 def _constant_memory(results: Results) -> Verdict:
@@ -62,11 +62,13 @@ INTENTION = "Garnelo and Czarnecki, 2023 (arXiv 2305.10203)"
 
 FUNCTIONS = {
     "functions": {"cmanp": 1.24, "lbanp": 1.27, "tnp-d": 1.39, "cnp": 0.26, "cmanp-and": 1.48},
-    "functions, Matérn": {"cmanp": 0.80, "lbanp": 0.85, "cnp": 0.04, "cmanp-and": 0.96},
+    "functions, Matérn": {"cmanp": 0.80, "lbanp": 0.85, "cnp": 0.04},
 }
 """The paper's table of 1-D regression: log-likelihoods of functions with an RBF and with a Matérn 5/2 kernel."""
 WHEEL = {"0.7": (0.93, 1.11), "0.9": (1.56, 1.75), "0.95": (1.87, 1.65), "0.99": (9.04, 6.13), "0.995": (13.02, 8.76)}
 """The paper's regrets of CMANP and LBANP, in percent of a uniform policy's."""
+
+TRAINED_ON_ALL = "no figures at hand; it is trained on all targets as one block, as in the public code, so that its joint head has never seen a target alone"
 
 
 def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> Claim:
@@ -80,7 +82,7 @@ def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> C
 
 def _blocks(text: str, smaller: str, larger: str) -> Claim:
     ours, theirs = (Side("functions", "cmanp-and", f"log_likelihood_{way}") for way in (smaller, larger))
-    return _better(f"CMANP-AND: {text}", CMANP_PAPER, ours, theirs)
+    return _better(f"CMANP-AND: {text}", CMANP_PAPER, ours, theirs)._replace(published=TRAINED_ON_ALL)
 
 
 def _wheel(delta: str, ours: float, theirs: float) -> Claim:
@@ -109,7 +111,6 @@ CLAIMS: tuple[Claim, ...] = (
     _functions("functions", "cmanp-and", "cmanp"),
     _functions("functions, Matérn", "cmanp", "lbanp", near=True),
     _functions("functions, Matérn", "cmanp", "cnp"),
-    _functions("functions, Matérn", "cmanp-and", "cmanp"),
     _blocks("blocks of 5 targets give higher likelihoods than all at once.", "blocks_of_5", "at_once"),
     _blocks("targets one by one give higher likelihoods than blocks of 5.", "one_by_one", "blocks_of_5"),
     _near(
@@ -138,7 +139,7 @@ CLAIMS: tuple[Claim, ...] = (
         equal_seconds=True,
     ),
     _near(
-        "It comes as near to the Nyströmformer that reads every window anew as published.",
+        "The continual Nyströmformer comes as near to one that reads every window anew as published.",
         NYSTROM,
         *_sides("patches", "streamed", "continual-nystromformer", "nystromformer"),
         (0.9292, 0.9354),
@@ -159,7 +160,11 @@ CLAIMS: tuple[Claim, ...] = (
     _better(
         "Intention finds a target from distances better than attention.", INTENTION, *_sides("target", "mse", "intention", "attention")
     ),
-    _better("It finds it better than a Transformer.", INTENTION, *_sides("target", "mse", "intention", "transformer")),
+    _better(
+        "Intention finds a target from distances better than a Transformer.",
+        INTENTION,
+        *_sides("target", "mse", "intention", "transformer"),
+    ),
     *(
         _better(
             f"With few examples, least-squares classifiers are above {told}.",

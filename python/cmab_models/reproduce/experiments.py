@@ -18,7 +18,7 @@ EXPERIMENTS = (
     # The slowest first, so that at the end no process is left alone with one of them.
     Experiment("functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}),
     Experiment("functions, residual of the input", "gp-rbf", ("cmanp",), settings={"autoregressive": True} | _BEFORE),
-    Experiment("functions, Matérn", "gp-matern", ("cmanp", "cmanp-and", "lbanp", "cnp")),
+    Experiment("functions, Matérn", "gp-matern", ("cmanp", "lbanp", "cnp")),
     Experiment("departures", "departures", ("cmhp", "thp")),
     Experiment("departures, latents alone", "departures", ("cmhp",), settings={"queries": "latents"}),
     Experiment("digits", "digits", ("cmanp", "lbanp", "cnp")),

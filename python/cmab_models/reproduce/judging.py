@@ -12,11 +12,11 @@ SEEDS = 3
 EQUAL = 1.25
 """CPU seconds count as equal if the larger are at most so many times the smaller."""
 
-MORE_SEEDS = "more seeds, or longer training"
+MORE_SEEDS = "more seeds or longer training"
 HARDER_TASK = "a task, or a training, in which the weakest baseline fails"
 EQUAL_SECONDS = "equal CPU seconds"
 FIGURES = "the papers' figures"
-RUNS = "runs"
+RUNS = "runs that are not here"
 
 
 class Verdict(NamedTuple):
@@ -61,7 +61,7 @@ def compared(results: Results, ours: Side, theirs: Side, allowed: float | None =
         seconds = [results.seconds(side.experiment, side.system) for side in (ours, theirs)]
         told += f"; steps {results.steps(ours):,} and {results.steps(theirs):,}, CPU seconds {seconds[0]:.0f} and {seconds[1]:.0f}"
         if max(seconds) > EQUAL * min(seconds):
-            return Verdict(None, f"{told}: not as many", EQUAL_SECONDS)
+            return Verdict(None, f"{told}: not equal", EQUAL_SECONDS)
     for name, baseline in results.baselines(ours, theirs).items():
         if results.sign(ours.score) * (asked.mean - baseline.mean) <= _error(asked, baseline):
             return Verdict(None, f"{told}: {name} passes, too, or nearly, with {number(baseline.mean)}", HARDER_TASK)

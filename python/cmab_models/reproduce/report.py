@@ -61,12 +61,12 @@ def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
     """Say in three sentences what was confirmed, what was not, and what is missing."""
     held, refuted, unknown = ([claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None))
     missing = [verdicts[claim].missing for claim in unknown]
-    needs = "; ".join(f"for {missing.count(need)} {need}" for need in dict.fromkeys(missing))
+    needs = "; ".join(f"{missing.count(need)} for want of {need}" for need in dict.fromkeys(missing))
     return "\n".join(
         [
             f"- Of {len(verdicts)} published claims {_counted(held)} could be confirmed at this scale{_listed(held)}.",
-            f"- {_counted(refuted).capitalize()} could not{_listed(refuted)}.",
-            f"- {_counted(unknown).capitalize()} could not be judged{f', and this is missing: {needs}' if needs else ''}.",
+            f"- {_counted(refuted).capitalize()} {'was' if len(refuted) == 1 else 'were'} refuted{_listed(refuted)}.",
+            f"- {_counted(unknown).capitalize()} could not be judged{f': {needs}' if needs else ''}.",
         ]
     )
 
