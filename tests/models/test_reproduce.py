@@ -72,7 +72,7 @@ def record(run: Run, scores: dict[str, float], **changes: Any) -> None:
 def recorded(folder: Path, scores: dict[str, list[float]], task: str = "gp-rbf", score: str = "log_likelihood", **changes: Any) -> Results:
     """Results in which each system has these scores, seed by seed."""
     runs: list[Run] = []
-    settings = {"evaluation_batches": 2} if task == "gp-rbf" else {}
+    settings = {"steps": 12_000, "evaluation_batches": 2} if task == "gp-rbf" else {}
     for system, values in scores.items():
         each = Experiment("functions", task, (system,), tuple(range(len(values))), settings)
         for run, value in zip(each.runs(folder), values, strict=True):

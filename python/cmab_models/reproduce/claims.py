@@ -68,7 +68,7 @@ FUNCTIONS = {
 WHEEL = {"0.7": (0.93, 1.11), "0.9": (1.56, 1.75), "0.95": (1.87, 1.65), "0.99": (9.04, 6.13), "0.995": (13.02, 8.76)}
 """The paper's regrets of CMANP and LBANP, in percent of a uniform policy's."""
 
-TRAINED_ON_ALL = "no figures at hand; it is trained on all targets as one block, as in the public code, so that its joint head has never seen a target alone"
+TRAINED_ON_ALL = "no figures at hand; trained on all targets as one block, as in the public code: its joint head has never seen one alone"
 
 
 def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> Claim:
