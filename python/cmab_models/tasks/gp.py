@@ -82,3 +82,5 @@ class Matern(_GP):
     __doc__ = _GP.__doc__
     name: ClassVar[str] = "gp-matern"
     kernel: ClassVar[str] = "matern"
+
+    steps: int = 5_000
