@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, cast
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import Task, seeded
+from .base import BySystem, Task, seeded
 
 DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 
@@ -32,7 +32,7 @@ class WheelBandit(Task):
     name: ClassVar[str] = "wheel"
     systems: ClassVar[tuple[str, ...]] = ("cmanp", "lbanp", "cnp", "tnp-d", "inctnp")
 
-    of_system: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cnp": {"steps": 1800}}
+    of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}
     steps: int = 4000
     wheels: int = 8
     """Wheels in a batch."""

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from ..systems import SYSTEMS
 if TYPE_CHECKING:
     from typing import Self
 
+BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+"""Settings of a task for each system that has its own."""
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
 
@@ -32,7 +34,7 @@ class Task(ABC):
     """What the command line calls it."""
     systems: ClassVar[tuple[str, ...]]
     """The names of the models that can learn it, in `systems.SYSTEMS`."""
-    of_system: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    of_system: ClassVar[BySystem] = {}
     """Settings by system that differ from the defaults, such as `steps` where the same time allows for more."""
 
     steps: int = 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, cast
@@ -15,7 +15,7 @@ from ..data.departures import DAY, departures
 from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
 from ..point_processes.cmhp import QUERIES
-from .base import Task, seeded
+from .base import BySystem, Task, seeded
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class HawkesTask(EventTask):
     name: ClassVar[str] = "hawkes"
     period: ClassVar[float] = 1.0
 
-    of_system: ClassVar[Mapping[str, Mapping[str, Any]]] = {"thp": {"steps": 1200}}
+    of_system: ClassVar[BySystem] = {"thp": {"steps": 1200}}
     steps: int = 1100
     sequences: int = 2000
     """Training sequences."""
@@ -169,7 +169,7 @@ class DeparturesTask(EventTask):
     name: ClassVar[str] = "departures"
     period: ClassVar[float] = DAY
 
-    of_system: ClassVar[Mapping[str, Mapping[str, Any]]] = {"thp": {"steps": 3600}}
+    of_system: ClassVar[BySystem] = {"thp": {"steps": 3600}}
     steps: int = 3000
 
     @property
