@@ -159,11 +159,13 @@ class Continual(MultiheadProjections):
         """Return what `forward_step` returns, for a token that is checked."""
         self._refuse_to_drop()
         attended = self._advance(self._heads_of_one(query, key, value), update_state)
-        return None if attended is None else self._joined(attended.squeeze(2), batched=query.dim() == 2)
+        if attended is None:
+            return None
+        return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
-        stream = self.stream
+        stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
@@ -185,11 +187,13 @@ class Continual(MultiheadProjections):
 
     def _heads_of_one(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
         """Return what `_heads` returns, for one token (B, C) or (C), which has the same layout with a batch first and without."""
-        weight = self.in_proj_weight
-        if weight is None or (key is not None and key is not query) or (value is not None and value is not query):
+        own = self._parameters
+        weight = own.get("in_proj_weight")
+        alike = (key is None or key is query) and (value is None or value is query)
+        if not alike or weight is None or "in_proj_bias" not in own:
             along = -2 if self.batch_first else 0
             return self._heads(query.unsqueeze(along), *(None if token is None else token.unsqueeze(along) for token in (key, value)))
-        packed = F.linear(query, weight, self.in_proj_bias)
+        packed = F.linear(query, weight, own["in_proj_bias"])
         batch = packed.shape[0] if packed.dim() == 2 else 1
         return self._in_dtype(packed.view(batch, 3, self.num_heads, 1, self.head_dim).unbind(1))
 
@@ -205,7 +209,7 @@ class Continual(MultiheadProjections):
 
     def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return heads in the module's dtype, which autocast may have changed."""
-        dtype = self.out_proj.weight.dtype
+        dtype: Any = self._modules["out_proj"].weight.dtype  # type: ignore[union-attr]
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
@@ -222,8 +226,9 @@ class Continual(MultiheadProjections):
         """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
+        weight = self._modules["out_proj"].weight  # type: ignore[union-attr]
         for name, features in token.items():
-            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], self.out_proj.weight)
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)  # type: ignore[arg-type]
             dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
@@ -271,12 +276,14 @@ class Continual(MultiheadProjections):
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
-        """Return the output projection of (B, H, [T',] [n,] E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless `batch_first`."""
-        project, one = self.out_proj, attended.dim() == 3  # a single token: as it lies
-        out = F.linear((attended if one else attended.movedim(1, -2)).flatten(-2), project.weight, project.bias)
+        """Return the output projection of (B, H, [T',] [n,] E), or of one token (B, H E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless
+        `batch_first`."""
+        project: Any = self._modules["out_proj"]
+        rows = attended if attended.dim() == 2 else attended.movedim(1, -2).flatten(-2)
+        out = F.linear(rows, project.weight, project.bias)
         if not batched:
             return out.squeeze(0)
-        return out if one or self.batch_first else out.movedim(0, -2)
+        return out if self.batch_first or out.dim() == 2 else out.movedim(0, -2)
 
 
 class ContinualAttention(Continual, MultiheadAttention):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,9 @@ LayerState = WindowState | tuple[RecentTokens, WindowState]
 
 def _called(part: Any, x: Tensor) -> Tensor:
     """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
-    kind = type(part)
+    kind: Any = type(part)
     if kind is nn.Linear and (own := plain_parameters(part, kind)) is not None:
-        return F.linear(x, own["weight"], own["bias"])
+        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
     if kind is nn.LayerNorm and (own := plain_parameters(part, kind)) is not None:
         return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
     if kind is nn.Dropout and not part.training and plain_parameters(part, kind) is not None:
@@ -95,10 +95,11 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
-        attention, query = self.self_attn, src
+        parts: Any = self._modules
+        attention, query = parts["self_attn"], src
         attention._check_token(src=src)
         if self.norm_first:
-            query = _called(self.norm1, src)
+            query = _called(parts["norm1"], src)
             attention._check_token(query=query)
         attended = attention._stepped(query, None, None, update_state)
         return None if attended is None else self._fed(src, attended)
