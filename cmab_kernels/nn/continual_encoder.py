@@ -405,10 +405,11 @@ class ContinualEncoder(nn.Module):
     def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
         """Return what this method of the layers makes of `src`, which has a batch if it has `batched` dimensions."""
         # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
-        before, tokens, first = self._held() if torch.is_grad_enabled() else None, src, self._each()[0].self_attn.stream
+        before, tokens, layers = self._held() if torch.is_grad_enabled() else None, src, self._each()
+        first = layers[0].self_attn.stream
         first_before = first.held
         try:
-            for layer in self.layers[:1] if self.retroactive else self.layers:
+            for layer in layers[:1] if self.retroactive else layers:
                 tokens = getattr(layer, method)(tokens, update_state=update_state)
                 if tokens is None:
                     return None
