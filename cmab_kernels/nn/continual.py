@@ -209,12 +209,12 @@ class Continual(MultiheadProjections):
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values of a window, from one matrix product where they are of the same tokens."""
-        if key is not value or key_padding_mask is not None or self.in_proj_weight is None:
+        weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if key is not value or key_padding_mask is not None or weight is None:
             return super()._project_pair(key, value, key_padding_mask)
-        first, bias = self.embed_dim, self.in_proj_bias
-        packed = self._batch_first(F.linear(key, self.in_proj_weight[first:], None if bias is None else bias[first:]))
-        heads = packed.view(*packed.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        return (*heads, None)
+        packed = self._batch_first(F.linear(key, weight[first:], None if bias is None else bias[first:]))
+        keys, values = packed.view(*packed.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        return keys, values, None
 
     def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return heads in the module's dtype, which autocast may have changed."""
