@@ -145,8 +145,9 @@ class CMANP(NeuralProcess):
 class CMANPAND(CMANP):
     """A CMANP with a joint distribution over blocks of targets, each block conditioned on those before (AND: autoregressive, not diagonal).
 
-    Memory is constant in the context and linear in the targets. Trained with all targets as one block (`loss`); likelihoods and samples go
-    through blocks of `block_size`. Source: the paper of `CMANP`, section 4.3.
+    Memory is constant in the context and linear in the targets. Trained with all targets as one block (`loss`), as in the authors' code;
+    likelihoods and samples go through blocks of `block_size`. Blocks smaller than any in training get deviations that are too small: a
+    single target about half of what it should have. Source: the paper of `CMANP`, section 4.3.
 
     Args:
         block_size: b_Q, targets that are predicted jointly.
