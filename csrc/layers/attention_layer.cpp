@@ -13,17 +13,17 @@ struct OutputTiles {
   OutputTiles(Taker& take, const AttentionLayer& in) : x(take, in.width), heads(take.tile(in.heads * in.value_width)) {}
 };
 
-// The packed matrix of the output projection, (H E, C), or of its gradient, (C, H E); and the norm of the residual.
+// The norm of the residual, and the packed matrix of the output projection, (H E, C), or of its gradient, (C, H E).
 template <bool kBackward>
 struct OutputParameters {
-  void *packed, *bias;
   NormParameters norm;
+  void *bias, *packed;
 
   OutputParameters(Taker& take, const AttentionLayer& in)
-      : packed(kBackward ? take.packed(in.width, in.heads * in.value_width)
-                         : take.packed(in.heads * in.value_width, in.width)),
+      : norm(take, in.width),
         bias(take.vector(in.width)),
-        norm(take, in.width) {}
+        packed(kBackward ? take.packed(in.width, in.heads * in.value_width)
+                         : take.packed(in.heads * in.value_width, in.width)) {}
 
   void load(const LinearKernels& kernel, const AttentionLayer& in) {
     const int depth = in.heads * in.value_width;
