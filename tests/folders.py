@@ -46,7 +46,8 @@ def listed() -> list[Path]:
 
 def said(file: Path) -> str:
     """Return the first sentence of a module's docstring."""
-    paragraph = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
+    source = file.read_text() if file.exists() else ""
+    paragraph = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].replace("\n", " ")
     sentence = re.match(r".+?\.(?= |$)", paragraph)
     assert sentence, f"{file.relative_to(ROOT)} has no docstring, and {Path(__file__).name} does not say what its folder holds"
     return sentence[0]
