@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from cmab_kernels.backends import SETS
+
 from . import pages
 
 
@@ -14,6 +16,11 @@ def test_it_is_short() -> None:
     assert len(program.strip().splitlines()) <= 24
     rows = [len(table) for table in pages.tables(pages.README)]
     assert len(rows) == 3 and max(rows) <= 7
+
+
+def test_every_family_of_operators_has_a_row() -> None:
+    rows = [re.findall(r"^\| \[.+?\]\(docs/(\w+)\.md\)", "\n".join(table), re.MULTILINE) for table in pages.tables(pages.README)]
+    assert sorted(rows[-1]) == sorted({name.split(".")[0] for name in SETS})
 
 
 def test_programs() -> None:
