@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from .checks import wrong
 from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 from .dtypes import FLOATING, state_dtype
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
-from .intention.variants import LinearRegression
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,8 +87,8 @@ class OnlineRidge:
         """Return the predictions (N,) or (N, E) at X (N, D)."""
         held = self._fitted()
         points = _points(self, X, held)
-        out = held.solved(self).predict(points[None, None])[0, 0]
-        return _cast(out[:, 0] if held.flat else out, _result_dtype(X))
+        out = held.solved(self).at(points)
+        return _cast(out.squeeze(1) if held.flat else out, _result_dtype(X))
 
     @torch.no_grad()
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
@@ -98,7 +97,7 @@ class OnlineRidge:
         rows = _Rows(self, X, y, sample_weight, held)
         y_ = rows.y.double()
         weights = y_.new_ones(len(y_), 1) if rows.weights is None else rows.weights[0, :, None]
-        errors = y_ - held.solved(self).predict(rows.x[None, None])[0, 0].double()
+        errors = y_ - held.solved(self).at(rows.x).double()
         spread = y_ - (weights * y_).sum(0) / weights.sum()
         error, total = (weights * errors.square()).sum(0), (weights * spread.square()).sum(0)
         none = (error != 0).double()  # where all targets are equal: 1 for predictions without error, else 0
@@ -108,14 +107,14 @@ class OnlineRidge:
     def coef_(self) -> Any:
         """(D,), or (E, D) where y had two dimensions."""
         held = self._fitted()
-        coefficients = held.solved(self).coefficients[0, 0].T
+        coefficients = held.solved(self).weight.T
         return _cast(coefficients[0] if held.flat else coefficients, held.dtype)
 
     @property
     def intercept_(self) -> Any:
         """A number, or (E,) where y had two dimensions."""
         held = self._fitted()
-        intercept = held.solved(self).intercept[0, 0]
+        intercept = held.solved(self).intercept
         return _cast(intercept[0] if held.flat else intercept, held.dtype)
 
     @property
@@ -124,7 +123,7 @@ class OnlineRidge:
 
         That is where examples lie too far from the first, or lay there before they were forgotten, or where no weight is left.
         """
-        return int(self._fitted().solved(self, sound=False).info)
+        return self._fitted().solved(self, sound=False).info
 
     @property
     def feature_names_in_(self) -> Any:
@@ -246,6 +245,28 @@ class OnlineRidge:
         return Tags(estimator_type="regressor", target_tags=target, regressor_tags=RegressorTags())
 
 
+class _Solution(NamedTuple):
+    """The function offset + (x - centre) weight of a point x, in float64, which takes no gradient. A centre avoids cancellation."""
+
+    weight: Tensor
+    """(D, E)."""
+    centre: Tensor
+    """(D,)."""
+    offset: Tensor
+    """(E,)."""
+    info: int
+    """As in `cmab_kernels.RidgeSolution`."""
+
+    def at(self, points: Tensor) -> Tensor:
+        """Return the values (N, E) at points (N, D), in their dtype."""
+        return torch.addmm(self.offset, points - self.centre, self.weight).to(points.dtype)
+
+    @property
+    def intercept(self) -> Tensor:
+        """The value at x = 0, (E,)."""
+        return self.offset - self.centre @ self.weight
+
+
 class _Sums:
     """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin` and, for an intercept, a column of ones.
 
@@ -267,7 +288,7 @@ class _Sums:
     ) -> None:
         self.state, self.peak, self.origin, self.target_origin = state, peak, origin, target_origin
         self.intercept, self.flat, self.dtype, self.names = intercept, flat, dtype, names
-        self._solution: tuple[float, LinearRegression] | None = None
+        self._solution: tuple[float, _Solution] | None = None
 
     @classmethod
     def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
@@ -280,19 +301,17 @@ class _Sums:
 
     def with_state(self, state: RidgeState, faded: float = 1.0) -> _Sums:
         """Return these sums after a change to `state`, in which the weights of what was held are `faded`."""
-        peak = torch.maximum(faded * self.peak, _diagonal(state.gram).abs())
+        peak = torch.maximum(self.peak if faded == 1 else faded * self.peak, _diagonal(state.gram).abs())
         return _Sums(state, peak, self.origin, self.target_origin, self.intercept, self.flat, self.dtype, self.names)
 
-    def solved(self, model: OnlineRidge, sound: bool = True) -> LinearRegression:
+    def solved(self, model: OnlineRidge, sound: bool = True) -> _Solution:
         """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
         if self._solution is None or self._solution[0] != model.alpha:
             model._check_parameters()
             with torch.inference_mode(False), torch.no_grad():  # kept for later calls, which may take a gradient
-                found = self._solve(model.alpha)
-                beyond = ~found.coefficients.isfinite().all(-1).all(-1)
-                self._solution = model.alpha, found._replace(info=found.info.masked_fill(beyond, INFO_NOT_POSITIVE_DEFINITE))
-        regression = self._solution[1]
-        if sound and regression.info == 1:
+                self._solution = model.alpha, self._solve(model.alpha)
+        solution = self._solution[1]
+        if sound and solution.info == INFO_NOT_POSITIVE_DEFINITE:
             allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
             if model.alpha > 0:
                 allowed = (
@@ -300,37 +319,44 @@ class _Sums:
                     "or that were far from the others"
                 )
             raise ValueError(wrong("alpha", f"is {model.alpha}", allowed))
-        if sound and regression.info == 2:
+        if sound and solution.info == INFO_ILL_CONDITIONED:
             warnings.warn(
                 f"the regression is ill-conditioned with alpha = {model.alpha}; few digits may be right", RuntimeWarning, stacklevel=4
             )
-        return regression
+        return solution
 
-    def _solve(self, alpha: float) -> LinearRegression:
-        gram, moment = self.state.gram, self.state.moment
-        least = torch.finfo(gram.dtype).eps / ILL_CONDITIONED * self.peak  # what is below it has two digits at most
-        if not self.intercept:
-            weight, info = _solved(gram, moment, alpha, least)
-            return LinearRegression(weight, self.origin[None, None], self.target_origin[None, None], info)
-        total, x_sum, y_sum = gram[..., -1:, -1:], gram[..., -1:, :-1], moment[..., -1:, :]
-        known = total > least[..., None, -1:]
-        x_mean, y_mean = (torch.where(known, each / total, 0.0) for each in (x_sum, y_sum))
-        centred = gram[..., :-1, :-1] - x_mean.mT * x_sum
-        weight, info = _solved(centred, moment[..., :-1, :] - x_mean.mT * y_sum, alpha, least[..., :-1])
-        info = _doubted(info, ~known[..., 0, 0])
-        return LinearRegression(weight, self.origin + x_mean[..., 0, :], self.target_origin + y_mean[..., 0, :], info)
-
-
-def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight and its info, which doubts a feature of which the others leave less than `least` (..., D)."""
-    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand(gram.shape)
-    both, info = regularised_solve(gram, torch.cat([moment, one], -1), alpha)
-    weight, inverse = both.split([moment.shape[-1], one.shape[-1]], -1)
-    return weight, _doubted(info, (least * _diagonal(inverse) > 1).any(-1))
+    def _solve(self, alpha: float) -> _Solution:
+        width, total, known = self.origin.shape[0], 0.0, True
+        sums = torch.cat([self.state.gram, self.state.moment], -1).view(-1, width + self.intercept + self.state.moment.shape[-1])
+        least = _LOST * self.peak.view(-1)  # what is below it has two digits at most
+        means = torch.zeros_like(sums[0])
+        if self.intercept:
+            last, total = sums[-1], float(sums[-1, width])
+            known = total > float(least[-1])
+            means = last / total if known else means
+            sums, least = torch.addr(sums[:-1], means[:width], last, alpha=-1), least[:-1]
+        outputs = slice(width + self.intercept, None)
+        weight, info = _solved(sums[:, :width], sums[:, outputs], alpha, least)
+        info = info if known else _doubted(info)
+        return _Solution(weight, self.origin + means[:width], self.target_origin + means[outputs], info)
 
 
-def _doubted(info: Tensor, doubtful: Tensor) -> Tensor:
-    return torch.where(doubtful & (info == INFO_SOUND), INFO_ILL_CONDITIONED, info)
+_LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
+"""What rounding of the size of 1 leaves two digits of."""
+
+
+def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Tensor) -> tuple[Tensor, int]:
+    """Return the weight (D, E) and its info, which doubts a feature of which the others leave less than `least` (D,)."""
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    both, found = regularised_solve(gram, torch.cat([moment, one], -1), alpha)
+    weight, inverse, info = both[:, : moment.shape[-1]], both[:, moment.shape[-1] :], int(found)
+    if not all(math.isfinite(extreme) for extreme in weight.aminmax()):
+        return weight, INFO_NOT_POSITIVE_DEFINITE
+    return weight, _doubted(info) if bool((least * inverse.diagonal() > 1).any()) else info
+
+
+def _doubted(info: int) -> int:
+    return INFO_ILL_CONDITIONED if info == INFO_SOUND else info
 
 
 def _diagonal(gram: Tensor) -> Tensor:
@@ -374,9 +400,9 @@ class _Rows:
         In float64, so that an example is forgotten exactly whatever dtype it comes in.
         """
         rows, width = self.x.shape
-        key = held.origin.new_ones(rows, width + held.intercept)
-        torch.sub(self.x, held.origin, out=key[:, :width])
-        return key[None, None], (self.y - held.target_origin)[None, None]
+        key = held.origin.new_ones(1, 1, rows, width + held.intercept)
+        torch.sub(self.x, held.origin, out=key[0, 0, :, :width])
+        return key, (self.y - held.target_origin).view(1, 1, rows, -1)
 
 
 def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
@@ -417,7 +443,7 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
     if tensor.is_complex():
         raise ValueError(f"Complex data not supported: {name} is {tensor.dtype}")
     tensor = tensor.to(state_dtype(tensor.dtype) if tensor.dtype in FLOATING else torch.float64)
-    if not tensor.isfinite().all():
+    if tensor.numel() and not all(math.isfinite(extreme) for extreme in tensor.detach().aminmax()):
         raise ValueError(f"Input {name} contains infinity or NaN; every element must be finite")
     return tensor
 

@@ -46,7 +46,7 @@ def _merged() -> dict[str, Any]:
 def _feed_forward() -> dict[str, Any]:
     norm = {"norm_weight": _rows(D), "norm_bias": _rows(D), "eps": 1e-5}
     expand = {"expand_weight": _rows(2 * E, D), "expand_bias": _rows(2 * E)}
-    return {"x": _rows(N, D), **norm, **expand, "contract_weight": _rows(D, E), "contract_bias": _rows(D), "activation": 0}
+    return {"x": _rows(N, D), **norm, **expand, "contract_weight": _rows(D, E), "contract_bias": _rows(D), "activation": 0, "residual": 0}
 
 
 def _layer() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _layer() -> dict[str, Any]:
     norms = {"norm_weight": _rows(D), "norm_bias": _rows(D), "context_norm_weight": _rows(9), "context_norm_bias": _rows(9)}
     widths = {"query": (H * D, D), "key": (H * D, 9), "value": (H * E, 9), "output": (D, H * E)}
     weights = {f"{name}_{part}": _rows(*shape[:n]) for name, shape in widths.items() for part, n in (("weight", 2), ("bias", 1))}
-    numbers = {"eps": 1e-5, "context_eps": 1e-5, "scale": 0.4, "batch": B, "num_heads": H}
+    numbers = {"eps": 1e-5, "context_eps": 1e-5, "scale": 0.4, "batch": B, "num_heads": H, "residual": 0}
     mask = torch.zeros(B * 2, dtype=torch.bool)
     return {"x": _rows(B * L, D), "context": _rows(B * 2, 9), "key_padding_mask": mask, **norms, **weights, **numbers}
 
@@ -92,6 +92,7 @@ def _stack() -> dict[str, Any]:
         "num_heads": 2,
         "scale": 0.4,
         "eps": 1e-5,
+        "residual": 1,
         "parameters": tuple(_rows(*shape) for shape in shapes),
     }
 
@@ -110,7 +111,7 @@ def _stack_forward() -> dict[str, Any]:
 
 
 def _stack_read() -> dict[str, Any]:
-    given = {name: argument for name, argument in _stack_forward().items() if name not in {"x", "between", "y", "kept"}}
+    given = {name: argument for name, argument in _stack_forward().items() if name not in {"x", "residual", "between", "y", "kept"}}
     return given | {"parameters": tuple(t for k in range(2) for t in given["parameters"][57 * k : 57 * k + 8])}
 
 
@@ -305,10 +306,16 @@ def test_widths_beyond_the_kernels_are_refused() -> None:
 def test_wrong_descriptions_of_modules_are_refused() -> None:
     leaf = ("weights", torch.nn.Linear, True)
     modules = {"layer": torch.nn.ModuleDict({"weights": torch.nn.Linear(2, 3)})}
-    right = {"modules": modules, "layers": (("layer", torch.nn.ModuleDict, (leaf,)),), "num_heads": 1, "tensors": [], "eps": set()}
+    right = {
+        "modules": modules,
+        "layers": (("layer", torch.nn.ModuleDict, (leaf,)),),
+        "settings": {"num_heads": 1},
+        "tensors": [],
+        "eps": set(),
+    }
     assert native.collect_parameters(**right)
     assert list(map(id, right["tensors"])) == list(map(id, modules["layer"].parameters()))
-    wrong = {"modules": [None, []], "tensors": [(), None], "eps": [{}, None]}
+    wrong = {"modules": [None, []], "settings": [None, 1], "tensors": [(), None], "eps": [{}, None]}
     wrong["layers"] = [None, (None,), (leaf[:2],), (("layer", torch.nn.ModuleDict, None),), (("layer", torch.nn.ModuleDict, (1,)),)]
     for name, values in wrong.items():
         for value in values:

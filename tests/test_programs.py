@@ -168,12 +168,12 @@ def _layers(dtype: torch.dtype, mask: bool) -> None:
     row, other = torch.empty(24, dtype=dtype, device="meta"), torch.empty(32, dtype=dtype, device="meta")
     query, key, out, square = (_some(m, n, dtype=dtype) for m, n in ((32, 24), (32, 32), (24, 32), (64, 24)))
     ignore = _some(B, N, dtype=torch.bool) if mask else None
-    given = (x, context, ignore, row, row, other, other, query, other, key, other, key, other, out, row, 2, 0.25, 1e-5, 1e-5)
+    given = (x, context, ignore, row, row, other, other, query, other, key, other, key, other, out, row, 2, 0.25, 1e-5, 1e-5, "input")
     _, *kept = layers.attention_layer(*given, True)
     layers.attention_layer_backward(dy, *given, *kept, (True,) * 14)
     rows, expand_bias = (t.reshape(-1, 24) for t in (x, dy)), torch.empty(64, dtype=dtype, device="meta")
     x, dy = rows
-    network = (row, row, square, expand_bias, out, row, 1e-5, "geglu")
+    network = (row, row, square, expand_bias, out, row, 1e-5, "geglu", "input")
     layers.feed_forward_layer(x, *network)
     layers.feed_forward_layer_backward(dy, x, *network, (True,) * 7)
 

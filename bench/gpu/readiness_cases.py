@@ -164,11 +164,13 @@ def _feed_forward(rows: int, C: int, F: int, dtype: str, shape: str) -> Iterator
         return [torch.empty(sizes, dtype=kind) for sizes in ((rows, C), (C,), (C,), (2 * F, C), (2 * F,), (C, F), (C,))]
 
     def backward() -> None:
-        layers.feed_forward_layer_backward(given()[0], *given(), 1e-5, "geglu", (True,) * 7)
+        layers.feed_forward_layer_backward(given()[0], *given(), 1e-5, "geglu", "input", (True,) * 7)
 
     forward = Work(0.0, 2 * rows * 3 * C * F, 2 * rows * C * kind.itemsize, dtype)
     back = replace(forward, products=8 / 3 * forward.products, bytes=1.5 * forward.bytes)
-    yield Case("feed_forward_layer", "forward", shape, dtype, C, lambda: layers.feed_forward_layer(*given(), 1e-5, "geglu"), forward)
+    yield Case(
+        "feed_forward_layer", "forward", shape, dtype, C, lambda: layers.feed_forward_layer(*given(), 1e-5, "geglu", "input"), forward
+    )
     yield Case("feed_forward_layer", "backward", shape, dtype, C, backward, back)
 
 
@@ -179,7 +181,7 @@ def _attention_layer(B: int, H: int, L: int, C: int, dtype: str, shape: str) -> 
     def given() -> tuple[Any, ...]:
         matrix, vector = torch.empty(C, C, dtype=kind), torch.empty(C, dtype=kind)
         norm = (vector, vector, None, None)
-        return torch.empty(B, L, C, dtype=kind), None, None, *norm, *(matrix, vector) * 4, H, (C // H) ** -0.5, 1e-5, 1e-5
+        return torch.empty(B, L, C, dtype=kind), None, None, *norm, *(matrix, vector) * 4, H, (C // H) ** -0.5, 1e-5, 1e-5, "input"
 
     def backward() -> None:
         heads = [torch.empty(B, L, C, dtype=kind) for _ in range(3)]

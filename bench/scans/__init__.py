@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from . import attention, continual, continual_modules, intention, intention_state, layers, modules, nystrom, prefix, projected
+from . import (
+    attention,
+    continual,
+    continual_layers,
+    continual_modules,
+    intention,
+    intention_state,
+    layers,
+    modules,
+    nystrom,
+    prefix,
+    projected,
+)
 from .case import Case
 
 
 def all_cases() -> list[Case]:
     """Every case, for the device that is measured."""
-    families = (attention, prefix, projected, modules, layers, intention, intention_state, nystrom, continual, continual_modules)
+    streams = (continual, continual_modules, continual_layers)
+    families = (attention, prefix, projected, modules, layers, intention, intention_state, nystrom, *streams)
     return [case for family in families for case in family.cases()]
 
 

@@ -17,6 +17,7 @@ from bench.scans import (
     all_cases,
     attention,
     continual,
+    continual_layers,
     continual_modules,
     intention,
     intention_state,
@@ -108,6 +109,7 @@ SMALL = [
     continual_modules.module_step(16, 8, landmarks=3, calls=20, heads=1),
     continual_modules.module_step(16, 8, landmarks=3, calls=20, batch=3),
     continual_modules.exact_module_step(16, 8, calls=20, batch=3),
+    continual_layers.layer_step(16, 8, landmarks=3, calls=40),
 ]
 
 
@@ -187,6 +189,7 @@ MODULE_SCANS = {
     "NystromAttention",
     "ContinualNystromAttention",
     "ContinualAttention",
+    "ContinualEncoderLayer",
 }
 
 

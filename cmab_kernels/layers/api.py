@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends import choose
 from ..checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
-from .reference import ACTIVATIONS
+from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
 
 Norm = tuple[Tensor, Tensor | None, float]
@@ -26,6 +26,7 @@ def feed_forward_layer(
     contract_bias: Tensor | None = None,
     norm: Norm | None = None,
     activation: str = "geglu",
+    residual: str = "input",
     impl: str = "auto",
 ) -> Tensor:
     """x + contract(activation(expand(norm(x)))): a pre-norm feed-forward layer with its residual connection, in one call.
@@ -37,6 +38,7 @@ def feed_forward_layer(
         expand_bias, contract_bias: (2 F,) or (F,), and (C,).
         norm: (weight, bias, eps) of a `torch.nn.LayerNorm` over C, whose bias may be None; None: no norm.
         activation: "geglu": the first half of what `expand` returns, times gelu of the second half; "gelu", by the error function; "relu".
+        residual: what the result is added to. "input": x, as above; "normed": norm(x), as in the authors' code of CMAB (Feng et al., 2024).
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
@@ -65,6 +67,7 @@ def feed_forward_layer(
     )
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(wrong("activation", f"is {activation!r}", f"it must be one of {', '.join(ACTIVATIONS)}"))
+    check_residual(residual)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(wrong("x", f"has shape {tuple(x.shape)}", "(..., C) with C >= 1 is needed"))
     width, halves = x.shape[-1], 2 if activation == "geglu" else 1
@@ -79,7 +82,8 @@ def feed_forward_layer(
     _check_norm("norm", norm_weight, norm_bias, width)
     tensors = _cast(x, norm_weight, norm_bias, expand_weight, expand_bias, contract_weight, contract_bias)
     rows = tensors[0].reshape(math.prod(x.shape[:-1]), width)  # of sizes that may be symbols
-    return feed_forward(rows, *tensors[1:], eps=eps, activation=activation, impl=choose("layers", impl, rows)).reshape(x.shape)
+    impl = choose("layers", impl, rows)
+    return feed_forward(rows, *tensors[1:], eps=eps, activation=activation, residual=residual, impl=impl).reshape(x.shape)
 
 
 def attention_layer(
@@ -99,6 +103,7 @@ def attention_layer(
     context_norm: Norm | None = None,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    residual: str = "input",
     impl: str = "auto",
 ) -> Tensor:
     """x + output(attention of norm(x) over context_norm(context)): an attention layer with norms, projections and residual, in one call.
@@ -117,11 +122,12 @@ def attention_layer(
         key_padding_mask: (B, N) bool, True = ignore. What an ignored row of the context holds does not matter; without a context an ignored
             row of x still is a query, and its own result is made from it. The norm of the context, or of x without one, needs an eps > 0.
         scale: factor of the scores; None means D ** -0.5.
+        residual: what the result is added to. "input": x, as above; "normed": norm(x), as in the authors' code of CMAB (Feng et al., 2024).
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (B, L, C) in the dtype of x; where a row sees nothing, x plus `output_bias`. Under autocast all is computed in the dtype of
-        autocast. Differentiable to any order in all tensors. For the backward pass the projections, the heads' results and their
+        (B, L, C) in the dtype of x; where a row sees nothing, the residual plus `output_bias`. Under autocast all is computed in the dtype
+        of autocast. Differentiable to any order in all tensors. For the backward pass the projections, the heads' results and their
         log-sum-exps are kept, but no L x N scores.
 
     Raises:
@@ -141,6 +147,7 @@ def attention_layer(
         **_given(context=context, query_bias=query_bias, key_bias=key_bias, value_bias=value_bias, output_bias=output_bias),
         **_given(**{"norm[0]": norm_weight, "norm[1]": norm_bias, "context_norm[0]": context_weight, "context_norm[1]": context_bias}),
     )
+    check_residual(residual)
     if x.dim() != 3 or x.shape[-1] == 0:
         raise ValueError(wrong("x", f"has shape {tuple(x.shape)}", "(B, L, C) with C >= 1 is needed"))
     if context is None and context_norm is not None:
@@ -174,8 +181,16 @@ def attention_layer(
         scale=float((keys // num_heads) ** -0.5) if scale is None else fixed(scale),
         eps=eps,
         context_eps=context_eps,
+        residual=residual,
         impl=choose("layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight))),
     )
+
+
+def check_residual(residual: str) -> str:
+    """Return what a layer adds its result to; raise unless it is one of the names."""
+    if not isinstance(residual, str) or residual not in RESIDUALS:
+        raise ValueError(wrong("residual", f"is {residual!r}", f"it must be one of {', '.join(RESIDUALS)}"))
+    return residual
 
 
 def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:

@@ -7,7 +7,7 @@ the inputs once. The definition is `composed`, the operators one after the other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,23 @@ cross-attention (norm and context norm: weight and bias; query, key and value: w
 (norm, expand and contract: weight and bias) and each self-attention (as a cross-attention, without the context norm)."""
 
 
+class Settings(NamedTuple):
+    """What all layers of stacked blocks have in common, besides their sizes."""
+
+    num_heads: int
+    eps: float
+    """That of all norms."""
+    residual: str
+    """One of `reference.RESIDUALS`."""
+
+
 def composed(
     x: Tensor,
     inputs: Tensor | None,
     mask: Tensor | None,
     attended: Tensor | None,
     *parameters: Tensor,
-    num_heads: int,
-    eps: float,
+    settings: Settings,
     all_blocks: bool = False,
 ) -> Tensor:
     """The definition: for each block, with block latents b,
@@ -45,25 +54,29 @@ def composed(
     for latents x (B, L, C) and inputs (B, N, C), of which `mask` (B, N) are ignored. Without inputs, `attended` (K B, H, M, C / H) is what
     the first cross-attentions give, before their output projection. With `all_blocks` the result is x after each block, (K, B, L, C).
     """
+    num_heads, eps, residual = settings
     scale = (x.shape[-1] // num_heads) ** -0.5
     blocks = _blocks(parameters)
 
     def forward(features: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return feed_forward(features.flatten(0, 1), *weights, eps=eps, activation="geglu", impl="native").view_as(features)
+        rows = features.flatten(0, 1)
+        return feed_forward(rows, *weights, eps=eps, activation="geglu", residual=residual, impl="native").view_as(features)
 
     def attend(features: Tensor, context: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
         norm, (query, key, value, weight, bias) = weights[:-5], weights[-5:]
         norms = (*norm, None, None) if context is None else norm
         projections = query, None, key, None, value, None, weight, bias
-        numbers = {"num_heads": num_heads, "scale": scale, "eps": eps, "context_eps": eps}
-        return attention(features, context, None, *norms, *projections, **numbers, impl="native")
+        given, numbers = (features, context, None, *norms, *projections), {"scale": scale, "eps": eps, "context_eps": eps}
+        return attention(*given, **numbers, num_heads=num_heads, residual=residual, impl="native")
+
+    def normed(block: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        rows, *of_norm = in_dtype(state_dtype(block.dtype), block, *weights[:2])
+        return layer_norm(rows, of_norm, eps).to(block.dtype)
 
     def read(block: Tensor, given: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        scale_of_norm, shift, *context_norm, query, key, value, _, _ = weights
-        rows, *of_norm = in_dtype(state_dtype(block.dtype), block, scale_of_norm, shift)
-        normed = layer_norm(rows, of_norm, eps).to(block.dtype)
-        queries = F.linear(normed, query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
-        norm = context_norm[0], context_norm[1], eps
+        query, key, value = weights[4:7]
+        queries = F.linear(normed(block, weights), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
+        norm = weights[2], weights[3], eps
         state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")
         return state.out
 
@@ -72,7 +85,8 @@ def composed(
         if out is None:
             assert inputs is not None
             out = read(block[0], inputs, parts[0])
-        m = block[0] + F.linear(out.transpose(1, 2).flatten(2).to(x.dtype), *parts[0][-2:])
+        rows = normed(block[0], parts[0]) if residual == "normed" else block[0]
+        m = rows + F.linear(out.transpose(1, 2).flatten(2).to(x.dtype), *parts[0][-2:])
         m = forward(attend(forward(m, parts[1]), None, parts[2]), parts[3])
         x = forward(attend(forward(attend(x, m, parts[4]), parts[5]), None, parts[6]), parts[7])
         after.append(x)
@@ -95,11 +109,11 @@ class _BlockStack(torch.autograd.Function):
     """The native calls, and the derivatives of the definition where gradients are to be differentiated again, or come as a batch."""
 
     @staticmethod
-    def forward(ctx: Any, num_heads: int, eps: float, all_blocks: bool, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, settings: Settings, all_blocks: bool, *tensors: Any) -> Tensor:
         x, inputs, mask, attended, *parameters = tensors
         forward = kernel("layers", "native", "block_stack")
-        y, *kept = forward(x, inputs, mask, (None, None), attended, tuple(parameters), num_heads, eps, keep=True, all_blocks=all_blocks)
-        ctx.num_heads, ctx.eps, ctx.all_blocks = num_heads, eps, all_blocks
+        y, *kept = forward(x, inputs, mask, (None, None), attended, tuple(parameters), settings, keep=True, all_blocks=all_blocks)
+        ctx.settings, ctx.all_blocks = settings, all_blocks
         ctx.save_for_backward(y if all_blocks else None, *kept, *tensors)
         result: Tensor = y
         return result
@@ -112,34 +126,30 @@ class _BlockStack(torch.autograd.Function):
             floating = [*tensors[:2], *tensors[3:]]
 
             def definition(x: Tensor, inputs: Any, *rest: Any) -> list[Tensor]:
-                return [composed(x, inputs, mask, *rest, num_heads=ctx.num_heads, eps=ctx.eps, all_blocks=ctx.all_blocks)]
+                return [composed(x, inputs, mask, *rest, settings=ctx.settings, all_blocks=ctx.all_blocks)]
 
             dx, dinputs, *grads = gradient_of_formula(definition, floating, [dy])
         else:
             backward = kernel("layers", "native", "block_stack_backward")
-            dx, dinputs, *grads = backward(
-                dy, y, out, lse, kept, *tensors[:4], tuple(tensors[4:]), ctx.num_heads, ctx.eps, ctx.needs_input_grad[3:]
-            )
-        return None, None, None, dx, dinputs, None, *grads
+            dx, dinputs, *grads = backward(dy, y, out, lse, kept, *tensors[:4], tuple(tensors[4:]), ctx.settings, ctx.needs_input_grad[2:])
+        return None, None, dx, dinputs, None, *grads
 
 
-def attended_blocks(
-    x: Tensor, attended: Tensor, parameters: Sequence[Tensor], num_heads: int, eps: float, *, all_blocks: bool = False
-) -> Tensor:
+def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False) -> Tensor:
     """Return what `composed` does of `attended`, in the native code; all tensors are plain and on the CPU, the parameters of one dtype."""
     if is_differentiated(x, attended, *parameters):
-        result: Tensor = _BlockStack.apply(num_heads, eps, all_blocks, x, None, None, attended, *parameters)
+        result: Tensor = _BlockStack.apply(settings, all_blocks, x, None, None, attended, *parameters)
         return result
     forward = kernel("layers", "native", "block_stack")
-    y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), num_heads, eps, keep=False, all_blocks=all_blocks)
+    y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
     return y
 
 
 def differentiated_blocks(
-    x: Tensor, inputs: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], num_heads: int, eps: float, *, all_blocks: bool = False
+    x: Tensor, inputs: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False
 ) -> Tensor:
     """Return what `composed` does of the inputs, with a gradient."""
-    result: Tensor = _BlockStack.apply(num_heads, eps, all_blocks, x, inputs, mask, None, *parameters)
+    result: Tensor = _BlockStack.apply(settings, all_blocks, x, inputs, mask, None, *parameters)
     return result
 
 
@@ -149,8 +159,7 @@ def updated_blocks(
     mask: Tensor | None,
     state: tuple[Tensor | None, Tensor | None],
     parameters: Sequence[Tensor],
-    num_heads: int,
-    eps: float,
+    settings: Settings,
     *,
     all_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +168,7 @@ def updated_blocks(
     `state` is that of the inputs before, (out, lse); out is (K B, H, M, C / H), lse (K B, H, M).
     """
     forward = kernel("layers", "native", "block_stack")
-    y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), num_heads, eps, keep=False, all_blocks=all_blocks)
+    y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
     return y, out, lse
 
 
@@ -168,13 +177,12 @@ def read_blocks(
     mask: Tensor | None,
     state: tuple[Tensor | None, Tensor | None],
     parameters: Sequence[Tensor],
-    num_heads: int,
-    eps: float,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """Return the state (out, lse) as `updated_blocks` does, and nothing else.
 
     The parameters are those of each block that this takes, its first eight: latents, norm, context norm, query, key and value.
     """
     read = kernel("layers", "native", "block_stack_read")
-    result: tuple[Tensor, Tensor] = read(inputs, mask, state, tuple(parameters), num_heads, eps)
+    result: tuple[Tensor, Tensor] = read(inputs, mask, state, tuple(parameters), settings)
     return result

@@ -15,6 +15,8 @@ _C = load()
 
 _ACTIVATIONS = {"geglu": 0, "gelu": 1, "relu": 2}
 """Activation -> its number in csrc/linear/linear.h."""
+_RESIDUALS = {"input": 0, "normed": 1}
+"""Residual -> its number there."""
 
 _FEED_FORWARD = ("norm_weight", "norm_bias", "expand_weight", "expand_bias", "contract_weight", "contract_bias")
 _ATTENTION = (
@@ -44,6 +46,7 @@ def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[st
 _NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4)) for dtype in (torch.float32, torch.float64)}
 _NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
 _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
+_NORM = range(1, 3)  # those of the norm of the block latents
 _READING = range(1, _OF_READING)  # those that only the first cross-attention uses, before its output projection
 
 
@@ -67,18 +70,24 @@ def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]
 
 def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
     """Return y for rows x (R, C)."""
-    *parameters, eps, activation = rest
+    *parameters, eps, activation, residual = rest
     y = _like(x)
-    _C.feed_forward_layer(x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], y=y)
+    _C.feed_forward_layer(**_feed_forward_inputs(x, parameters, eps, activation, residual), y=y)
     return y
+
+
+def _feed_forward_inputs(x: Tensor, parameters: Sequence[Any], eps: float, activation: str, residual: str) -> dict[str, Any]:
+    named: dict[str, Any] = _named(_FEED_FORWARD, parameters)
+    named.update(x=x, eps=eps, activation=_ACTIVATIONS[activation], residual=_RESIDUALS[residual])
+    return named
 
 
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
-    *parameters, eps, activation, needs = rest
+    *parameters, eps, activation, residual, needs = rest
     results, wanted = _gradients(x, parameters, needs)
     named = dict(zip(("dx", *("d" + name for name in _FEED_FORWARD)), wanted, strict=True))
-    _C.feed_forward_layer_backward(x=x, **_named(_FEED_FORWARD, parameters), eps=eps, activation=_ACTIVATIONS[activation], dy=dy, **named)
+    _C.feed_forward_layer_backward(**_feed_forward_inputs(x, parameters, eps, activation, residual), dy=dy, **named)
     return tuple(results)
 
 
@@ -89,14 +98,14 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
 
 def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless they are to be kept."""
-    *parameters, heads, scale, eps, context_eps, keep = rest
+    *parameters, heads, scale, eps, context_eps, residual, keep = rest
     batch, latents, _ = x.shape
     keys = latents if context is None else context.shape[1]
     depth, width, rows, others = parameters[4].shape[0], parameters[8].shape[0], batch * latents, batch * keys
     query, key, value = _sums(x, rows, depth), _sums(x, others, depth), _sums(x, others, width)
     out, lse, y = _sums(x, batch, heads, latents, width // heads), x.new_empty(batch, heads, latents, dtype=torch.float64), _like(x)
     if y.numel():
-        inputs = _attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps)
+        inputs = _attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps, residual)
         _C.attention_layer(**inputs, query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1))
     if not keep:
         return y, *_NOTHING[query.dtype], _NO_LSE
@@ -105,14 +114,14 @@ def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *res
 
 def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
-    *parameters, heads, scale, eps, context_eps, query, key, value, out, lse, needs = rest
+    *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, needs = rest
     results, wanted = _gradients(x, (context, *parameters), needs)
     if not x.numel():
         return tuple(r.zero_() for r in results)
     names = ("dx", "dcontext", *("d" + name for name in _ATTENTION))
     gradients = dict(zip(names, (_rows(wanted[0]), _rows(wanted[1]), *wanted[2:]), strict=True))
     _C.attention_layer_backward(
-        **_attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps),
+        **_attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps, residual),
         query=_rows(query.contiguous()),
         key=_rows(key.contiguous()),
         value=_rows(value.contiguous()),
@@ -125,11 +134,11 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
 
 
 def _attention_inputs(
-    x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], heads: int, scale: float, eps: float, context_eps: float
+    x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], heads: int, scale: float, eps: float, context_eps: float, residual: str
 ) -> dict[str, Any]:
     named: dict[str, Any] = _named(_ATTENTION, parameters)
     named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.contiguous().view(-1))
-    named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads)
+    named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads, residual=_RESIDUALS[residual])
     return named
 
 
@@ -142,9 +151,14 @@ collect_parameters = _C.collect_parameters
 """Looks up the parameters of layers (csrc/layers/modules.cpp)."""
 
 
-def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], heads: int, eps: float) -> dict[str, Any]:
+Settings = tuple[int, float, str]
+"""The number of heads, the eps of all norms and the residual of stacked blocks."""
+
+
+def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], settings: Settings) -> dict[str, Any]:
+    heads, eps, residual = settings
     given = {"x": x.contiguous(), "inputs": inputs, "key_padding_mask": mask, "parameters": parameters, "num_heads": heads}
-    return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps}
+    return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps, "residual": _RESIDUALS[residual]}
 
 
 def block_stack(
@@ -154,8 +168,7 @@ def block_stack(
     state: tuple[Tensor | None, Tensor | None],
     attended: Tensor | None,
     parameters: tuple[Tensor, ...],
-    heads: int,
-    eps: float,
+    settings: Settings,
     *,
     keep: bool,
     all_blocks: bool,
@@ -164,7 +177,7 @@ def block_stack(
 
     `kept`, for the backward pass, is None unless it is wanted.
     """
-    given = _stack_inputs(x, inputs, mask, parameters, heads, eps)
+    given, heads = _stack_inputs(x, inputs, mask, parameters, settings), settings[0]
     blocks, latents = len(parameters) // _OF_BLOCK, parameters[0].shape[0]
     if attended is None:
         out, lse = _new_state(x, blocks, heads, latents)
@@ -191,13 +204,12 @@ def block_stack_read(
     mask: Tensor | None,
     state: tuple[Tensor | None, Tensor | None],
     parameters: tuple[Tensor, ...],
-    heads: int,
-    eps: float,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """Return the state (out, lse) of the first cross-attentions of stacked blocks, of which these are the parameters."""
-    out, lse = _new_state(inputs, len(parameters) // _OF_READING, heads, parameters[0].shape[0])
-    given = _stack_inputs(inputs, inputs, mask, parameters, heads, eps)
-    del given["x"]
+    out, lse = _new_state(inputs, len(parameters) // _OF_READING, settings[0], parameters[0].shape[0])
+    given = _stack_inputs(inputs, inputs, mask, parameters, settings)
+    del given["x"], given["residual"]
     _C.block_stack_read(**given, state_out=state[0], state_lse=state[1], out=out, lse=lse)
     return out, lse
 
@@ -213,8 +225,7 @@ def block_stack_backward(
     mask: Tensor | None,
     attended: Tensor | None,
     parameters: tuple[Tensor, ...],
-    heads: int,
-    eps: float,
+    settings: Settings,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, inputs, attended and the parameters; None for one that is not needed.
@@ -224,12 +235,13 @@ def block_stack_backward(
     slopes = dy.contiguous()
     dx, dinputs = x.new_empty(x.shape), None if inputs is None or not needs[1] else inputs.new_empty(inputs.shape)
     dattended = None if attended is None else torch.empty_like(out)
-    wanted = [i for i, need in enumerate(needs[4:]) if need and (attended is None or i % _OF_BLOCK not in _READING)]
+    unused = () if attended is None else set(_READING) - set(_NORM if settings[2] == "normed" else ())
+    wanted = [i for i, need in enumerate(needs[4:]) if need and i % _OF_BLOCK not in unused]
     gradients: list[Tensor | None] = [None] * len(parameters)
     for i in wanted:
         gradients[i] = parameters[i].new_empty(parameters[i].shape)
     _C.block_stack_backward(
-        **_stack_inputs(x, inputs, mask, parameters, heads, eps),
+        **_stack_inputs(x, inputs, mask, parameters, settings),
         dy=slopes if y is None else slopes[-1],
         dbetween=None if y is None else slopes[:-1],
         between=None if y is None else y[:-1],

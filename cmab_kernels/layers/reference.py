@@ -1,14 +1,15 @@
-"""The definition of both layers, in plain PyTorch. Each adds to x what it computes from norm(x), where norm is LayerNorm or nothing.
+"""The definition of both layers, in plain PyTorch. Each adds what it computes from norm(x), where norm is LayerNorm or nothing, to r:
+the residual "input" is r = x, as in a pre-norm Transformer, and "normed" is r = norm(x), as in the authors' code of CMAB.
 
 With linear(x; W, b) = x W' + b, as in `torch.nn.Linear`, the feed-forward layer is
 
-    hidden = linear(norm(x); expand)        y = x + linear(activation(hidden); contract)
+    hidden = linear(norm(x); expand)        y = r + linear(activation(hidden); contract)
 
 where "geglu" takes hidden = [a, gate] to a * gelu(gate) (GLU Variants Improve Transformer, Shazeer), and gelu(z) = z Phi(z) with the
 distribution function Phi of N(0, 1). The attention layer is, per head,
 
     Q = linear(norm(x); query)      K = linear(norm(context); key)      V = linear(norm(context); value)
-    out = softmax(scale Q K') V     y = x + linear(out; output)         lse = log of the sums of the softmax
+    out = softmax(scale Q K') V     y = r + linear(out; output)         lse = log of the sums of the softmax
 
 (Attention Is All You Need, Vaswani et al.); out is 0 and lse -inf where a row may see no key. Without a context it is x itself.
 
@@ -36,6 +37,9 @@ def geglu(hidden: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"geglu": geglu, "gelu": F.gelu, "relu": F.relu}
 """The name of each activation -> what it does."""
+
+RESIDUALS = ("input", "normed")
+"""What a layer adds its result to: its input, or that behind the norm."""
 
 
 def in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
@@ -66,13 +70,15 @@ def feed_forward_reference(
     contract_bias: Tensor | None,
     eps: float,
     activation: str,
+    residual: str,
 ) -> Tensor:
     """y of the definition above, for rows x (..., C)."""
     dtype = state_dtype(x.dtype)
     expand, contract = in_dtype(dtype, expand_weight, expand_bias), in_dtype(dtype, contract_weight, contract_bias)
     rows, *norm = in_dtype(dtype, x, norm_weight, norm_bias)
-    hidden = F.linear(layer_norm(rows, norm, eps), *expand)
-    return (rows + F.linear(ACTIVATIONS[activation](hidden), *contract)).to(x.dtype)
+    normed = layer_norm(rows, norm, eps)
+    hidden = F.linear(normed, *expand)
+    return ((normed if residual == "normed" else rows) + F.linear(ACTIVATIONS[activation](hidden), *contract)).to(x.dtype)
 
 
 def attention_layer_reference(
@@ -95,6 +101,7 @@ def attention_layer_reference(
     scale: float,
     eps: float,
     context_eps: float,
+    residual: str,
     keep: bool,
 ) -> tuple[Tensor, ...]:
     """(y, query, key, value, out, lse) of the definition above; all but y are empty unless `keep`."""
@@ -106,13 +113,14 @@ def attention_layer_reference(
         seen, *context_norm = in_dtype(dtype, context, context_norm_weight, context_norm_bias)
     if key_padding_mask is not None:  # a NaN in padding has no effect
         seen = seen.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-    normed = layer_norm(seen, context_norm, context_eps)
-    query = F.linear(layer_norm(rows, norm, eps), *in_dtype(dtype, query_weight, query_bias))
-    key = F.linear(normed, *in_dtype(dtype, key_weight, key_bias))
-    value = F.linear(normed, *in_dtype(dtype, value_weight, value_bias))
+    normed, normed_context = layer_norm(rows, norm, eps), layer_norm(seen, context_norm, context_eps)
+    query = F.linear(normed, *in_dtype(dtype, query_weight, query_bias))
+    key = F.linear(normed_context, *in_dtype(dtype, key_weight, key_bias))
+    value = F.linear(normed_context, *in_dtype(dtype, value_weight, value_bias))
     heads = [t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (query, key, value)]
     out, lse = _attention(heads, key_padding_mask, scale)
-    y = rows + F.linear(out.transpose(1, 2).flatten(-2), *in_dtype(dtype, output_weight, output_bias))
+    added = F.linear(out.transpose(1, 2).flatten(-2), *in_dtype(dtype, output_weight, output_bias))
+    y = (normed if residual == "normed" else rows) + added
     kept = (query, key, value, out, lse)
     return y.to(x.dtype), *(kept if keep else (t.new_empty(0) for t in kept))
 

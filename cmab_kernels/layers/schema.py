@@ -17,12 +17,13 @@ from .reference import attention_layer_reference, feed_forward_reference
 LIB = torch.library.Library("cmab", "FRAGMENT")
 _FEED_FORWARD = (
     "Tensor? norm_weight, Tensor? norm_bias, Tensor expand_weight, Tensor? expand_bias, Tensor contract_weight, Tensor? contract_bias, "
-    "float eps, str activation"
+    "float eps, str activation, str residual"
 )
 _ATTENTION = (
     "Tensor x, Tensor? context, Tensor? key_padding_mask, Tensor? norm_weight, Tensor? norm_bias, Tensor? context_norm_weight, "
     "Tensor? context_norm_bias, Tensor query_weight, Tensor? query_bias, Tensor key_weight, Tensor? key_bias, Tensor value_weight, "
-    "Tensor? value_bias, Tensor output_weight, Tensor? output_bias, int num_heads, float scale, float eps, float context_eps"
+    "Tensor? value_bias, Tensor output_weight, Tensor? output_bias, int num_heads, float scale, float eps, float context_eps, "
+    "str residual"
 )
 _KEPT = "Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse"
 LIB.define(f"feed_forward_layer(Tensor x, {_FEED_FORWARD}, str impl) -> Tensor")
@@ -190,7 +191,7 @@ def _register_rule(name: str, batched: Collection[int], weights: Callable[..., b
 _register_rule("feed_forward_layer", {0})
 _register_rule("feed_forward_layer_backward", {0, 1}, lambda *args: any(args[-2][1:]))
 _register_rule("attention_layer", {0, 1, 2})
-_register_rule("attention_layer_backward", {0, 1, 2, 3, *range(20, 25)}, lambda *args: any(args[-2][2:]))
+_register_rule("attention_layer_backward", {0, 1, 2, 3, *range(21, 26)}, lambda *args: any(args[-2][2:]))
 
 
 # ---- gradients
@@ -211,18 +212,18 @@ def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None],
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, ctx.impl = inputs
+    *tensors, ctx.eps, ctx.activation, ctx.residual, ctx.impl = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = tuple(ctx.needs_input_grad[:_NETWORK])
-    grads = _feed_forward_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.activation, needs, ctx.impl)
-    return *_asked_for(grads, needs), None, None, None
+    grads = _feed_forward_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.activation, ctx.residual, needs, ctx.impl)
+    return *_asked_for(grads, needs), None, None, None, None
 
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, ctx.needs, _ = inputs
+    *tensors, ctx.eps, ctx.activation, ctx.residual, ctx.needs, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -231,15 +232,15 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dy, *tensors = ctx.saved_tensors
 
     def layer(*tensors: Any) -> Tensor:
-        args = (*tensors, ctx.eps, ctx.activation)
+        args = (*tensors, ctx.eps, ctx.activation, ctx.residual)
         return feed_forward_reference(*args)
 
-    return *_derivatives(layer, tensors, ctx.needs, grads, dy), None, None, None, None
+    return *_derivatives(layer, tensors, ctx.needs, grads, dy), None, None, None, None, None
 
 
 def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, num_heads, scale, eps, context_eps, _, ctx.impl = inputs
-    ctx.numbers = num_heads, scale, eps, context_eps
+    *tensors, num_heads, scale, eps, context_eps, residual, _, ctx.impl = inputs
+    ctx.settings = num_heads, scale, eps, context_eps, residual
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else a backward pass begins with zeros as large as all that is kept
     ctx.save_for_backward(*tensors, *output[1:])
@@ -247,17 +248,17 @@ def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _attention_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * (_TENSORS + 6)
+        return (None,) * (_TENSORS + 7)
     saved = ctx.saved_tensors
     needs = tuple(_differentiable(ctx.needs_input_grad))
-    grads = _attention_layer_backward(dy, *saved[:_TENSORS], *ctx.numbers, *saved[_TENSORS:], needs, ctx.impl)
+    grads = _attention_layer_backward(dy, *saved[:_TENSORS], *ctx.settings, *saved[_TENSORS:], needs, ctx.impl)
     dx, dcontext, *weights = _asked_for(grads, needs)
-    return dx, dcontext, None, *weights, None, None, None, None, None, None
+    return dx, dcontext, None, *weights, *[None] * 7
 
 
 def _save_attention_backward(ctx: Any, inputs: Any, output: Any) -> None:
     dy, *tensors = inputs[: 1 + _TENSORS]
-    ctx.numbers, ctx.needs = inputs[1 + _TENSORS : 5 + _TENSORS], inputs[-2]
+    ctx.settings, ctx.needs = inputs[1 + _TENSORS : 6 + _TENSORS], inputs[-2]
     ctx.save_for_backward(dy, *tensors)
 
 
@@ -267,11 +268,11 @@ def _attention_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None,
     mask = tensors[_MASK]
 
     def layer(x: Tensor, context: Any, *weights: Any) -> Tensor:
-        args = (x, context, mask, *weights, *ctx.numbers, False)
+        args = (x, context, mask, *weights, *ctx.settings, False)
         return attention_layer_reference(*args)[0]
 
     ddy, dx, dcontext, *weights = _derivatives(layer, _differentiable(tensors), ctx.needs, grads, dy)
-    return ddy, dx, dcontext, None, *weights, *[None] * 11
+    return ddy, dx, dcontext, None, *weights, *[None] * 12
 
 
 _feed_forward_op = Operator(LIB, "layers", "feed_forward_layer", _NETWORK, _save, _backward, reference=feed_forward_reference)
@@ -284,13 +285,14 @@ _attention_layer_backward = Operator(
 )
 
 
-def feed_forward(*tensors: Tensor | None, eps: float, activation: str, impl: str) -> Tensor:
+def feed_forward(*tensors: Tensor | None, eps: float, activation: str, residual: str, impl: str) -> Tensor:
     """The feed-forward layer of the tensors of the operator, in its order."""
-    result: Tensor = _feed_forward_op(*tensors, eps, activation, impl)
+    result: Tensor = _feed_forward_op(*tensors, eps, activation, residual, impl)
     return result
 
 
-def attention(*tensors: Tensor | None, num_heads: int, scale: float, eps: float, context_eps: float, impl: str) -> Tensor:
+def attention(*tensors: Tensor | None, num_heads: int, scale: float, eps: float, context_eps: float, residual: str, impl: str) -> Tensor:
     """The attention layer of the tensors of the operator, in its order; what the backward pass needs is kept if there will be one."""
-    result: Tensor = _attention_layer_op(*tensors, num_heads, scale, eps, context_eps, is_differentiated(*tensors), impl)[0]
+    numbers = num_heads, scale, eps, context_eps
+    result: Tensor = _attention_layer_op(*tensors, *numbers, residual, is_differentiated(*tensors), impl)[0]
     return result

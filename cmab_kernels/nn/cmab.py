@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_count, check_heads, check_mask, wrong
-from . import fused
+from . import fused, official
 from .layers import CrossAttention, LatentLayer, check_features, plain_parameters
 from .stream import AttentionStream, follow_weights
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class CMABUpdate(NamedTuple):
@@ -46,6 +50,8 @@ class CMAB(nn.Module):
         num_heads: H, a divisor of dim (`ValueError` otherwise).
         ff_dim: hidden width of the feed-forward layers; None means 2 * dim.
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
+        residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors'
+            code. `from_official` makes such blocks.
 
     Inputs (B, N, dim), any N, also 0; latents (B, L_I, dim), or (L_I, dim) shared over the batch; both in the module's dtype. A
     `key_padding_mask` (B, N) bool is True at inputs to ignore; their values do not matter, be they NaN. A wrong shape, dtype or device is a
@@ -86,16 +92,41 @@ class CMAB(nn.Module):
         ff_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        residual: str = "input",
     ) -> None:
         super().__init__()
         dim, num_heads = check_heads("dim", dim, num_heads)
         num_latents = check_count("num_latents", num_latents, least=0)
         ff_dim = 2 * dim if ff_dim is None else check_count("ff_dim", ff_dim)
         self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
-        self.compress = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
-        self.retrieve = LatentLayer(dim, num_heads, ff_dim, device=device, dtype=dtype)
+        self.compress = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
+        self.retrieve = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)
+
+    @classmethod
+    def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int) -> Self:
+        """Return a block with the weights that the authors' code saves of one of its blocks, and with that code's residual.
+
+        Args:
+            state_dict: names, as `latents` and `layer_cross_attn.fn.to_q.weight`, and tensors, which are copied.
+            num_heads: H, which the weights do not tell.
+
+        `ValueError` names weights that are missing, that belong to another model, or that have another shape.
+
+        Source: https://github.com/BorealisAI/constant-memory-anp, with whose outputs those of the block are compared in the tests.
+        """
+        official.check_weights(state_dict)
+        for needed in ("latents", "cross_ff.fn.net.2.weight"):
+            if needed not in state_dict:
+                raise ValueError(wrong("state_dict", f"lacks {needed!r}", f"the weights of a {cls.__name__} are needed"))
+        latents, ff_dim = state_dict["latents"], state_dict["cross_ff.fn.net.2.weight"].shape[-1]
+        if latents.dim() != 2:
+            raise ValueError(wrong("state_dict", f"has 'latents' of shape {tuple(latents.shape)}", "(L_B, dim) is needed"))
+        made = cls(latents.shape[1], len(latents), num_heads, ff_dim, latents.device, latents.dtype, residual="normed")
+        official.load(made, state_dict, official.name_in_block)
+        return made
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""

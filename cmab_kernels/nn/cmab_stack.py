@@ -29,7 +29,7 @@ class CMABStack(nn.Module):
     Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
 
     Args:
-        dim, num_latents, num_heads, ff_dim, device, dtype: as in `CMAB`, the same for all blocks.
+        dim, num_latents, num_heads, ff_dim, device, dtype, residual: as in `CMAB`, the same for all blocks.
         depth: K, the number of blocks, at least 1 (`ValueError` otherwise).
 
     Arguments, errors and streams are those of `CMAB`. A state is that of all blocks: out (K, B, H, L_B, dim / H), lse (K, B, H, L_B).
@@ -59,10 +59,12 @@ class CMABStack(nn.Module):
         ff_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        residual: str = "input",
     ) -> None:
         super().__init__()
         depth = check_count("depth", depth)
-        self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype) for _ in range(depth))
+        self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)
 

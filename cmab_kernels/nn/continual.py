@@ -74,10 +74,7 @@ class Continual(MultiheadProjections):
         With `update_state=False` the stream stays where it is.
         """
         self._check_given(query, key, value, one=True)
-        along = -2 if self.batch_first else 0
-        others = [None if token is None else token.unsqueeze(along) for token in (key, value)]
-        attended = self._advance(query.unsqueeze(along), *others, update_state=update_state)
-        return None if attended is None else self._joined(attended[:, :, 0], batched=query.dim() == 2)
+        return self._stepped(query, key, value, update_state)
 
     def forward_steps(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
@@ -88,7 +85,8 @@ class Continual(MultiheadProjections):
         (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
         """
         self._check_given(query, key, value)
-        attended = self._advance(query, key, value, update_state=update_state)
+        self._refuse_to_drop()
+        attended = self._advance(self._heads(query, key, value), update_state)
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
 
     def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
@@ -157,10 +155,17 @@ class Continual(MultiheadProjections):
             raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
         self._start(self.out_proj.weight)
 
-    def _advance(self, query: Tensor, key: Tensor | None, value: Tensor | None, *, update_state: bool) -> Tensor | None:
-        """Take checked tokens in the layout of `forward`, and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+    def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
+        """Return what `forward_step` returns, for a token that is checked."""
         self._refuse_to_drop()
-        heads, stream = self._heads(query, key, value), self.stream
+        attended = self._advance(self._heads_of_one(query, key, value), update_state)
+        if attended is None:
+            return None
+        return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
+
+    def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
+        """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
@@ -172,13 +177,25 @@ class Continual(MultiheadProjections):
         # Errors must leave the stream unchanged. An operator call that fails changes nothing, but a call that succeeds may reuse the
         # memory of the state that it was given, and a later call may fail. So the state itself is passed only if there is a single call.
         mine = update_state and tokens <= self._block
-        with as_they_are(query.device):
+        with as_they_are(heads[0].device):
             state, outs = self._walked(held if mine else stream.state, heads)
         if update_state:
             stream.hold(state)
         if len(outs) > 1:
             return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
+
+    def _heads_of_one(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what `_heads` returns, for one token (B, C) or (C), which has the same layout with a batch first and without."""
+        own = self._parameters
+        weight = own.get("in_proj_weight")
+        alike = (key is None or key is query) and (value is None or value is query)
+        if not alike or weight is None or "in_proj_bias" not in own:
+            along = -2 if self.batch_first else 0
+            return self._heads(query.unsqueeze(along), *(None if token is None else token.unsqueeze(along) for token in (key, value)))
+        packed = F.linear(query, weight, own["in_proj_bias"])
+        batch = packed.shape[0] if packed.dim() == 2 else 1
+        return self._in_dtype(packed.view(batch, 3, self.num_heads, 1, self.head_dim).unbind(1))
 
     def _heads(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values (B, H, T, D) in the module's dtype, from one matrix product where their inputs are the same."""
@@ -188,7 +205,20 @@ class Continual(MultiheadProjections):
             heads = packed.view(*packed.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
         else:
             heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
-        dtype = self.out_proj.weight.dtype
+        return self._in_dtype(heads)
+
+    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values of a window, from one matrix product where they are of the same tokens."""
+        weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if key is not value or key_padding_mask is not None or weight is None:
+            return super()._project_pair(key, value, key_padding_mask)
+        packed = self._batch_first(F.linear(key, weight[first:], None if bias is None else bias[first:]))
+        keys, values = packed.view(*packed.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        return keys, values, None
+
+    def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return heads in the module's dtype, which autocast may have changed."""
+        dtype: Any = self._modules["out_proj"].weight.dtype  # type: ignore[union-attr]
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
@@ -205,28 +235,29 @@ class Continual(MultiheadProjections):
         """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
+        weight = self._modules["out_proj"].weight  # type: ignore[union-attr]
         for name, features in token.items():
-            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], self.out_proj.weight)
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)  # type: ignore[arg-type]
             dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
         """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`."""
-        like = heads[0]
+        shape, batch = heads[0].shape, None if held is None else held.keys.shape[0]
+        fills = held is None or type(held) is FillingWindow
         for name, head in zip(("query", "key", "value"), heads, strict=True):
-            if head.shape != like.shape:
-                given, wanted = ((h.shape[0], h.shape[2]) for h in (head, like))
+            if head.shape != shape:
+                given, wanted = ((each[0], each[2]) for each in (head.shape, shape))
                 raise ValueError(wrong(name, f"has batch and tokens {given}", f"query has {wanted}"))
-            if held is not None and head.shape[0] != held.keys.shape[0]:
-                allowed = f"the stream has batch {held.keys.shape[0]}; clean_state() ends it"
-                raise ValueError(wrong(name, f"has batch {head.shape[0]}", allowed))
+            if batch is not None and shape[0] != batch:
+                raise ValueError(wrong(name, f"has batch {shape[0]}", f"the stream has batch {batch}; clean_state() ends it"))
             # Once the window is full, the operators check this. It is not checked on a GPU, because that would synchronise.
-            if isinstance(held, FillingWindow | None) and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
+            if fills and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
         """Return the state after T >= 1 tokens, and the list of the outputs (B, H, *, E) of each operator call."""
         outs: list[Tensor] = []
-        if isinstance(state, FillingWindow | None):
+        if state is None or type(state) is FillingWindow:
             before = 0 if state is None else state.queries.shape[2]
             firsts = [head[:, :, : self.sequence_len - before] for head in heads]
             state = FillingWindow(*(torch.cat(parts, 2) for parts in zip(*([state] if state else []), firsts, strict=True)))
@@ -254,12 +285,14 @@ class Continual(MultiheadProjections):
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
-        """Return the output projection of (B, H, [T',] [n,] E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless `batch_first`."""
-        project = self.out_proj
-        out = F.linear(attended.movedim(1, -2).flatten(-2), project.weight, project.bias)
+        """Return the output projection of (B, H, [T',] [n,] E), or of one token (B, H E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless
+        `batch_first`."""
+        project: Any = self._modules["out_proj"]
+        rows = attended if attended.dim() == 2 else attended.movedim(1, -2).flatten(-2)
+        out = F.linear(rows, project.weight, project.bias)
         if not batched:
             return out.squeeze(0)
-        return out if self.batch_first else out.movedim(0, -2)
+        return out if self.batch_first or out.dim() == 2 else out.movedim(0, -2)
 
 
 class ContinualAttention(Continual, MultiheadAttention):

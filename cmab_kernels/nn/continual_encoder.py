@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import check_count, kind_of, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
+from .layers import plain_parameters
 from .projections import extending
 from .stream import Stream, extent, follow_weights
 
 LayerState = WindowState | tuple[RecentTokens, WindowState]
+
+
+def _called(part: Any, x: Tensor) -> Tensor:
+    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
+    kind: Any = type(part)
+    if kind is nn.Linear and (own := plain_parameters(part, kind)) is not None:
+        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
+    if kind is nn.LayerNorm and (own := plain_parameters(part, kind)) is not None:
+        return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
+    if kind is nn.Dropout and not part.training and plain_parameters(part, kind) is not None:
+        return x
+    result: Tensor = part(x)
+    return result
 
 
 class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -80,9 +95,14 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
-        self.self_attn._check_token(src=src)
-        attended = self.self_attn.forward_step(self._asking(src), update_state=update_state)
-        return None if attended is None else self._fed(src + self.dropout1(attended))
+        parts: Any = self._modules
+        attention, query = parts["self_attn"], src
+        attention._check_token(src=src)
+        if self.norm_first:
+            query = _called(parts["norm1"], src)
+            attention._check_token(query=query)
+        attended = attention._stepped(query, None, None, update_state)
+        return None if attended is None else self._fed(src, attended)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of those from which on the window is full, or None."""
@@ -115,20 +135,30 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return attended
 
     def _asking(self, src: Tensor) -> Tensor:
-        return self.norm1(src) if self.norm_first else src
+        return _called(self.norm1, src) if self.norm_first else src
 
     def _added(self, src: Tensor, attended: Tensor) -> Tensor:
         """Return what the rest of the layer makes of attended tokens, which are the newest of `src`."""
         along = 1 if src.dim() == 3 and self.self_attn.batch_first else 0
         newest = src.narrow(along, src.shape[along] - attended.shape[along], attended.shape[along])
-        return self._fed(newest + self.dropout1(attended))
+        return self._fed(newest, attended)
 
-    def _fed(self, tokens: Tensor) -> Tensor:
+    def _fed(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """Return what the rest of the layer makes of tokens and of their attention's outputs."""
+        parts = self._modules
+        tokens = tokens + _called(parts["dropout1"], attended)
         if self.norm_first:
-            return tokens + self._ff_block(self.norm2(tokens))
-        tokens = self.norm1(tokens)
-        result: Tensor = self.norm2(tokens + self._ff_block(tokens))
-        return result
+            return tokens + self._fed_forward(_called(parts["norm2"], tokens))
+        tokens = _called(parts["norm1"], tokens)
+        return _called(parts["norm2"], tokens + self._fed_forward(tokens))
+
+    def _fed_forward(self, tokens: Tensor) -> Tensor:
+        """Return what torch's method does, which a subclass may have replaced."""
+        if type(self)._ff_block is not torch.nn.TransformerEncoderLayer._ff_block or "_ff_block" in self.__dict__:
+            return self._ff_block(tokens)
+        parts = self._modules
+        hidden = _called(parts["dropout"], self.activation(_called(parts["linear1"], tokens)))
+        return _called(parts["dropout2"], _called(parts["linear2"], hidden))
 
     def _refuse_to_drop(self) -> None:
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
@@ -167,7 +197,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
         """Return the outputs (B, T - n + 1, n, C) of a stream (B, T, C), or (T - n + 1, n, B, C) of (T, B, C) as `batch_first` says."""
         attended = self._attended(src)
-        return self._fed(self._windows(self.self_attn._batch_first(src), attended) + self.dropout1(attended))
+        return self._fed(self._windows(self.self_attn._batch_first(src), attended), attended)
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take one more token (B, C), and return the outputs of the window (B, n, C), (n, B, C) as `batch_first` says, or None."""
@@ -188,7 +218,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             if attention.held is attended_before:
                 self.stream.hold(before)
             raise
-        return None if attended is None else self._fed(self._windows(recent, attended) + self.dropout1(attended))
+        return None if attended is None else self._fed(self._windows(recent, attended), attended)
 
     def clean_state(self) -> None:
         super().clean_state()
@@ -375,10 +405,11 @@ class ContinualEncoder(nn.Module):
     def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
         """Return what this method of the layers makes of `src`, which has a batch if it has `batched` dimensions."""
         # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
-        before, tokens, first = self._held() if torch.is_grad_enabled() else None, src, self._each()[0].self_attn.stream
+        before, tokens, layers = self._held() if torch.is_grad_enabled() else None, src, self._each()
+        first = layers[0].self_attn.stream
         first_before = first.held
         try:
-            for layer in self.layers[:1] if self.retroactive else self.layers:
+            for layer in layers[:1] if self.retroactive else layers:
                 tokens = getattr(layer, method)(tokens, update_state=update_state)
                 if tokens is None:
                     return None

@@ -12,7 +12,7 @@ from ..attention import AttentionState
 from ..attention.state import check_state
 from ..backends import kernel
 from ..dtypes import state_dtype
-from ..layers.block import attended_blocks, differentiated_blocks, read_blocks, updated_blocks
+from ..layers.block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
 from ..tracing import is_differentiated, is_plain, is_watched
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention, fused_impl, plain_parameters
 
@@ -33,8 +33,7 @@ def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor, *, all_blocks
     found = _callable(blocks, latents, outs)
     if found is None:
         return None
-    batch, heads = outs.shape[0] // len(blocks), outs.shape[1]
-    return attended_blocks(_over_batch(latents, batch), outs, found[0], heads, found[1], all_blocks=all_blocks)
+    return attended_blocks(_over_batch(latents, outs.shape[0] // len(blocks)), outs, *found, all_blocks=all_blocks)
 
 
 def update(
@@ -55,7 +54,7 @@ def update(
     shape, given = _before(blocks, inputs, state, lead)
     if is_differentiated(inputs, latents, *given, *found[0]) or not is_plain(*given):
         return None
-    y, out, lse = updated_blocks(_over_batch(latents, inputs.shape[0]), inputs, mask, given, found[0], shape[-3], found[1])
+    y, out, lse = updated_blocks(_over_batch(latents, inputs.shape[0]), inputs, mask, given, *found)
     return y, AttentionState(out.view(shape), lse.view(shape[:-1]))
 
 
@@ -69,7 +68,7 @@ def read(
     shape, given = _before(blocks, inputs, state, lead)
     if is_differentiated(inputs, *given, *found[0]) or not is_plain(*given):
         return None
-    out, lse = read_blocks(inputs, mask, given, found[0], shape[-3], found[1])
+    out, lse = read_blocks(inputs, mask, given, *found)
     return AttentionState(out.view(shape), lse.view(shape[:-1]))
 
 
@@ -90,17 +89,17 @@ def forward(blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tens
     found = _callable(blocks, latents, inputs, mask)
     if found is None:
         return None
-    x, heads = _over_batch(latents, inputs.shape[0]), blocks[0].compress.cross_attention.num_heads
+    x = _over_batch(latents, inputs.shape[0])
     if is_differentiated(inputs, latents, *found[0]):
-        return differentiated_blocks(x, inputs, mask, found[0], heads, found[1], all_blocks=all_blocks)
-    return updated_blocks(x, inputs, mask, (None, None), found[0], heads, found[1], all_blocks=all_blocks)[0]
+        return differentiated_blocks(x, inputs, mask, *found, all_blocks=all_blocks)
+    return updated_blocks(x, inputs, mask, (None, None), *found, all_blocks=all_blocks)[0]
 
 
 def _over_batch(latents: Tensor, batch: int) -> Tensor:
     return latents if latents.dim() == 3 else latents.expand(batch, -1, -1)
 
 
-Found = tuple[list[Tensor], float] | None
+Found = tuple[list[Tensor], Settings] | None
 
 
 def _callable(
@@ -110,7 +109,7 @@ def _callable(
     mask: Tensor | None = None,
     collect: Callable[[Sequence[Block]], Found] | None = None,
 ) -> Found:
-    """Return the parameters of the blocks, as `layers.block` takes them, and the eps of all norms; None if one call cannot stand for them.
+    """Return the parameters of the blocks, and their settings, as `layers.block` takes them; None if one call cannot stand for them.
 
     `read` are the inputs, or what was made of them; `collect` looks up the parameters, None: all of them.
     """
@@ -143,40 +142,33 @@ _READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
 _PLAIN = {nn.Parameter, Tensor}
 
 
-def _collect(half: nn.Module, layers: Layers, heads: int, tensors: list[Tensor], eps: set[float]) -> bool:
-    """Append the parameters of the layers' modules to `tensors`, and the eps of their norms to `eps`.
-
-    False if a module, a layer included, is not just its kind, a parameter is absent or of a type of its own, or the heads are others.
-    """
-    collect = kernel("layers", "native", "collect_parameters")
-    result: bool = collect(modules=half._modules, layers=layers, num_heads=heads, tensors=tensors, eps=eps)
-    return result
-
-
 def _readings(blocks: Sequence[Block]) -> Found:
     """Return the parameters of the first cross-attentions up to their output projections, as `_parameters` does."""
-    tensors: list[Tensor] = []
-    eps: set[float] = set()
-    heads = blocks[0].compress.cross_attention.num_heads
-    for block in blocks:
-        if type(block.latents) not in _PLAIN or plain_parameters(block.compress, LatentLayer) is None:
-            return None
-        tensors.append(block.latents)
-        if not _collect(block.compress, _READING, heads, tensors, eps):
-            return None
-    return (tensors, eps.pop()) if len(eps) == 1 else None
+    return _collected(blocks, ("compress",), _READING)
 
 
 def _parameters(blocks: Sequence[Block]) -> Found:
-    """Return the parameters of the blocks and the eps of all norms; None if a module is not just its kind."""
+    """Return the parameters of the blocks and their settings; None if a module is not just its kind."""
+    return _collected(blocks, ("compress", "retrieve"), _HALF)
+
+
+def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -> Found:
+    """Return the block latents and the parameters of these layers of the halves of each block, and the settings.
+
+    None if a module, a layer included, is not just its kind, a parameter is absent or of a type of its own, or the settings differ.
+    """
+    collect = kernel("layers", "native", "collect_parameters")
     tensors: list[Tensor] = []
     eps: set[float] = set()
-    heads = blocks[0].compress.cross_attention.num_heads
+    first = blocks[0].compress.cross_attention
+    settings = {"num_heads": first.num_heads, "residual": first.residual}
     for block in blocks:
-        compress, retrieve = block.compress, block.retrieve
-        if type(block.latents) not in _PLAIN or any(plain_parameters(half, LatentLayer) is None for half in (compress, retrieve)):
+        if type(block.latents) not in _PLAIN:
             return None
         tensors.append(block.latents)
-        if not (_collect(compress, _HALF, heads, tensors, eps) and _collect(retrieve, _HALF, heads, tensors, eps)):
-            return None
-    return (tensors, eps.pop()) if len(eps) == 1 else None
+        for half in (getattr(block, name) for name in halves):
+            if plain_parameters(half, LatentLayer) is None:
+                return None
+            if not collect(modules=half._modules, layers=layers, settings=settings, tensors=tensors, eps=eps):
+                return None
+    return (tensors, Settings(first.num_heads, eps.pop(), first.residual)) if len(eps) == 1 else None

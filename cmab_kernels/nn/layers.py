@@ -1,4 +1,7 @@
-"""The sub-layers of `CMAB`: pre-norm attention and feed-forward layers, each with a residual connection."""
+"""The sub-layers of `CMAB`: pre-norm attention and feed-forward layers, each with a residual connection.
+
+Each adds its result to its input x, or with `residual="normed"` to norm(x), as the authors' code of CMAB does (Feng et al., ICML 2024).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
 from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
+from ..layers.api import check_residual
 from ..layers.schema import attention, feed_forward
 from ..tracing import has_values, needs_definition
 
@@ -164,12 +168,24 @@ def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
     return any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])
 
 
-class FeedForward(nn.Module):
+class _Residual(nn.Module):
+    """Base class of the layers, which add their result to their input or to what their norm makes of it."""
+
+    residual: str = "input"
+    """As in the constructors. A layer that was pickled before there were two has none of its own."""
+
+    def __init__(self, residual: str) -> None:
+        super().__init__()
+        self.residual = check_residual(residual)
+
+
+class FeedForward(_Residual):
     """Feed-forward layer: x + contract(a * gelu(gate)) with (a, gate) = expand(norm(x)), and gelu by the error function.
 
     Args:
         dim: columns of x (..., L, dim).
         ff_dim: hidden width, that of a and of the gate.
+        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
         **factory: device and dtype of the parameters.
 
     >>> layer = cmab_kernels.nn.FeedForward(dim=16, ff_dim=32)
@@ -177,8 +193,8 @@ class FeedForward(nn.Module):
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, ff_dim: int, **factory: Any) -> None:
-        super().__init__()
+    def __init__(self, dim: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
+        super().__init__(residual)
         dim, ff_dim = check_count("dim", dim), check_count("ff_dim", ff_dim)
         self.norm = nn.LayerNorm(dim, **factory)
         self.expand = nn.Linear(dim, 2 * ff_dim, **factory)
@@ -190,20 +206,21 @@ class FeedForward(nn.Module):
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
         impl = fused_impl(latents)
         if impl is None or n is None or e is None or c is None or not of_one_dtype(n, e, c):
-            features, gate = expand(norm(latents)).chunk(2, dim=-1)
-            return latents + contract(features * F.gelu(gate))
+            normed = norm(latents)
+            features, gate = expand(normed).chunk(2, dim=-1)
+            return (normed if self.residual == "normed" else latents) + contract(features * F.gelu(gate))
         weight = cast("Tensor", c["weight"])
         check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
         rows = latents.flatten(0, -2)
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
-        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", impl=impl).view_as(latents)
+        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", residual=self.residual, impl=impl).view_as(latents)
 
 
-class _Attention(nn.Module):
+class _Attention(_Residual):
     """Base class of both attentions: a norm, projections to query, key and value without bias, and an output projection with bias."""
 
-    def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
-        super().__init__()
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
+        super().__init__(residual)
         dim, self.num_heads = check_heads("dim", dim, num_heads)
         self.norm = nn.LayerNorm(dim, **factory)
         self.query = nn.Linear(dim, dim, bias=False, **factory)
@@ -215,8 +232,10 @@ class _Attention(nn.Module):
         return split_heads(projection(features), self.num_heads)
 
     def add(self, latents: Tensor, attended: Tensor) -> Tensor:
-        """Return latents (B, L, C), or (L, C) shared over the batch, plus the output projection of the attention result (B, H, L, D)."""
-        return latents + self.output(join_heads(attended).to(latents.dtype))
+        """Return the layer's result from its latents (B, L, C), or (L, C) shared over the batch, and from attention's (B, H, L, D)."""
+        rows = self.norm(latents) if self.residual == "normed" else latents
+        result: Tensor = rows + self.output(join_heads(attended).to(latents.dtype))
+        return result
 
     def _fused(
         self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None, mask: Tensor | None = None
@@ -244,6 +263,7 @@ class _Attention(nn.Module):
             scale=(latents.shape[-1] // self.num_heads) ** -0.5,
             eps=norm.eps,
             context_eps=0.0 if context_norm is None else context_norm.eps,
+            residual=self.residual,
             impl=impl,
         )
 
@@ -254,6 +274,7 @@ class SelfAttention(_Attention):
     Args:
         dim: columns of x.
         num_heads: a divisor of dim.
+        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
         **factory: device and dtype of the parameters.
 
     >>> layer = cmab_kernels.nn.SelfAttention(dim=16, num_heads=4)
@@ -277,6 +298,7 @@ class CrossAttention(_Attention):
     Args:
         dim: columns of x, and of the context.
         num_heads: a divisor of dim.
+        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
         **factory: device and dtype of the parameters.
 
     >>> layer = cmab_kernels.nn.CrossAttention(dim=16, num_heads=4)
@@ -286,8 +308,8 @@ class CrossAttention(_Attention):
     True
     """
 
-    def __init__(self, dim: int, num_heads: int, **factory: Any) -> None:
-        super().__init__(dim, num_heads, **factory)
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
+        super().__init__(dim, num_heads, residual, **factory)
         self.context_norm = nn.LayerNorm(self.norm.normalized_shape, **factory)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -348,6 +370,7 @@ class LatentLayer(nn.Module):
         dim: columns of the latents (B, L, dim) and of the context (B, N, dim).
         num_heads: a divisor of dim.
         ff_dim: hidden width of the feed-forward layers.
+        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
         **factory: device and dtype of the parameters.
 
     >>> layer = cmab_kernels.nn.LatentLayer(dim=16, num_heads=4, ff_dim=32)
@@ -355,12 +378,12 @@ class LatentLayer(nn.Module):
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, num_heads: int, ff_dim: int, **factory: Any) -> None:
+    def __init__(self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
         super().__init__()
-        self.cross_attention = CrossAttention(dim, num_heads, **factory)
-        self.cross_feed_forward = FeedForward(dim, ff_dim, **factory)
-        self.self_attention = SelfAttention(dim, num_heads, **factory)
-        self.self_feed_forward = FeedForward(dim, ff_dim, **factory)
+        self.cross_attention = CrossAttention(dim, num_heads, residual, **factory)
+        self.cross_feed_forward = FeedForward(dim, ff_dim, residual, **factory)
+        self.self_attention = SelfAttention(dim, num_heads, residual, **factory)
+        self.self_feed_forward = FeedForward(dim, ff_dim, residual, **factory)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         return self.after_context(self.cross_attention(latents, context, key_padding_mask))

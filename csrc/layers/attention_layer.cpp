@@ -8,20 +8,22 @@ namespace cmab::cpu {
 namespace {
 
 struct OutputTiles {
-  RowTile x, heads;
-  OutputTiles(Taker& take, const AttentionLayer& in)
-      : x(take.tile(in.width)), heads(take.tile(in.heads * in.value_width)) {}
+  NormedRows x;
+  RowTile heads;
+  OutputTiles(Taker& take, const AttentionLayer& in) : x(take, in.width), heads(take.tile(in.heads * in.value_width)) {}
 };
 
-// The packed matrix of the output projection, (H E, C), or of its gradient, (C, H E).
+// The packed matrix of the output projection, (H E, C), or of its gradient, (C, H E); and the norm of the residual.
 template <bool kBackward>
 struct OutputParameters {
   void *packed, *bias;
+  NormParameters norm;
 
   OutputParameters(Taker& take, const AttentionLayer& in)
       : packed(kBackward ? take.packed(in.width, in.heads * in.value_width)
                          : take.packed(in.heads * in.value_width, in.width)),
-        bias(take.vector(in.width)) {}
+        bias(take.vector(in.width)),
+        norm(take, in.width) {}
 
   void load(const LinearKernels& kernel, const AttentionLayer& in) {
     const int depth = in.heads * in.value_width;
@@ -30,6 +32,7 @@ struct OutputParameters {
     } else {
       kernel.pack(in.dtype, transposed(in.output.weight), depth, in.width, packed);
       load_vector(kernel, in.dtype, in.output.bias, in.width, bias);
+      if (in.residual == Residual::kNormed) norm.load(kernel, in.dtype, in.norm);
     }
   }
 };
@@ -49,7 +52,7 @@ Heads heads_of(const AttentionLayer& in, const void* data, int width, int64_t ro
   return {const_cast<void*>(data), in.heads, width, rows};
 }
 
-// y = x + output(out) for some rows of all sets, on the calling thread.
+// y = r + output(out) for some rows of all sets, on the calling thread.
 void project_output(const LinearKernels& kernel, const AttentionLayer& in, const Rows& rows, const void* out, void* y) {
   using Parameters = OutputParameters<false>;
   const int depth = in.heads * in.value_width;
@@ -59,9 +62,10 @@ void project_output(const LinearKernels& kernel, const AttentionLayer& in, const
       kernel, in, rows.count, [&](int64_t at, int count, const Parameters& parameters, const OutputTiles& mine) {
         const int64_t row = rows.first + at;
         heads.load(kernel, sums, row, count, mine.heads);
-        kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, mine.x);
-        kernel.multiply(mine.heads, count, depth, parameters.packed, in.width, parameters.bias, true, mine.x);
-        kernel.store(mine.x, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
+        kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, mine.x.rows);
+        const RowTile sum = mine.x.normalise(kernel, parameters.norm, count);
+        kernel.multiply(mine.heads, count, depth, parameters.packed, in.width, parameters.bias, true, sum);
+        kernel.store(sum, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
       });
 }
 
@@ -79,13 +83,14 @@ void output_backward(const LinearKernels& kernel, const AttentionLayer& in, cons
   Team<Parameters, OutputTiles, AttentionLayer>(kernel, in, threads, parts)
       .for_each_tile_of(
           parts, [&](int piece, int64_t row, int count, const Parameters& parameters, const OutputTiles& mine) {
-            kernel.load(in.dtype, rows_from(dy, row, in.dtype), count, in.width, nullptr, 0, mine.x);
+            const RowTile slopes = mine.x.rows;
+            kernel.load(in.dtype, rows_from(dy, row, in.dtype), count, in.width, nullptr, 0, slopes);
             if (parts.needed(weight)) {
               heads.load(kernel, sums, row, count, mine.heads);
-              kernel.add_products(mine.x, in.width, mine.heads, depth, count, parts.of(piece, weight));
+              kernel.add_products(slopes, in.width, mine.heads, depth, count, parts.of(piece, weight));
             }
-            if (parts.needed(bias)) kernel.add_rows(mine.x, count, in.width, parts.of(piece, bias).data);
-            kernel.multiply(mine.x, count, in.width, parameters.packed, depth, nullptr, false, mine.heads);
+            if (parts.needed(bias)) kernel.add_rows(slopes, count, in.width, parts.of(piece, bias).data);
+            kernel.multiply(slopes, count, in.width, parameters.packed, depth, nullptr, false, mine.heads);
             dheads.store(kernel, sums, mine.heads, row, count);
           });
 }
@@ -194,10 +199,11 @@ void attention_layer_backward(const AttentionLayer& in, const Matrix& dy, const 
   std::vector<Heads> dresults{heads_of(in, dquery, in.key_width, in.latents)};
   if (!in.crosses) dresults.insert(dresults.end(), {of_key, of_value});
   const Source source = latents_of(in, kept, gradients);
-  ProjectionBackward(kernel, source, dresults, dy, gradients.x, gradients.norm).run(in.threads);
+  ProjectionBackward(kernel, source, dresults, in.residual, dy, gradients.x, gradients.norm).run(in.threads);
   if (!in.crosses) return;
   const Source context = context_of(in, kept, gradients);
-  ProjectionBackward(kernel, context, {of_key, of_value}, {}, gradients.context, gradients.context_norm)
+  ProjectionBackward(kernel, context, {of_key, of_value}, Residual::kInput, {}, gradients.context,
+                     gradients.context_norm)
       .run(in.threads);
 }
 

@@ -35,7 +35,7 @@ FeedForward read_feed_forward(Arguments& in) {
   layer.norm = read_norm(in, "norm_weight", "norm_bias", "eps", "C", x.dtype);
   layer.expand = read_weights(in, "expand_weight", "GC", "expand_bias", "G", x.dtype);
   layer.contract = read_weights(in, "contract_weight", "CF", "contract_bias", "C", x.dtype);
-  layer.activation = Activation(in.integer("activation"));
+  layer.activation = Activation(in.integer("activation")), layer.residual = Residual(in.integer("residual"));
   layer.rows = in.extent('R'), layer.width = int(in.extent('C')), layer.inner = int(in.extent('F'));
   in.require(in.extent('G') == in.extent('F') * (layer.activation == Activation::kGeglu ? 2 : 1), "expand_weight",
              "does not have the rows that the activation needs");
@@ -81,7 +81,7 @@ AttentionLayer read_attention_layer(Arguments& in) {
   layer.key = read_weights(in, "key_weight", crosses ? "PK" : "PC", "key_bias", "P", x.dtype);
   layer.value = read_weights(in, "value_weight", crosses ? "QK" : "QC", "value_bias", "Q", x.dtype);
   layer.output = read_weights(in, "output_weight", "CQ", "output_bias", "C", x.dtype);
-  layer.scale = in.number("scale");
+  layer.scale = in.number("scale"), layer.residual = Residual(in.integer("residual"));
   layer.batch = in.integer("batch"), layer.heads = int(in.integer("num_heads"));
   in.require(layer.batch >= 1 && in.extent('R') % layer.batch == 0, "batch", "does not divide the rows of x");
   in.require(in.extent(*keys) % layer.batch == 0, "batch", "does not divide the rows of context");

@@ -88,7 +88,7 @@ Source queries_of(const BlockStack& in, const Extents& n, int64_t k, void* query
           n.latents,
           int(n.width),
           nullptr,
-          &reading.norm,
+          &in.blocks[k].norm,
           {{&reading.query, int(n.width), heads, gradient}}};
 }
 
@@ -278,18 +278,22 @@ class Backward {
     Sums take(n_.sums, workspace_.at(0));
     const BackwardMemory memory(take, n_);
     after_reading(memory, dy, dbetween, out, kept);
-    if (!in_.reads) return;
+    if (in_.reads) reading(memory, out, lse);
+    for (int64_t k = 0; k < n_.depth && has_latents_apart(); ++k) before_reading(memory, k);
+  }
+
+ private:
+  // Whether the gradient of the block latents is more than that of what they are added to.
+  bool has_latents_apart() const { return in_.reads || in_.blocks[0].residual == Residual::kNormed; }
+
+  void reading(const BackwardMemory& memory, const void* out, const double* lse) const {
     prepare(kernel_, in_, n_, memory);
     double no_dlse = 0;
     projected_attention_backward(pass_over(in_, n_, memory), heads_of(n_, memory.dattended, n_.set()), {&no_dlse, {}},
                                  out, lse, {memory.dquery, to_.inputs, memory.dweight, memory.dbias});
-    for (int64_t k = 0; k < n_.depth; ++k) {
-      unfold(memory, k);
-      before_reading(memory, k);
-    }
+    for (int64_t k = 0; k < n_.depth; ++k) unfold(memory, k);
   }
 
- private:
   // From the last block to the first; the gradient of the latents between stays where that of x will be.
   void after_reading(const BackwardMemory& memory, const Matrix& dy, const void* dbetween, const void* out,
                      void* kept_memory) const {
@@ -303,7 +307,7 @@ class Backward {
       gradients.attended = offset(in_.reads ? memory.dattended : to_.attended, k * n_.block(), n_.sums);
       latent_block_backward(kept.block(in_, n_, k, out), k == n_.depth - 1 ? dy : Matrix{to_.x, n_.width, 1},
                             kept.blocks[k], gradients);
-      void* const dlatents = in_.reads ? summed(memory, k) : to_.blocks[k].block;
+      void* const dlatents = has_latents_apart() ? summed(memory, k) : to_.blocks[k].block;
       if (dlatents) sum_over_batch(kernel_, n_, memory.dblock, dlatents);
     }
   }
@@ -328,14 +332,19 @@ class Backward {
     write(norm.dscale, to.context_norm.weight), write(norm.dshift, to.context_norm.bias);
   }
 
-  // The gradients of the block latents, and of what makes their queries.
+  // The gradients of the block latents, of their norm, and where they read, of what makes their queries.
   void before_reading(const BackwardMemory& memory, int64_t k) const {
-    kernel_.sum_parts(offset(memory.dquery, k * n_.block(), n_.sums), n_.set() * element_bytes(n_.sums), int(n_.batch),
-                      n_.set(), n_.sums, memory.dqueries);
-    const Heads heads{memory.dqueries, int(n_.heads), n_.head_width(), n_.latents};
-    const Source source = queries_of(in_, n_, k, nullptr, to_.readings[k].query);
-    ProjectionBackward(kernel_, source, {heads}, {summed(memory, k), n_.width, 1}, to_.blocks[k].block,
-                       to_.readings[k].norm)
+    std::vector<Heads> dqueries;
+    Source source = queries_of(in_, n_, k, nullptr, to_.readings[k].query);
+    if (in_.reads) {
+      kernel_.sum_parts(offset(memory.dquery, k * n_.block(), n_.sums), n_.set() * element_bytes(n_.sums),
+                        int(n_.batch), n_.set(), n_.sums, memory.dqueries);
+      dqueries.push_back({memory.dqueries, int(n_.heads), n_.head_width(), n_.latents});
+    } else {
+      source.branches.clear();
+    }
+    ProjectionBackward(kernel_, source, dqueries, in_.blocks[k].residual, {summed(memory, k), n_.width, 1},
+                       to_.blocks[k].block, to_.blocks[k].norm)
         .run(in_.blocks[0].threads);
   }
 

@@ -13,12 +13,13 @@ struct Rows {
   int64_t end() const { return first + count; }
 };
 
-// x + contract(activation(expand(norm(x)))) for rows x (rows, width).
+// r + contract(activation(expand(norm(x)))) for rows x (rows, width), with r = x or norm(x).
 struct FeedForward {
   DType dtype;  // of x and of all parameters
   int64_t rows;
   int width, inner;
   Activation activation;  // for geglu, expand gives (features, gate), each `inner` wide
+  Residual residual;
   Matrix x;
   NormWeights norm;
   Weights expand, contract;
@@ -37,14 +38,15 @@ struct FeedForwardGradients {
 // Given dy (rows, width).
 void feed_forward_backward(const FeedForward&, const Matrix& dy, const FeedForwardGradients&);
 
-// x + output(attention of norm(x) over context_norm(context)), with x (batch, latents, width) and context (batch, keys,
-// context_width), both as rows one after the other; without a context, norm(x) is it.
+// r + output(attention of norm(x) over context_norm(context)), r = x or norm(x), with x (batch, latents, width) and
+// context (batch, keys, context_width), both as rows one after the other; without a context, norm(x) is it.
 struct AttentionLayer {
   DType dtype;
   int64_t batch, latents, keys;
   int width, context_width, heads;
   int key_width, value_width;  // of a head: D, E
   double scale;
+  Residual residual;
   bool crosses;  // the context is another tensor, which may have no rows
   Matrix x, context;
   const uint8_t* ignored;  // (batch * keys,), contiguous, or null
@@ -72,17 +74,19 @@ struct AttentionLayerGradients {
 void attention_layer_backward(const AttentionLayer&, const Matrix& dy, const AttentionKept&,
                               const AttentionLayerGradients&);
 
-// The same for attention whose result `out` is there already: y = x + output(out), with only the fields of `in` that
+// The same for attention whose result `out` is there already: y = r + output(out), with only the fields of `in` that
 // this needs; here some rows of y, which may be x, on the calling thread. Its gradient fills dout (B, H, L, E), in the
-// type of sums; that of x is dy.
+// type of sums; that of r is dy.
 void attended_rows(const AttentionLayer& in, const Rows&, const void* out, void* y);
 void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
                              void* dout);
 
 // What follows the first cross-attention of a Constant Memory Attention Block, whose result is `attended` (B, H, M, D):
 //
-//   m = feed-forward(self-attention(feed-forward(block + output(attended))))      for the M block latents
+//   m = feed-forward(self-attention(feed-forward(r + output(attended))))      for the M block latents
 //   y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))      for the L latents x
+//
+// with r = block or norm(block), as in every layer.
 struct FeedForwardWeights {
   NormWeights norm;
   Weights expand, contract;
@@ -96,8 +100,10 @@ struct LatentBlock {
   int64_t batch, latents, block_latents;
   int width, heads, inner;
   double scale;
+  Residual residual;
   Matrix x;              // (batch * latents, width)
   const void* block;     // (block_latents, width), contiguous
+  NormWeights norm;      // of the block latents
   const void* attended;  // contiguous, in the type of sums
   Weights output;
   FeedForwardWeights feed_forward[4];  // in the order of the formulas
@@ -114,7 +120,7 @@ struct LatentBlockGradients {
   void* x;         // (batch * latents, width), contiguous; not null
   void* block;     // (batch * block_latents, width), contiguous, to be added up over the batch; not null
   void* attended;  // contiguous, in the type of sums
-  WeightGradients output;
+  WeightGradients norm, output;
   FeedForwardWeightGradients feed_forward[4];
   AttentionWeightGradients attention[3];
 };
@@ -122,7 +128,7 @@ struct LatentBlockGradients {
 // K blocks, each with the latents that the one before has made. Their first cross-attentions, of
 // norm(block) over context_norm(inputs), read the inputs (batch, rows, width) once for all.
 struct BlockReading {
-  NormWeights norm, context_norm;
+  NormWeights context_norm;
   Weights query, key, value;
 };
 struct BlockStack {
@@ -138,7 +144,7 @@ struct BlockStack {
   int64_t ignored_stride[2];
 };
 struct BlockReadingGradients {
-  WeightGradients norm, context_norm, query, key, value;
+  WeightGradients context_norm, query, key, value;
 };
 struct BlockStackGradients {
   void* x;                                   // (batch * latents, width), contiguous; not null

@@ -73,11 +73,12 @@ void forward(const FeedForward& in, void* y) {
   const LinearKernels& kernel = linear_kernels(in.dtype);
   for_each_tile<Parameters, Tiles>(
       kernel, in, in.rows, [&](int64_t row, int count, const Parameters& parameters, const Tiles& tiles) {
-        tiles.expand(kernel, in, parameters.expansion, row, count);
+        const RowTile normed = tiles.expand(kernel, in, parameters.expansion, row, count);
+        const RowTile sum = in.residual == Residual::kNormed ? normed : tiles.x.rows;
         kernel.activate(in.activation, tiles.hidden[0], tiles.hidden[1], count, in.inner, tiles.active);
         kernel.multiply(tiles.active, count, in.inner, parameters.contract, in.width, parameters.contract_bias, true,
-                        tiles.x.rows);
-        kernel.store(tiles.x.rows, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
+                        sum);
+        kernel.store(sum, count, in.width, in.dtype, offset(y, row * in.width, in.dtype), in.width);
       });
 }
 
@@ -146,8 +147,8 @@ class Backward {
       if (sums_.needed(expand_bias_[part])) kernel_.add_rows(dhidden, count, in_.inner, sum(expand_bias_[part]).data);
       kernel_.multiply(dhidden, count, in_.inner, parameters.expand[part], in_.width, nullptr, part > 0, tiles.dnormed);
     }
-    tiles.x.backward(kernel_, parameters.expansion.norm, tiles.dnormed, count, tiles.dy, sum(norm_weight_),
-                     sum(norm_bias_));
+    tiles.x.backward(kernel_, parameters.expansion.norm, in_.residual, tiles.dnormed, count, tiles.dy,
+                     sum(norm_weight_), sum(norm_bias_));
     if (dx_) kernel_.store(tiles.dy, count, in_.width, in_.dtype, offset(dx_, row * in_.width, in_.dtype), in_.width);
   }
 

@@ -11,7 +11,7 @@ Matrix rows_of(const LatentBlock& in, const void* data) { return {data, in.width
 FeedForward feed_forward_of(const LatentBlock& in, int number, const Matrix& x) {
   const FeedForwardWeights& weights = in.feed_forward[number];
   const int64_t rows = in.batch * (number < 2 ? in.block_latents : in.latents);
-  return {in.dtype, rows,         in.width,       in.inner,         Activation::kGeglu,
+  return {in.dtype, rows,         in.width,       in.inner,         Activation::kGeglu, in.residual,
           x,        weights.norm, weights.expand, weights.contract, in.threads};
 }
 
@@ -24,7 +24,8 @@ AttentionLayer attention_of(const LatentBlock& in, int number, const Matrix& x, 
   layer.keys = number == 2 ? in.latents : in.block_latents;
   layer.width = layer.context_width = in.width, layer.heads = in.heads;
   layer.key_width = layer.value_width = in.width / in.heads;
-  layer.scale = in.scale, layer.crosses = number == 1, layer.x = x, layer.context = context;
+  layer.scale = in.scale, layer.residual = in.residual, layer.crosses = number == 1, layer.x = x,
+  layer.context = context;
   layer.norm = weights.norm, layer.context_norm = weights.context_norm;
   layer.query = weights.query, layer.key = weights.key, layer.value = weights.value, layer.output = weights.output;
   layer.threads = in.threads;
@@ -33,7 +34,7 @@ AttentionLayer attention_of(const LatentBlock& in, int number, const Matrix& x, 
 
 AttentionLayer attended_of(const LatentBlock& in, const void* x) {
   AttentionLayer layer = attention_of(in, 0, rows_of(in, x), {});
-  layer.output = in.output;
+  layer.norm = in.norm, layer.output = in.output;
   return layer;
 }
 

@@ -13,8 +13,7 @@ struct Known {
   PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                         name("_backward_pre_hooks")};
   PyObject *forward = name("forward"), *weight = name("weight"), *bias = name("bias"), *eps = name("eps"),
-           *heads = name("num_heads"), *dtype = name("dtype"), *parameters = name("_parameters"),
-           *modules = name("_modules");
+           *dtype = name("dtype"), *parameters = name("_parameters"), *modules = name("_modules");
   Object nn = python::import("torch.nn"), torch = python::import("torch");
   Object norm = python::attribute(nn.get(), "LayerNorm"), parameter = python::attribute(nn.get(), "Parameter"),
          tensor = python::attribute(torch.get(), "Tensor");
@@ -114,32 +113,43 @@ bool for_each_module(PyObject* modules, PyObject* entries, Function function) {
   return true;
 }
 
-bool collect_layer(PyObject* layer, const Entry& entry, PyObject* heads, const Found& to) {
+// Whether those of the `settings`, a dict of what all layers have in common, that a layer has are as they say.
+bool has_settings(PyObject* attributes, PyObject* settings) {
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &name, &value);) {
+    const Object own = item(attributes, name);
+    const int same = own ? PyObject_RichCompareBool(own.get(), value, Py_EQ) : 1;
+    if (same < 0) throw python::Raised();
+    if (!same) return false;
+  }
+  return true;
+}
+
+bool collect_layer(PyObject* layer, const Entry& entry, PyObject* settings, const Found& to) {
   const Known& known = Known::get();
   const Object attributes = plain_attributes(layer, entry.kind);
-  if (!attributes) return false;
-  const Object own_heads = item(attributes.get(), known.heads), modules = item(attributes.get(), known.modules);
-  const int same = own_heads ? PyObject_RichCompareBool(own_heads.get(), heads, Py_EQ) : 1;
-  if (same < 0) throw python::Raised();
-  return same && modules && for_each_module(modules.get(), entry.rest, [&](PyObject* module, const Entry& leaf) {
+  if (!attributes || !has_settings(attributes.get(), settings)) return false;
+  const Object modules = item(attributes.get(), known.modules);
+  return modules && for_each_module(modules.get(), entry.rest, [&](PyObject* module, const Entry& leaf) {
            return collect_leaf(module, leaf.kind, leaf.rest == Py_True, to);
          });
 }
 
 // Appends the parameters of the layers among `modules`, and adds the eps of their norms. A layer is its name, its kind,
 // and the name, the kind of each module in it and whether that has a bias. False if a module is not just its kind, a
-// parameter is absent or of a type of its own, or the heads are others.
+// parameter is absent or of a type of its own, or a layer has other settings.
 Object collect_parameters(Arguments& in) {
   PyObject* const modules = in.object("modules");
   PyObject* const layers = in.object("layers");
-  PyObject* const heads = in.object("num_heads");
+  PyObject* const settings = in.object("settings");
   const Found to{in.object("tensors"), in.object("eps")};
   in.require(PyDict_Check(modules), "modules", "is not a dict");
+  in.require(PyDict_Check(settings), "settings", "is not a dict");
   in.require(PyList_Check(to.tensors), "tensors", "is not a list");
   in.require(PySet_Check(to.eps), "eps", "is not a set");
   return Object::borrowed(
       for_each_module(modules, layers,
-                      [&](PyObject* layer, const Entry& entry) { return collect_layer(layer, entry, heads, to); })
+                      [&](PyObject* layer, const Entry& entry) { return collect_layer(layer, entry, settings, to); })
           ? Py_True
           : Py_False);
 }

@@ -145,16 +145,17 @@ inline void project(const LinearKernels& kernel, const Source& source) {
       });
 }
 
-// Adds up the gradients of the rows and of all parameters, given those of the branches' results as heads. drows =
-// residual (without data: 0) + the gradient through the branches.
+// Adds up the gradients of the rows and of all parameters, given those of the branches' results as heads, of which
+// there may be none, and of the rows' residual (without data: 0).
 class ProjectionBackward {
  public:
-  ProjectionBackward(const LinearKernels& kernel, const Source& source, std::vector<Heads> dresults,
-                     const Matrix& residual, void* drows, const WeightGradients& norm)
+  ProjectionBackward(const LinearKernels& kernel, const Source& source, std::vector<Heads> dresults, Residual residual,
+                     const Matrix& dresidual, void* drows, const WeightGradients& norm)
       : kernel_(kernel),
         source_(source),
         dresults_(std::move(dresults)),
         residual_(residual),
+        dresidual_(dresidual),
         drows_(drows),
         sums_(kernel, source.dtype, source.count) {
     for (const Branch& branch : source.branches) {
@@ -178,11 +179,12 @@ class ProjectionBackward {
   void pass(int piece, int64_t row, int count, const Parameters& parameters, const SourceTiles& tiles) const {
     const auto sum = [&](int number) { return sums_.of(piece, number); };
     const DType dtype = source_.dtype;
-    const uint8_t absent = residual_.data == nullptr;
+    const uint8_t absent = dresidual_.data == nullptr;
     source_.load(kernel_, row, count, tiles.x.rows);
-    kernel_.load(dtype, rows_from(residual_, row, dtype), count, source_.width, absent ? &absent : nullptr, 0,
+    kernel_.load(dtype, rows_from(dresidual_, row, dtype), count, source_.width, absent ? &absent : nullptr, 0,
                  tiles.dx);
     const RowTile normed = tiles.x.normalise(kernel_, parameters.norm, count);
+    if (source_.branches.empty()) clear(kernel_, count, source_.width, tiles.dnormed);
     for (size_t i = 0; i < source_.branches.size(); ++i) {
       const int width = source_.branches[i].width;
       dresults_[i].load(kernel_, state_type(dtype), row, count, tiles.branch);
@@ -191,7 +193,8 @@ class ProjectionBackward {
       if (sums_.needed(biases_[i])) kernel_.add_rows(tiles.branch, count, width, sum(biases_[i]).data);
       kernel_.multiply(tiles.branch, count, width, parameters.packed[i], source_.width, nullptr, i > 0, tiles.dnormed);
     }
-    tiles.x.backward(kernel_, parameters.norm, tiles.dnormed, count, tiles.dx, sum(norm_weight_), sum(norm_bias_));
+    tiles.x.backward(kernel_, parameters.norm, residual_, tiles.dnormed, count, tiles.dx, sum(norm_weight_),
+                     sum(norm_bias_));
     if (drows_)
       kernel_.store(tiles.dx, count, source_.width, dtype, offset(drows_, row * source_.width, dtype), source_.width);
   }
@@ -199,7 +202,8 @@ class ProjectionBackward {
   const LinearKernels& kernel_;
   const Source& source_;
   const std::vector<Heads> dresults_;
-  const Matrix residual_;
+  const Residual residual_;
+  const Matrix dresidual_;
   void* const drows_;
   ParameterSums sums_;
   std::vector<int> weights_, biases_;

@@ -69,7 +69,7 @@ void for_each_layer(FeedForward feed_forward, Attention attention) {
 
 void read_reading(Tensors& read, double eps, LatentBlock& block, BlockReading& reading) {
   block.block = read.contiguous("MC");
-  reading.norm = read.norm(eps), reading.context_norm = read.norm(eps);
+  block.norm = read.norm(eps), reading.context_norm = read.norm(eps);
   reading.query = read.weights("CC", nullptr), reading.key = read.weights("CC", nullptr);
   reading.value = read.weights("CC", nullptr);
 }
@@ -94,7 +94,7 @@ void read_block(Tensors& read, double eps, LatentBlock& block, BlockReading& rea
 
 void read_gradients(Tensors& read, LatentBlockGradients& block, BlockReadingGradients& reading) {
   block.block = read.contiguous("MC");
-  reading.norm = read.gradients("C", "C"), reading.context_norm = read.gradients("C", "C");
+  block.norm = read.gradients("C", "C"), reading.context_norm = read.gradients("C", "C");
   reading.query = read.gradients("CC", nullptr), reading.key = read.gradients("CC", nullptr);
   reading.value = read.gradients("CC", nullptr), block.output = read.gradients("CC", "C");
   for_each_layer(
@@ -139,6 +139,7 @@ BlockStack read_stack(Arguments& in, Copies& copies) {
   const double eps = in.number("eps");
   LatentBlock common = read_common(in, x);
   common.latents = in.extent('L'), common.scale = in.number("scale");
+  common.residual = Residual(in.integer("residual"));
   Tensors read(in, "parameters", x.dtype, &copies);
   BlockStack stack{};
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());

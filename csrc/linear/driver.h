@@ -62,6 +62,11 @@ inline void load_vector(const LinearKernels& kernel, DType dtype, const void* fr
   kernel.load(dtype, {from, 0, 1}, 1, width, &absent, 0, {to, 0});
 }
 
+inline void clear(const LinearKernels& kernel, int count, int width, RowTile rows) {
+  const uint8_t absent = 1;
+  kernel.load(DType::kFloat32, {nullptr, 0, 1}, count, width, &absent, 0, rows);
+}
+
 // The LayerNorm of rows before they are multiplied, or none.
 struct NormParameters {
   void *weight, *bias;
@@ -91,14 +96,17 @@ struct NormedRows {
     kernel.normalise(rows, count, parameters.width, parameters.norm, stats, normed);
     return normed;
   }
-  // drows += the gradient of the rows, given that of the result; dweight and dbias are added to.
-  void backward(const LinearKernels& kernel, const NormParameters& parameters, RowTile dnormed, int count,
-                RowTile drows, RowTile dweight, RowTile dbias) const {
-    if (parameters.used)
-      kernel.normalise_backward(rows, dnormed, count, parameters.width, parameters.norm, stats, drows, dweight.data,
-                                dbias.data);
-    else
-      kernel.add_tile(dnormed, count, parameters.width, drows);
+  // The gradient of the rows, given that of the result, which it overwrites, and in `drows` that of the residual, to
+  // which it adds; dweight and dbias are added to.
+  void backward(const LinearKernels& kernel, const NormParameters& parameters, Residual residual, RowTile dnormed,
+                int count, RowTile drows, RowTile dweight, RowTile dbias) const {
+    if (!parameters.used) return kernel.add_tile(dnormed, count, parameters.width, drows);
+    if (residual == Residual::kNormed) {
+      kernel.add_tile(drows, count, parameters.width, dnormed);
+      clear(kernel, count, parameters.width, drows);
+    }
+    kernel.normalise_backward(rows, dnormed, count, parameters.width, parameters.norm, stats, drows, dweight.data,
+                              dbias.data);
   }
 };
 

@@ -25,6 +25,10 @@ constexpr int kRowStep = 6;
 // geglu(features, gate) = features * gelu(gate); gelu and relu take features only. gelu(x) = x * Phi(x), exact.
 enum class Activation { kGeglu, kGelu, kRelu };
 
+// What a layer adds its result to: its input x, or norm(x), as the code of the papers does. Without a norm they are
+// one.
+enum class Residual { kInput, kNormed };
+
 // The LayerNorm of a row: its weight and bias in the compute type, padded with zeros, and eps.
 struct Norm {
   const void *weight, *bias;

@@ -97,13 +97,13 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 def _run(asked: argparse.Namespace) -> Run:
     """Return the run that was asked for; `ValueError` names a setting that does not exist.
 
-    What is not given is the task's own in a training, and later what the model was trained with.
+    What is not given is the task's own for the system in a training, and later what the model was trained with.
     """
     given = _settings(asked.config, asked.set)
     run = _made(asked, given)
     if asked.command == "train":
         return run
-    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed")}
+    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed", "code")}
     return _made(asked, settings | given)
 
 
@@ -111,7 +111,8 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     for name, value in model.items():
         _check_json(f"model.{name}", value)
-    task = TASKS[asked.task]().changed({key: value for key, value in settings.items() if not key.startswith("model.")})
+    of_task = {key: value for key, value in settings.items() if not key.startswith("model.")}
+    task = TASKS[asked.task].for_system(asked.system).changed(of_task)
     if asked.system not in task.systems:
         raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
@@ -195,7 +196,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         for name, value in scores.items():
             writer.add_scalar(name, value, run.task.steps)
     print(f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of wall time")
-    _show(run, scores, {**run.described(), **seconds})
+    _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
 
 

@@ -8,7 +8,7 @@ import sys
 from numbers import Integral
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
@@ -31,6 +31,9 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     ValueError: depth is 0; an int >= 1 is needed
     """
 
+    before: ClassVar[dict[str, Any]] = {}
+    """Arguments that an older `config.json` lacks, with what it meant: their defaults are others."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _check_arguments(cls, args, kwargs)
         made: Self = super().__new__(cls, *args, **kwargs)
@@ -45,8 +48,11 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
-        """Refuse what `load_state_dict` refuses: by default huggingface_hub lets parameters that are missing be random."""
-        loaded: Self = super()._from_pretrained(strict=strict, **kwargs)
+        """Refuse what `load_state_dict` refuses: by default huggingface_hub lets parameters that are missing be random.
+
+        Arguments that the configuration lacks are those of the version that saved it.
+        """
+        loaded: Self = super()._from_pretrained(strict=strict, **cls.before | kwargs)
         return loaded
 
 

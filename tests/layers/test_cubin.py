@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch as launches
 from cmab_kernels.layers.kernels.launch import Tiles
+from cmab_kernels.layers.reference import RESIDUALS
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import wrong
 
@@ -24,33 +25,33 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 FEED_FORWARD = ("_feed_forward", "_feed_forward_back", "_matrix_gradient", "_add_shares")
 ATTENTION = ("_project", "_join", "_part", "_project_back", "_matrix_gradient", "_add_shares")
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-ORDINARY = [("fp32", 64, 90), ("bf16", 128, 80)]
+ORDINARY = [("fp32", 64, 90, "input"), ("fp32", 64, 90, "normed"), ("bf16", 128, 80, "normed")]
 SPILLING = {
     **{("bf16", 64, capability): {"_matrix_gradient": 0.035} for capability in (86, 89)},
     **{("bf16", width, capability): {"_matrix_gradient": 0.025} for width in (128, 256) for capability in (86, 89)},
     ("fp64", 256, 90): {"_feed_forward_back": 0.02},
 }
 """The kernels of feed-forward layers known to spill, and the most of their instructions that may access local memory, as a share."""
-NIGHTLY = [case for case in itertools.product(DTYPES, (20, 64, 128, 256), CAPABILITIES) if case not in ORDINARY]
+NIGHTLY = [case for case in itertools.product(DTYPES, (20, 64, 128, 256), CAPABILITIES, RESIDUALS) if case not in ORDINARY]
 
 
-def _feed_forward(dtype: torch.dtype, width: int) -> dict[str, Launch]:
+def _feed_forward(dtype: torch.dtype, width: int, residual: str = "input") -> dict[str, Launch]:
     """Record a forward and a backward pass."""
     shapes = ((width,), (width,), (4 * width, width), (4 * width,), (width, 2 * width), (width,))
     x, *parameters = (torch.empty(shape, dtype=dtype) for shape in ((2048, width), *shapes))
 
     def call() -> None:
-        kernels.feed_forward_layer(x, *parameters, 1e-5, "geglu")
-        kernels.feed_forward_layer_backward(x, x, *parameters, 1e-5, "geglu", (True,) * 7)
+        kernels.feed_forward_layer(x, *parameters, 1e-5, "geglu", residual)
+        kernels.feed_forward_layer_backward(x, x, *parameters, 1e-5, "geglu", residual, (True,) * 7)
 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
 
-def _attention(dtype: torch.dtype, width: int) -> dict[str, Launch]:
+def _attention(dtype: torch.dtype, width: int, residual: str = "input") -> dict[str, Launch]:
     """Record a forward and a backward pass of cross-attention with a mask."""
     x, context = torch.empty(16, 128, width, dtype=dtype), torch.empty(16, 100, width, dtype=dtype)
     matrix, vector = torch.empty(width, width, dtype=dtype), torch.empty(width, dtype=dtype)
-    given = (x, context, torch.zeros(16, 100, dtype=torch.bool), *[vector] * 4, *(matrix, vector) * 4, 4, 0.5, 1e-5, 1e-5)
+    given = (x, context, torch.zeros(16, 100, dtype=torch.bool), *[vector] * 4, *(matrix, vector) * 4, 4, 0.5, 1e-5, 1e-5, residual)
 
     def call() -> None:
         _, *kept = kernels.attention_layer(*given, True)
@@ -71,18 +72,22 @@ def _faults(
     return wrong((found[name] for name in names), capability, folder, _by_matrix_units, spilling)
 
 
-@pytest.mark.parametrize("name, width, capability", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)])
-def test_feed_forward(name: str, width: int, capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name, width, capability, residual", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+)
+def test_feed_forward(name: str, width: int, capability: int, residual: str, tmp_path: Path) -> None:
     with as_if_on(capability):
-        found = _feed_forward(DTYPES[name], width)
+        found = _feed_forward(DTYPES[name], width, residual)
     assert set(found) == {*FEED_FORWARD}
     assert _faults(found, FEED_FORWARD, capability, tmp_path, SPILLING.get((name, width, capability))) == []
 
 
-@pytest.mark.parametrize("name, width, capability", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)])
-def test_attention(name: str, width: int, capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name, width, capability, residual", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+)
+def test_attention(name: str, width: int, capability: int, residual: str, tmp_path: Path) -> None:
     with as_if_on(capability):
-        found = _attention(DTYPES[name], width)
+        found = _attention(DTYPES[name], width, residual)
     assert set(found) >= {*ATTENTION, "_forward", "_row_terms"}
     assert _faults(found, ATTENTION, capability, tmp_path) == []
 
@@ -101,7 +106,7 @@ def test_launches() -> None:
     Of the gradients, nothing stands for that of the log-sum-exps: filled with zeros it would be a launch of its own.
     """
     x, matrix = torch.empty(2, 9, 16), torch.empty(16, 16)
-    bare = (*[None] * 4, *(matrix, None) * 4, 2, 0.5, 0.0, 0.0, False)
+    bare = (*[None] * 4, *(matrix, None) * 4, 2, 0.5, 0.0, 0.0, "input", False)
     own, other = (record(lambda context=context: kernels.attention_layer(x, context, None, *bare)) for context in (None, x))
     assert [launch.kernel.__name__ for launch in own] == ["_project", "_forward", "_join"]
     assert [launch.kernel.__name__ for launch in other] == ["_project", "_project", "_forward", "_join"]
@@ -110,7 +115,7 @@ def test_launches() -> None:
     back = record(lambda: kernels.attention_layer_backward(x, *given, *kept, (True,) * 14))
     passes = ["_part", "_row_terms", "_backward_in_parts", *["_matrix_gradient"] * 4, "_project_back", "_add_shares"]
     assert [launch.kernel.__name__ for launch in back] == passes and back[1].args[1] is None
-    one = record(lambda: kernels.feed_forward_layer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu"))
+    one = record(lambda: kernels.feed_forward_layer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu", "input"))
     assert [launch.kernel.__name__ for launch in one] == ["_feed_forward"]
 
 

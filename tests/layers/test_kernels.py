@@ -19,7 +19,7 @@ from cmab_kernels import nn
 from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch
 from cmab_kernels.layers.kernels.shares import added
-from cmab_kernels.layers.reference import attention_layer_reference, feed_forward_reference
+from cmab_kernels.layers.reference import RESIDUALS, attention_layer_reference, feed_forward_reference
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 from cmab_kernels.triton_common import Kernel
 
@@ -27,6 +27,7 @@ assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 EPS = 1e-3
+both_forms = pytest.mark.parametrize("residual", RESIDUALS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +70,12 @@ def feed_forward(
     return [torch.randn(rows, columns).to(dtype), between_margins(torch.randn(rows, columns).to(dtype)), *given]
 
 
-def check_feed_forward(given: list[Any], activation: str, needs: Sequence[bool] = (True,) * 7) -> None:
+def check_feed_forward(given: list[Any], activation: str, needs: Sequence[bool] = (True,) * 7, residual: str = "input") -> None:
     dy, *tensors = given
-    y = kernels.feed_forward_layer(*tensors, EPS, activation)
-    grads = kernels.feed_forward_layer_backward(dy, *tensors, EPS, activation, tuple(needs))
-    check(y, grads, lambda *t: feed_forward_reference(*t, EPS, activation), tensors, dy, needs)
+    settings = EPS, activation, residual
+    y = kernels.feed_forward_layer(*tensors, *settings)
+    grads = kernels.feed_forward_layer_backward(dy, *tensors, *settings, tuple(needs))
+    check(y, grads, lambda *t: feed_forward_reference(*t, *settings), tensors, dy, needs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -87,14 +89,16 @@ def check_feed_forward(given: list[Any], activation: str, needs: Sequence[bool] 
     ],
     ids=["plain", "gelu", "relu", "pieces"],
 )
-def test_feed_forward(shape: dict[str, Any], dtype: torch.dtype) -> None:
-    check_feed_forward(feed_forward(**shape, dtype=dtype), shape.get("activation", "geglu"))
+@both_forms
+def test_feed_forward(shape: dict[str, Any], dtype: torch.dtype, residual: str) -> None:
+    check_feed_forward(feed_forward(**shape, dtype=dtype), shape.get("activation", "geglu"), residual=residual)
 
 
+@both_forms
 @pytest.mark.parametrize("needed", range(8))
-def test_only_what_is_needed_of_a_feed_forward_layer(needed: int) -> None:
+def test_only_what_is_needed_of_a_feed_forward_layer(needed: int, residual: str) -> None:
     """One gradient alone, and none."""
-    check_feed_forward(feed_forward(), "geglu", [i == needed for i in range(7)])
+    check_feed_forward(feed_forward(), "geglu", [i == needed for i in range(7)], residual)
 
 
 def test_many_shares() -> None:
@@ -117,12 +121,12 @@ def test_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
     """Neither NaN nor infinity leaves its row; a norm without eps meets a row that does not vary, and rows that are not there."""
     _, x, *parameters = feed_forward(rows=5, activation=activation)
-    clean = kernels.feed_forward_layer(x, *parameters, 0.0, activation)
+    clean = kernels.feed_forward_layer(x, *parameters, 0.0, activation, "input")
     x[1, 3], x[2, 0], x[4] = math.nan, math.inf, 2.0
-    spoilt = kernels.feed_forward_layer(x, *parameters, 0.0, activation)
+    spoilt = kernels.feed_forward_layer(x, *parameters, 0.0, activation, "input")
     assert torch.equal(spoilt[[0, 3]], clean[[0, 3]]) and spoilt[[1, 2]].isnan().any(1).all()
     x[[1, 2]], x[4] = 1.0 * torch.arange(12), torch.arange(12.0)
-    grads = kernels.feed_forward_layer_backward(torch.randn(5, 12), x, *parameters, 0.0, activation, (True,) * 7)
+    grads = kernels.feed_forward_layer_backward(torch.randn(5, 12), x, *parameters, 0.0, activation, "input", (True,) * 7)
     assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -130,7 +134,7 @@ def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
 def test_an_infinite_feature_sends_back_a_number(bias: float) -> None:
     dy, x, *parameters = feed_forward(activation="gelu")
     parameters[3][7] = bias
-    grads = kernels.feed_forward_layer_backward(dy, x, *parameters, EPS, "gelu", (True,) * 7)
+    grads = kernels.feed_forward_layer_backward(dy, x, *parameters, EPS, "gelu", "input", (True,) * 7)
     assert grads[0].isfinite().all() and grads[3].isfinite().all()
 
 
@@ -149,8 +153,9 @@ def attention(
     mask: bool = False,
     absent: str = "",
     dtype: torch.dtype = torch.float32,
+    residual: str = "input",
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    """Return dy, x, the context and the parameters; the mask; and the numbers. Without `rows` x is its own context."""
+    """Return dy, x, the context and the parameters; the mask; and the settings. Without `rows` x is its own context."""
     others, seen = (columns, latents) if rows is None else (others, rows)
     shapes: dict[str, tuple[int, ...]] = {"norm": (columns,), "shift": (columns,), "other_norm": (others,), "other_shift": (others,)}
     for name, made, read in (("query", width, columns), ("key", width, others), ("value", value_width, others)):
@@ -162,17 +167,17 @@ def attention(
     x = between_margins(torch.randn(batch, latents, columns).to(dtype))
     context = None if rows is None else between_margins(torch.randn(batch, rows, others).to(dtype))
     ignore = torch.rand(batch, seen) < 0.3 if mask else None
-    return [torch.randn(x.shape).to(dtype), x, context, *given], ignore, (heads, width**-0.5, EPS, 2 * EPS)
+    return [torch.randn(x.shape).to(dtype), x, context, *given], ignore, (heads, width**-0.5, EPS, 2 * EPS, residual)
 
 
-def check_attention(given: list[Any], mask: Any, numbers: tuple[Any, ...], needs: Sequence[bool] = (True,) * 14) -> None:
+def check_attention(given: list[Any], mask: Any, settings: tuple[Any, ...], needs: Sequence[bool] = (True,) * 14) -> None:
     dy, x, context, *parameters = given
-    y, *kept = kernels.attention_layer(x, context, mask, *parameters, *numbers, True)
-    assert all(t.shape == (0,) for t in kernels.attention_layer(x, context, mask, *parameters, *numbers, False)[1:])
-    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *numbers, *kept, tuple(needs))
+    y, *kept = kernels.attention_layer(x, context, mask, *parameters, *settings, True)
+    assert all(t.shape == (0,) for t in kernels.attention_layer(x, context, mask, *parameters, *settings, False)[1:])
+    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *settings, *kept, tuple(needs))
 
     def definition(x: Tensor, context: Any, *parameters: Any) -> Tensor:
-        return attention_layer_reference(x, context, mask, *parameters, *numbers, False)[0]
+        return attention_layer_reference(x, context, mask, *parameters, *settings, False)[0]
 
     check(y, grads, definition, [x, context, *parameters], dy, needs)
 
@@ -190,14 +195,16 @@ def check_attention(given: list[Any], mask: Any, numbers: tuple[Any, ...], needs
     ],
     ids=["mask", "blocks", "pieces", "own", "own mask", "bare"],
 )
-def test_attention(shape: dict[str, Any], dtype: torch.dtype) -> None:
-    check_attention(*attention(**shape, dtype=dtype))
+@both_forms
+def test_attention(shape: dict[str, Any], dtype: torch.dtype, residual: str) -> None:
+    check_attention(*attention(**shape, dtype=dtype, residual=residual))
 
 
 @pytest.mark.parametrize("rows, needed", [*((9, i) for i in range(0, 15, 2)), (9, 1), (9, 13), *((None, i) for i in (0, 2, 8))])
-def test_only_what_is_needed_of_an_attention_layer(rows: int | None, needed: int) -> None:
+@both_forms
+def test_only_what_is_needed_of_an_attention_layer(rows: int | None, needed: int, residual: str) -> None:
     """One gradient alone, and none."""
-    check_attention(*attention(batch=1, rows=rows), [i == needed for i in range(14)])
+    check_attention(*attention(batch=1, rows=rows, residual=residual), [i == needed for i in range(14)])
 
 
 def test_float64() -> None:
@@ -213,20 +220,20 @@ def test_nothing(emptied: str) -> None:
 
 def test_ignored_rows_do_not_matter() -> None:
     """NaN lies under the mask, and reaches no result and no gradient."""
-    (dy, x, context, *parameters), mask, numbers = attention(rows=9, mask=True)
+    (dy, x, context, *parameters), mask, settings = attention(rows=9, mask=True)
     found = []
     for ignored in (0.5, math.nan):
         seen = context.masked_fill(mask[..., None], ignored)
-        y, *kept = kernels.attention_layer(x, seen, mask, *parameters, *numbers, True)
-        found.append((y, *kernels.attention_layer_backward(dy, x, seen, mask, *parameters, *numbers, *kept, (True,) * 14)))
+        y, *kept = kernels.attention_layer(x, seen, mask, *parameters, *settings, True)
+        found.append((y, *kernels.attention_layer_backward(dy, x, seen, mask, *parameters, *settings, *kept, (True,) * 14)))
     assert mask.any() and all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not found[1][2][mask].any()
 
 
 def test_an_ignored_row_is_a_query_of_its_own() -> None:
     """A NaN in an ignored row of x spoils its own result, and no other."""
-    (_, x, _, *parameters), mask, numbers = attention(rows=None, latents=9, mask=True)
+    (_, x, _, *parameters), mask, settings = attention(rows=None, latents=9, mask=True)
     clean, spoilt = (
-        kernels.attention_layer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *numbers, False)[0]
+        kernels.attention_layer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *settings, False)[0]
         for ignored in (0.5, math.nan)
     )
     assert mask.any() and torch.equal(clean[~mask], spoilt[~mask]) and spoilt[mask].isnan().all()
@@ -238,16 +245,16 @@ def test_an_ignored_row_is_a_query_of_its_own() -> None:
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
     """Bits are the same on every run, and for a batch element by itself."""
-    given, mask, numbers = attention(batch=2, rows=9, mask=True)
+    given, mask, settings = attention(batch=2, rows=9, mask=True)
     dy, x, context, *parameters = given
-    whole = kernels.attention_layer(x, context, mask, *parameters, *numbers, True)
-    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *numbers, *whole[1:], (True,) * 14)
+    whole = kernels.attention_layer(x, context, mask, *parameters, *settings, True)
+    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *settings, *whole[1:], (True,) * 14)
     for i in range(2):
         one = slice(i, i + 1)
-        alone = kernels.attention_layer(x[one], context[one], mask[one], *parameters, *numbers, True)
+        alone = kernels.attention_layer(x[one], context[one], mask[one], *parameters, *settings, True)
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, whole, strict=True))
         dx, dcontext, *_ = kernels.attention_layer_backward(
-            dy[one], x[one], context[one], mask[one], *parameters, *numbers, *alone[1:], (True,) * 14
+            dy[one], x[one], context[one], mask[one], *parameters, *settings, *alone[1:], (True,) * 14
         )
         assert torch.equal(dx, grads[0][one]) and torch.equal(dcontext, grads[1][one])
 
@@ -259,15 +266,16 @@ def test_layouts(layout: str) -> None:
         "step 2": lambda t: t.repeat_interleave(2, -1)[..., ::2],
         "offset by 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.reshape(-1)])[3:].view(t.shape),
     }[layout]
-    given, mask, numbers = attention()
-    check_attention([moved(t) for t in given], mask, numbers)
+    given, mask, settings = attention()
+    check_attention([moved(t) for t in given], mask, settings)
     check_feed_forward([moved(t) for t in feed_forward()], "geglu")
 
 
-def test_a_stack_of_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_forms
+def test_a_stack_of_these_kernels(residual: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of blocks runs them and attention over projected inputs: no key of an input is written, forward or backward."""
     monkeypatch.setattr(nn.CrossAttention, "_read_in_parts", None)
-    module = nn.CMABStack(dim=8, num_latents=3, num_heads=2, depth=2, dtype=torch.float64)
+    module = nn.CMABStack(dim=8, num_latents=3, num_heads=2, depth=2, dtype=torch.float64, residual=residual)
     inputs, latents = torch.randn(1, 9, 8).double().requires_grad_(), torch.randn(2, 8).double()
     mask, ran, found = torch.arange(9)[None] == 4, set(), []
     plain = Kernel.__call__

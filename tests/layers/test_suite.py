@@ -64,21 +64,30 @@ class TestGeglu(LayerSuite):
     many = {"B": 66_000, "R": 1, "C": 2, "F": 1, "G": 2}
     compilers = ("aot_eager", "inductor")
     accepted = ("x of a dimension too few",)
-    activation = "geglu"
+    activation, residual = "geglu", "input"
 
     def call(self, impl: str, norm_weight: Any = None, norm_bias: Any = None, **inputs: Any) -> Results:
         norm = None if norm_weight is None else (norm_weight, norm_bias, EPS)
-        return (ck.feed_forward_layer(**inputs, norm=norm, activation=self.activation, impl=impl),)
+        return (ck.feed_forward_layer(**inputs, norm=norm, activation=self.activation, residual=self.residual, impl=impl),)
 
     def oracle(self, **inputs: Any) -> Results:
         x, weight, bias = (inputs.get(name) for name in ("x", "norm_weight", "norm_bias"))
-        hidden = F.linear(normed(x, weight, bias), inputs["expand_weight"], inputs.get("expand_bias"))
+        rows = normed(x, weight, bias)
+        hidden = F.linear(rows, inputs["expand_weight"], inputs.get("expand_bias"))
         if self.activation == "geglu":
             features, gate = hidden.chunk(2, -1)
             hidden = features * F.gelu(gate)
         else:
             hidden = getattr(F, self.activation)(hidden)
-        return (x + F.linear(hidden, inputs["contract_weight"], inputs.get("contract_bias")),)
+        return ((x if self.residual == "input" else rows) + F.linear(hidden, inputs["contract_weight"], inputs.get("contract_bias")),)
+
+
+class TestNormedGeglu(TestGeglu):
+    """The same, added to what the norm makes of x."""
+
+    bits, many = TestGeglu.bits[1:], None
+    compilers = ("aot_eager",)
+    residual = "normed"
 
 
 class TestGelu(TestGeglu):
@@ -145,12 +154,13 @@ class TestAttentionLayer(LayerSuite):
     many = {"B": 66_000, "L": 1, "N": 2, "C": 2, "M": 1, "K": HEADS, "V": HEADS}
     compilers = ("aot_eager", "inductor")
     scale: float | None = None
+    residual = "input"
 
     def call(self, impl: str, **inputs: Any) -> Results:
         for name in ("norm", "context_norm"):
             weight, bias = (inputs.pop(f"{name}_{part}", None) for part in ("weight", "bias"))
             inputs[name] = None if weight is None else (weight, bias, EPS)
-        return (ck.attention_layer(**inputs, num_heads=HEADS, scale=self.scale, impl=impl),)
+        return (ck.attention_layer(**inputs, num_heads=HEADS, scale=self.scale, residual=self.residual, impl=impl),)
 
     def oracle(self, key_padding_mask: Tensor | None = None, **inputs: Any) -> Results:
         query, key, value = self.heads(key_padding_mask, **inputs)
@@ -209,10 +219,11 @@ class TestAttentionLayer(LayerSuite):
             for part, rows in (("query", own), ("key", other), ("value", other))
         ]
 
-    @staticmethod
-    def leave(out: Tensor, **inputs: Any) -> Results:
+    def leave(self, out: Tensor, **inputs: Any) -> Results:
         """Return the result of the layer from that of its heads."""
-        return (inputs["x"] + F.linear(out.transpose(1, 2).flatten(-2), inputs["output_weight"], inputs.get("output_bias")),)
+        rows, norm = inputs["x"], (inputs.get(f"norm_{part}") for part in ("weight", "bias"))
+        rows = rows if self.residual == "input" else normed(rows, *norm)
+        return (rows + F.linear(out.transpose(1, 2).flatten(-2), inputs["output_weight"], inputs.get("output_bias")),)
 
 
 class TestSelfAttentionLayer(TestAttentionLayer):
@@ -234,6 +245,21 @@ class TestSelfAttentionLayer(TestAttentionLayer):
     compilers = ("aot_eager",)
     many = None
     scale = 0.3
+
+
+class TestNormedAttentionLayer(TestAttentionLayer):
+    """Cross-attention with all its parts, added to what the norm makes of x, as in the authors' code of a constant memory block."""
+
+    bits, many = TestAttentionLayer.bits[1:], None
+    compilers = ("aot_eager",)
+    residual = "normed"
+
+
+class TestNormedSelfAttentionLayer(TestSelfAttentionLayer):
+    """Self-attention, added to what the norm makes of x."""
+
+    bits = TestAttentionLayer.bits[1:]
+    residual = "normed"
 
 
 class TestBareAttentionLayer(TestAttentionLayer):

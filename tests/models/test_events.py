@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ def some_events() -> tuple[Tensor, Tensor]:
     return times, torch.randint(4, (3, 13), generator=seeded(6))
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_events_one_by_one_get_the_predictions_of_all_at_once(kind: type[PointProcess]) -> None:
-    model, (times, marks) = made(kind), some_events()
+@pytest.mark.parametrize(("kind", "changes"), [(CMHP, {}), (CMHP, {"queries": "latents"}), (THP, {})])
+def test_events_one_by_one_get_the_predictions_of_all_at_once(kind: type[PointProcess], changes: dict[str, Any]) -> None:
+    model, (times, marks) = made(kind, **changes), some_events()
     end = times[torch.arange(3), LENGTHS - 1] + 0.3
     padding = torch.arange(13) >= LENGTHS.unsqueeze(1)
     with torch.no_grad():
@@ -86,6 +88,30 @@ def test_the_state_of_a_cmhp_has_a_constant_size() -> None:
             state = model.observe(state, time, mark)
             sizes.add(tuple(part.shape for part in (*state.attention, state.time)))
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("queries", ["newest", "latents"])
+def test_queries_of_a_cmhp_hold_the_newest_event_or_not(queries: str) -> None:
+    model, (times, marks) = SMALL.changed({"queries": queries}).model("cmhp"), some_events()
+    with torch.no_grad():
+        state = model.observe(None, times[:, 0], marks[:, 0].clamp(max=2))
+        found, other = (model.next_event(each).mark.probs for each in (state, state._replace(newest=state.newest + 1)))
+    assert torch.equal(found, other) == (queries == "latents")
+
+
+def test_a_cmhp_that_was_saved_without_a_word_on_queries_holds_the_newest_event(tmp_path: Path) -> None:
+    model = CMHP(2, dim=8, num_latents=2, num_heads=1).eval()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("queries") == "newest"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CMHP.from_pretrained(tmp_path).queries == "newest"
+
+
+@pytest.mark.parametrize("made", [lambda: CMHP(2, queries="both"), lambda: SMALL.changed({"queries": "both"})])
+def test_other_queries_are_refused(made: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="queries is 'both'; it must be one of newest, latents"):
+        made()
 
 
 @pytest.mark.parametrize("kind", SIZES)

@@ -1,163 +1,152 @@
-"""Weights under the names that the authors' code saves give that code's outputs: its formulas stand here, over a dictionary of weights."""
+"""Weights that the authors' code saves give the outputs of the authors' code.
+
+`public_code_outputs.pt` holds random weights in float64 and what the public code of CMANP and LBANP
+(https://github.com/BorealisAI/constant-memory-anp) made of random inputs with them.
+"""
 
 from __future__ import annotations
 
-import itertools
-import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cmab_models import CMANP, CMANPAND, LBANP
 from torch import Tensor
 
-Weights = dict[str, Tensor]
-DIM, HEADS, FF, LATENTS, BLOCK_LATENTS, DEPTH, EMBEDDING, RANK, PROJECTION = 12, 3, 20, 5, 7, 2, 3, 4, 3
-DIM_X, DIM_Y = 2, 3
+from cmab_kernels import nn, use_impl
+
+CASES: dict[str, dict[str, Any]] = torch.load(Path(__file__).with_name("public_code_outputs.pt"), weights_only=True)
+MODELS = {"cmanp": CMANP, "cmanp_bound": CMANP, "lbanp": LBANP, "cmanp_and": CMANPAND}
 
 
-def saved(kind: str) -> Weights:
-    """Return random weights under the official names."""
-    made: Weights = {"latents": torch.randn(LATENTS, DIM)}
-
-    def linear(name: str, inputs: int, outputs: int, bias: bool = True) -> None:
-        made[f"{name}.weight"] = torch.randn(outputs, inputs) / inputs**0.5
-        if bias:
-            made[f"{name}.bias"] = torch.randn(outputs) / 3
-
-    def norm(name: str) -> None:
-        made[f"{name}.weight"], made[f"{name}.bias"] = 1 + torch.randn(DIM) / 3, torch.randn(DIM) / 3
-
-    def mlp(name: str, widths: list[int]) -> None:
-        for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-            linear(f"{name}.{2 * i}", inputs, outputs)
-
-    def attention(name: str, cross: bool) -> None:
-        for each in ["norm", "norm_context"] if cross else ["norm"]:
-            norm(f"{name}.{each}")
-        linear(f"{name}.fn.to_q", DIM, DIM, bias=False)
-        linear(f"{name}.fn.to_kv", DIM, 2 * DIM, bias=False)
-        linear(f"{name}.fn.to_out", DIM, DIM)
-
-    def feed_forward(name: str) -> None:
-        norm(f"{name}.norm")
-        linear(f"{name}.fn.net.0", DIM, 2 * FF)
-        linear(f"{name}.fn.net.2", FF, DIM)
-
-    for name, inputs in (("embedder", DIM_X + DIM_Y), ("query_embedder", DIM_X)):
-        mlp(name, [inputs] + [DIM] * EMBEDDING)
-    for k in range(DEPTH):
-        encoder, decoder = f"encoder.layers.{k}", f"decoder.layers.{k}"
-        attention(f"{decoder}.cross_attn", cross=True)
-        feed_forward(f"{decoder}.cross_ff")
-        for prefix in ["", "layer_"] if kind != "lbanp" else [""]:
-            attention(f"{encoder}.{prefix}cross_attn", cross=True)
-            attention(f"{encoder}.{prefix}latent_self_attn", cross=False)
-            feed_forward(f"{encoder}.{prefix}cross_ff")
-            feed_forward(f"{encoder}.{prefix}latent_ff")
-        if kind != "lbanp":
-            made[f"{encoder}.latents"] = torch.randn(BLOCK_LATENTS, DIM)
-    norm("norm")
-    mlp("predictor", [DIM, FF, 2 * DIM_Y])
-    if kind == "and":
-        mlp("mean_net", [DIM, FF, DIM_Y])
-        mlp("projector", [DIM] + [FF] * (PROJECTION - 1) + [RANK * DIM_Y])
-        layer = torch.nn.TransformerEncoderLayer(DIM, HEADS, FF, 0.0, batch_first=True)
-        made |= {f"std_encoder.{k}": v for k, v in torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).state_dict().items()}
-    return {name: tensor.double() for name, tensor in made.items()}
+def loaded(name: str) -> tuple[Any, dict[str, Any]]:
+    case = CASES[name]
+    return MODELS[name].from_official(case["weights"], num_heads=case["num_heads"], bound_std=case["bound_std"]), case
 
 
-class Official:
-    """The formulas of the authors' code."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.w = weights
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"])
-
-    def mlp(self, name: str, x: Tensor) -> Tensor:
-        numbers = sorted(int(found[1]) for key in self.w if (found := re.fullmatch(rf"{name}\.(\d+)\.weight", key)))
-        for i in numbers:
-            x = self.linear(f"{name}.{i}", x if i == 0 else x.relu())
-        return x
-
-    def attend(self, name: str, x: Tensor, context: Tensor | None = None) -> Tensor:
-        normed = self.norm(f"{name}.norm", x)
-        context = normed if context is None else self.norm(f"{name}.norm_context", context)
-        q = self.linear(f"{name}.fn.to_q", normed)
-        k, v = self.linear(f"{name}.fn.to_kv", context).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        attended = torch.softmax(q @ k.mT / (DIM // HEADS) ** 0.5, -1) @ v
-        return x + self.linear(f"{name}.fn.to_out", attended.transpose(1, 2).flatten(2))
-
-    def feed(self, name: str, x: Tensor) -> Tensor:
-        a, gate = self.linear(f"{name}.fn.net.0", self.norm(f"{name}.norm", x)).chunk(2, -1)
-        return x + self.linear(f"{name}.fn.net.2", a * F.gelu(gate))
-
-    def layer(self, name: str, x: Tensor, context: Tensor) -> Tensor:
-        x = self.feed(f"{name}cross_ff", self.attend(f"{name}cross_attn", x, context))
-        return self.feed(f"{name}latent_ff", self.attend(f"{name}latent_self_attn", x))
-
-    def features(self, x: Tensor, y: Tensor, target_x: Tensor) -> Tensor:
-        context = self.mlp("embedder", torch.cat([x, y], -1))
-        latents, targets = self.w["latents"].expand(len(x), -1, -1), self.mlp("query_embedder", target_x)
-        for k in range(DEPTH):
-            encoder, read = f"encoder.layers.{k}.", context
-            if f"{encoder}latents" in self.w:
-                read = self.layer(f"{encoder}layer_", self.w[f"{encoder}latents"].expand(len(x), -1, -1), context)
-            latents = self.layer(encoder, latents, read)
-            targets = self.feed(f"decoder.layers.{k}.cross_ff", self.attend(f"decoder.layers.{k}.cross_attn", targets, latents))
-        return self.norm("norm", targets)
-
-    def joint(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        layer = torch.nn.TransformerEncoderLayer(DIM, HEADS, FF, 0.0, batch_first=True)
-        encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
-        encoder.load_state_dict({k.removeprefix("std_encoder."): v for k, v in self.w.items() if k.startswith("std_encoder.")})
-        rows = self.mlp("projector", encoder(features)).reshape(len(features), -1, RANK)
-        return self.mlp("mean_net", features).flatten(1), (rows @ rows.mT).tril()
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.fixture
-def points() -> tuple[Tensor, ...]:
-    return tuple(torch.randn(2, count, width, dtype=torch.float64) for count, width in ((9, DIM_X), (9, DIM_Y), (6, DIM_X)))
+@pytest.fixture(params=["auto", "reference"])
+def implementation(request: pytest.FixtureRequest) -> Any:
+    """The fused implementation of this machine, and the definition."""
+    with use_impl(request.param):
+        yield
 
 
-@pytest.mark.parametrize("bound_std", [False, True])
-@pytest.mark.parametrize("kind", ["cmanp", "lbanp"])
-def test_the_same_means_and_deviations(kind: str, bound_std: bool, points: tuple[Tensor, ...]) -> None:
-    weights = saved(kind)
-    model = {"cmanp": CMANP, "lbanp": LBANP}[kind].from_official(weights, num_heads=HEADS, bound_std=bound_std)
-    official = Official(weights)
-    mean, raw = official.mlp("predictor", official.features(*points)).chunk(2, -1)
-    predicted = model(*points)
-    torch.testing.assert_close(predicted.mean, mean, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(predicted.stddev, 0.05 + 0.95 * F.softplus(raw) if bound_std else raw.exp(), rtol=1e-10, atol=1e-10)
+by_both = pytest.mark.usefixtures("implementation")
 
 
-def test_the_same_joint_distribution(points: tuple[Tensor, ...]) -> None:
-    weights = saved("and")
-    official, model = Official(weights), CMANPAND.from_official(weights, num_heads=HEADS)
-    mean, factor = official.joint(official.features(*points))
-    predicted = model(*points)
-    torch.testing.assert_close(predicted.mean, mean, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(predicted.scale_tril, factor, rtol=1e-10, atol=1e-10)
+@by_both
+@pytest.mark.parametrize("name", ["cmanp", "cmanp_bound", "lbanp"])
+def test_means_and_deviations(name: str) -> None:
+    model, case = loaded(name)
+    predicted = model(case["xc"], case["yc"], case["xt"])
+    close(predicted.mean, case["mean"])
+    close(predicted.stddev, case["stddev"])
 
 
-def test_foreign_weights_are_refused() -> None:
-    weights = saved("cmanp")
-    for change, message in (
-        ({"latents": None}, "has no 'latents'"),
-        ({"norm.weight": None}, r"decoder\.norm\.weight"),
-        ({"encoder.layers.0.cross_ff.fn.net.5.weight": torch.zeros(2)}, "net.5"),
-        ({"diag_net.0.weight": torch.zeros(2)}, "low-rank"),
-        ({"predictor.2.bias": torch.zeros(7)}, "size mismatch"),
-    ):
-        given = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
-        with pytest.raises(ValueError, match=message):
-            CMANP.from_official(given, num_heads=HEADS)
-    with pytest.raises(ValueError, match="LBANP"):
-        LBANP.from_official(weights, num_heads=HEADS)
+@by_both
+@pytest.mark.parametrize("name", ["cmanp", "cmanp_bound"])
+def test_a_context_that_grows(name: str) -> None:
+    """Four targets become context, by one update of the state; the last two are predicted."""
+    model, case = loaded(name)
+    with torch.no_grad():
+        state = model.condition(case["xc"], case["yc"])
+        state = model.condition(case["xt"][:, :4], case["yt"][:, :4], state)
+        predicted = model.predict(state, case["xt"][:, 4:])
+    close(predicted.mean, case["mean_after_4_targets"])
+    close(predicted.stddev, case["stddev_after_4_targets"])
+
+
+@by_both
+def test_the_log_likelihood() -> None:
+    model, case = loaded("cmanp")
+    close(model.log_prob(*(case[name] for name in ("xc", "yc", "xt", "yt"))), case["log_prob"])
+
+
+@by_both
+def test_joint_likelihoods() -> None:
+    """Of all targets at once, and of blocks, each of which becomes context of the next."""
+    model, case = loaded("cmanp_and")
+    points = [case[name] for name in ("xc", "yc", "xt", "yt")]
+    targets = case["xt"].shape[1]
+    close(targets * model.log_prob(*points, block_size=targets), case["joint_log_prob_of_all"])
+    close(model.log_prob(*points, block_size=case["block_size"]), case["log_prob_in_blocks"])
+
+
+@by_both
+@pytest.mark.parametrize("calls", ["one", "several"])
+def test_a_block(calls: str) -> None:
+    """Its result and its state, before and after an update, in one native call and layer by layer."""
+    case = CASES["cmab"]
+    block = nn.CMAB.from_official(case["weights"], num_heads=case["num_heads"])
+    if calls == "several":
+        block.compress.self_feed_forward.expand.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        before = block.update(case["inputs"], case["latents"], block.init_state(2))
+        after = block.update(case["new_inputs"], case["latents"], before.state)
+        whole = block(case["inputs"], case["latents"])
+    for update, name in ((before, ""), (after, "_after")):
+        close(update.latents, case[f"out{name}"])
+        close(update.state.out, case[f"state_out{name}"])
+        close(update.state.lse, case[f"lse{name}"])
+    close(whole, case["out"])
+    close(block(case["inputs"], case["latents"]), case["out"])
+
+
+def changed(name: str, **changes: Tensor | None) -> dict[str, Tensor]:
+    """Return the weights of a case with others in their place; without those that are None."""
+    return {key: tensor for key, tensor in (CASES[name]["weights"] | changes).items() if tensor is not None}
+
+
+def refused(kind: Any, weights: Any, message: str, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=message):
+        kind.from_official(weights, num_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latents": None}, "lacks 'latents'"),
+        ({"query_embedder.0.weight": None}, "lacks 'query_embedder.0.weight'"),
+        ({"norm.weight": None, "norm.bias": None}, "lacks 'norm.bias', 'norm.weight'"),
+        ({"encoder.layers.1.cross_attn.fn.to_kv.weight": None}, "lacks 'encoder.layers.1.cross_attn.fn.to_kv.weight'"),
+        ({"encoder.layers.0.cross_ff.fn.net.5.weight": torch.zeros(2)}, "has 'encoder.layers.0.cross_ff.fn.net.5.weight'"),
+        ({"predictor.2.bias": torch.zeros(7)}, r"has 'predictor.2.bias' of shape \(7,\).*\(2,\) is needed"),
+        ({"encoder.layers.1.cross_attn.fn.to_kv.weight": torch.zeros(12, 12)}, r"to_kv.weight' of shape \(12, 12\).*\(24, 12\) is needed"),
+        ({"diag_net.0.weight": torch.zeros(2)}, "'diag_net.0.weight', of the low-rank form"),
+        ({"epoch": 7}, "no tensor at 'epoch'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    refused(CMANP, changed("cmanp", **changes), message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (LBANP, "cmanp", "has 'encoder.layers.0.latents'.* more: the weights of a LBANP are needed"),
+        (CMANP, "lbanp", "lacks 'encoder.layers.0.latents'"),
+        (CMANP, "cmanp_and", "has 'mean_net.0.bias'"),
+        (CMANPAND, "cmanp", "lacks 'mean_net.0.bias'"),
+        (nn.CMAB, "cmanp", "lacks 'cross_ff.fn.net.2.weight'"),
+    ],
+)
+def test_weights_of_another_model_are_named(kind: Any, name: str, message: str) -> None:
+    refused(kind, CASES[name]["weights"], message)
+
+
+def test_a_block_that_lacks_a_weight() -> None:
+    refused(nn.CMAB, changed("cmab", **{"cross_ff.norm.bias": None}), "lacks 'cross_ff.norm.bias'")
+    refused(nn.CMAB, list(CASES["cmab"]["weights"]), "is a list", TypeError)
+    refused(CMANP, None, "is None", TypeError)
+
+
+def test_weights_are_copied() -> None:
+    weights = changed("cmab")
+    block = nn.CMAB.from_official(weights, num_heads=3)
+    weights["latents"] += 1
+    assert torch.equal(block.latents + 1, weights["latents"]) and block.latents.dtype == torch.float64

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cmab_models.systems import SYSTEMS
 from safetensors.torch import load_file, save_file
 
@@ -69,6 +71,20 @@ def test_arguments_by_place_are_checked_too() -> None:
     with pytest.raises(TypeError, match="dim_y"):
         SYSTEMS["cnp"](1)
     assert copy.deepcopy(SYSTEMS["cnp"](1, 1, 4)).dim_x == 1
+
+
+@pytest.mark.parametrize("system", ["cmanp", "cmanp-and", "lbanp"])
+def test_a_folder_of_an_older_version_gives_what_it_gave(system: str, tmp_path: Path) -> None:
+    """Its configuration knows of no residual: each layer added its result to its input."""
+    saved = SYSTEMS[system](**least(system), residual="input")
+    saved.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("residual") == "input"
+    file.write_text(json.dumps(config))
+    points = torch.randn(3, 2, 4, 1)
+    ours, right = (model(*points).mean for model in (SYSTEMS[system].from_pretrained(tmp_path), saved))
+    assert torch.equal(ours, right)
 
 
 def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path: Path) -> None:

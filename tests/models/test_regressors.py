@@ -101,19 +101,26 @@ def test_kabsch_is_a_rotation() -> None:
     torch.testing.assert_close(rotation.det(), torch.ones(50).double(), rtol=1e-6, atol=1e-6)
 
 
+def error(task: sets.SetTask, system: str, **changes: int) -> float:
+    """Return the error of a system after the steps of the task."""
+    torch.manual_seed(0)
+    model, generator = task.model(system, **changes), seeded(0)
+    optimiser = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(task.steps):
+        optimiser.zero_grad()
+        task.loss(model, task.batch(generator)).backward()
+        optimiser.step()
+    return task.evaluate(model)["mse"]
+
+
 def test_intention_learns_a_sine_where_attention_cannot() -> None:
     task = sets.Sine(steps=60, batch_size=32)
-    errors = []
-    for system in ("intention", "attention"):
-        torch.manual_seed(0)
-        model, generator = task.model(system), seeded(0)
-        optimiser = torch.optim.Adam(model.parameters(), 5e-3)
-        for _ in range(task.steps):
-            optimiser.zero_grad()
-            task.loss(model, task.batch(generator)).backward()
-            optimiser.step()
-        errors.append(task.evaluate(model)["mse"])
-    assert errors[0] < 0.25 * errors[1]
+    assert error(task, "intention") < 0.25 * error(task, "attention")
+
+
+def test_intention_finds_a_target_with_more_than_one_head() -> None:
+    task = sets.Target(steps=150, batch_size=32)
+    assert error(task, "intention") < 0.25 * error(task, "intention", num_heads=1)
 
 
 @pytest.mark.parametrize("estimator", ["lssvm", "scatter", "kernel", "attention"])
@@ -133,6 +140,20 @@ def test_few_shot_scores_are_those_of_the_estimator(estimator: str) -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
     with pytest.raises(ValueError, match="must be one of lssvm"):
         FewShot(64, 4, estimator="svm")
+
+
+@pytest.mark.parametrize("system", ["intention", "attention"])
+def test_a_layer_scores_classes_of_few_examples(system: str) -> None:
+    task = classes.FewShotTask(dim=8, ways=3)
+    model = task.model(system)
+    assert task.scores(model, task.drawn(seeded(0), 5, held_out=True)).shape == (5, 3, 3)
+
+
+def test_a_target_is_seen_by_squared_distances_from_observers_of_variance_a_quarter() -> None:
+    _, observers, squared, target = sets.Target().drawn(seeded(0), 4000)
+    torch.testing.assert_close(squared, torch.cdist(observers, target).square(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(observers.var((0, 1)), torch.full((2,), 0.25), rtol=0.05, atol=0)
+    torch.testing.assert_close(target.var((0, 1)), torch.ones(2), rtol=0.1, atol=0)
 
 
 def test_few_shot_questions_are_of_held_out_classes() -> None:

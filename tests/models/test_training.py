@@ -290,6 +290,21 @@ def test_what_is_refused(
     assert message in capsys.readouterr().err and not Path("runs").exists()
 
 
+def test_what_is_not_given_is_the_task_s_own_for_the_system(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(toy, "of_system", {"cnp": {"steps": 3, "slope": 0.5}, "lbanp": {"steps": 9}})
+    assert run_command("train", "cnp", "--task", "lines", "--set", "slope=2.0") == 0
+    record = json.loads(Path("runs/lines/cnp-0/results.jsonl").read_text())
+    assert (record["steps"], record["slope"]) == (3, 2.0)
+
+
+@pytest.mark.parametrize("task", TASKS.values())
+def test_settings_by_system_are_of_systems_and_settings_that_there_are(task: type[Task]) -> None:
+    for system, settings in task.of_system.items():
+        assert system in task.systems
+        assert task.for_system(system) == task().changed(settings) != task()
+
+
 def test_data_that_is_missing_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command("train", "cmanp", "--task", "celeba") == 2

@@ -6,6 +6,7 @@ from .fault import Fault
 
 SUITE = "tests/layers/test_suite.py"
 BLOCK = "tests/layers/test_block.py"
+RESIDUAL = "tests/nn/test_residual.py"
 REFERENCE = "tests/layers/test_reference.py"
 KERNELS = "tests/layers/test_kernels.py"
 NARROW = "tests/test_instruction_sets.py::test_accuracy"
@@ -51,7 +52,7 @@ IN_CPP = {
         "csrc/layers/attention_layer.cpp",
         "packed(kBackward ? take.packed(in.width, in.heads * in.value_width)",
         "packed(kBackward ? take.packed(in.heads * in.value_width, in.width)",
-        f"{BLOCK}::test_heads_may_be_much_narrower_than_the_layer",
+        "tests/layers/test_widths.py::test_heads_may_be_much_narrower_than_the_layer",
     ),
     "block latents of one set alone": Fault(
         "csrc/layers/latent_block.cpp",
@@ -64,6 +65,30 @@ IN_CPP = {
         "in_.width, nullptr, part > 0, tiles.dnormed);",
         "in_.width, nullptr, false, tiles.dnormed);",
         f"{SUITE}::TestGeglu::test_accuracy -k native",
+    ),
+    "a normed residual that sends its gradient past the norm": Fault(
+        "csrc/linear/driver.h",
+        "kernel.add_tile(drows, count, parameters.width, dnormed);",
+        "",
+        f"{SUITE}::TestNormedGeglu::test_accuracy -k native",
+    ),
+    "a normed residual whose gradient counts twice": Fault(
+        "csrc/linear/driver.h",
+        "clear(kernel, count, parameters.width, drows);",
+        "",
+        f"{SUITE}::TestNormedGeglu::test_accuracy -k native",
+    ),
+    "an attention layer that adds to its input": Fault(
+        "csrc/layers/attention_layer.cpp",
+        "if (in.residual == Residual::kNormed) norm.load(kernel, in.dtype, in.norm);",
+        "",
+        f"{SUITE}::TestNormedAttentionLayer::test_accuracy -k native",
+    ),
+    "block latents whose gradient goes past their norm": Fault(
+        "csrc/layers/block_stack.cpp",
+        "return in_.reads || in_.blocks[0].residual == Residual::kNormed;",
+        "return in_.reads;",
+        f"{BLOCK}::test_one_call_is_its_operators",
     ),
     "threads that do not wait for each other": Fault(
         "csrc/layers/crew.h",
@@ -135,6 +160,30 @@ IN_CPP = {
 }
 
 IN_PYTHON = {
+    "a normed residual whose norm learns nothing, of blocks that do not read": Fault(
+        "cmab_kernels/layers/native.py",
+        'set(_NORM if settings[2] == "normed" else ())',
+        "set()",
+        f"{BLOCK}::test_only_the_gradients_that_are_needed_are_made",
+    ),
+    "one call for layers of several residuals": Fault(
+        "cmab_kernels/nn/fused.py",
+        'settings = {"num_heads": first.num_heads, "residual": first.residual}',
+        'settings = {"num_heads": first.num_heads}',
+        f"{RESIDUAL}::test_layers_of_several_residuals",
+    ),
+    "a layer of the definition that adds to its input": Fault(
+        "cmab_kernels/layers/reference.py",
+        'return ((normed if residual == "normed" else rows) + F.linear(ACTIVATIONS',
+        "return (rows + F.linear(ACTIVATIONS",
+        f"{RESIDUAL}::test_the_formula",
+    ),
+    "keys and values that change places in the authors' weights": Fault(
+        "cmab_kernels/nn/official.py",
+        'tensor.chunk(2)[part == ["value"]]',
+        'tensor.chunk(2)[part != ["value"]]',
+        "tests/models/test_official.py::test_a_block",
+    ),
     "gradients of weights that samples share": Fault(
         "cmab_kernels/layers/schema.py",
         "lambda *args: any(args[-2][1:]))",
@@ -162,6 +211,18 @@ IN_PYTHON = {
 }
 
 IN_TRITON = {
+    "a normed residual that sends its gradient past the norm, in Triton": Fault(
+        "cmab_kernels/layers/kernels/rows.py",
+        "if dy is not None and not NORMED:",
+        "if dy is not None:",
+        f"{KERNELS}::test_feed_forward",
+    ),
+    "a joined layer that forgets that its residual is normed": Fault(
+        "cmab_kernels/layers/kernels/projections.py",
+        "mean, factor = row_norms(x, row, inside, eps, C, PIECE, NORMED, DTYPE)\n    result",
+        "mean, factor = row_norms(x, row, inside, eps, C, PIECE, False, DTYPE)\n    result",
+        f"{KERNELS}::test_attention",
+    ),
     "columns past the last in a norm, in Triton": Fault(
         "cmab_kernels/layers/kernels/rows.py",
         "piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)",
@@ -179,7 +240,7 @@ IN_TRITON = {
     ),
     "a layer without its residual": Fault(
         "cmab_kernels/layers/kernels/feed_forward.py",
-        "result += load_tile(rows_at(x, row, C, C_PAD), inside, C).to(DTYPE)",
+        "result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)",
         "result += 0.0",
         f"{KERNELS}::test_feed_forward",
     ),

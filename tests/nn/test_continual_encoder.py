@@ -94,6 +94,24 @@ def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
         same(torch.stack(steps[N - 1 :], 1), made(stream))
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("part", ["linear1", "linear2", "dropout", "dropout1", "dropout2", "norm1", "norm2"])
+def test_a_hook_of_a_part_sees_every_step(part: str, norm_first: bool) -> None:
+    """What a step computes without calling its module is that module alone: with a hook it is called, and its result is the hook's."""
+    made, stream = layer(norm_first=norm_first).eval(), tokens()
+    with torch.no_grad():
+        made.forward_steps(stream[:, :-1])
+        plain = made.forward_step(stream[:, -1], update_state=False)
+        with made.get_submodule(part).register_forward_hook(lambda *given: given[-1].sin()):
+            hooked = made.forward_step(stream[:, -1], update_state=False)
+            expected = made(stream)[:, -1]
+        assert not torch.allclose(hooked, plain)
+        same(made.forward_step(stream[:, -1], update_state=False), plain)
+        if part == "norm1" and norm_first:  # the tokens before it were taken without the hook
+            return
+        same(hooked, expected)
+
+
 @pytest.mark.parametrize("output", LAYERS)
 def test_a_stream_without_a_batch(output: str) -> None:
     for batch_first in (True, False):

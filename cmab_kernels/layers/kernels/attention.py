@@ -36,21 +36,21 @@ def _rows(x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], eps: fl
 
 def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless they are to be kept."""
-    *parameters, heads, scale, eps, context_eps, keep = rest
+    *parameters, heads, scale, eps, context_eps, residual, keep = rest
     *projections, output_weight, output_bias = parameters[4:]
     pairs = list(zip(projections[::2], projections[1::2], strict=True))
     with on_device(x):
         own, other = _rows(x, context, mask, parameters, eps, context_eps)
         query, key, value = project(own, pairs) if other is None else (*project(own, pairs[:1]), *project(other, pairs[1:]))
         out, lse = attention_forward(_split(query, heads), _split(key, heads), _split(value, heads), mask, None, None, None, scale)
-        y = join(out, output_weight, output_bias, own.x)
+        y = join(out, output_weight, output_bias, own, residual)
     kept = query, key, value, out, lse
     return y, *(kept if keep else (x.new_empty(0, dtype=t.dtype) for t in kept))
 
 
 def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
-    *parameters, heads, scale, eps, context_eps, query, key, value, out, lse, asked = rest
+    *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, asked = rest
     needs = [need and t is not None for need, t in zip(asked, (x, context, *parameters), strict=True)]
     with on_device(x):
         own, other = _rows(x, context, mask, parameters, eps, context_eps)
@@ -69,7 +69,7 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
             *matrix_gradient(dy, plain_rows(out.contiguous()), needs[12:14]),
         ]
         made = list(zip((parameters[4], parameters[6], parameters[8]), dheads, strict=True))
-        dx, dcontext, *norms = _of_rows(dy, own, other, context is None, made, needs)
+        dx, dcontext, *norms = _of_rows(dy, own, other, context is None, made, needs, residual)
         return gradients([dx, dcontext], [*norms, *of_matrices], x)
 
 
@@ -80,12 +80,14 @@ def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
     return above_query or any(needs[6:8]), above_seen or any(needs[8:10]), above_seen or any(needs[10:12])
 
 
-def _of_rows(dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+def _of_rows(
+    dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequence[Any], needs: Sequence[bool], residual: str
+) -> list[Any]:
     """The gradients of x and of the context, and shares of those of their norms; `is_own` where x is its own context."""
     dx = dcontext = None
     norms: list[Any] = [None] * 4
     if any((needs[0], *needs[2:4])):
-        dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, (needs[0], *needs[2:4]))
+        dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, (needs[0], *needs[2:4]), residual)
     if other is not None and is_own and any((needs[0], *needs[2:4])):
         dx, *dnorm = project_back(other, made[1:], dx, (needs[0], *needs[2:4]))
         norms[:2] = [None if a is None or b is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]

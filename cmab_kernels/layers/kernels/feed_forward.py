@@ -20,8 +20,8 @@ from torch import Tensor
 from ...triton_common import kernel, load_tile, on_device, product, rows_at, rows_from
 from .activation import activated, slopes
 from .launch import aligned, back, forward
-from .projections import matrix_gradient, plain_rows, rows_of
-from .rows import back_to_columns, project_rows, row_norms, store_row_gradients, vector
+from .projections import is_normed, matrix_gradient, plain_rows, rows_of
+from .rows import back_to_columns, project_rows, residual_rows, row_norms, store_row_gradients, vector
 from .shares import gradients, shares_of
 
 
@@ -41,6 +41,7 @@ def _feed_forward(
     F: tl.constexpr,
     GATED: tl.constexpr,
     RELU: tl.constexpr,
+    NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -62,7 +63,7 @@ def _feed_forward(
         tile = load_tile(rows_from(contract_weight, 0, C_PAD, F, TILE, start), column < C, F, start)
         result += product(activated(features, gates, GATED, RELU), tl.trans(tile), OPERAND, PRECISION)
     result += vector(contract_bias, C, C_PAD, DTYPE)[None, :]
-    result += load_tile(rows_at(x, row, C, C_PAD), inside, C).to(DTYPE)
+    result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)
     tl.store(rows_at(y, row, C, C_PAD), result.to(y.dtype.element_ty), mask=inside[:, None] & (column < C)[None, :])
 
 
@@ -86,6 +87,7 @@ def _feed_forward_back(
     F: tl.constexpr,
     GATED: tl.constexpr,
     RELU: tl.constexpr,
+    NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -133,20 +135,21 @@ def _feed_forward_back(
         rows,
         tl.program_id(0),
         C,
+        NORMED,
         DTYPE,
     )
 
 
-def _kind(activation: str) -> dict[str, bool]:
-    return {"GATED": activation == "geglu", "RELU": activation == "relu"}
+def _kind(activation: str, residual: str, norm_weight: Tensor | None) -> dict[str, bool]:
+    return {"GATED": activation == "geglu", "RELU": activation == "relu", "NORMED": is_normed(residual, norm_weight)}
 
 
 def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
     """Return y for rows x (R, C)."""
-    *parameters, eps, activation = rest
+    *parameters, eps, activation, residual = rest
     (R, C), F = x.shape, parameters[4].shape[1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run, tiles = forward(_feed_forward, x, C, F, F=F, **_kind(activation))
+    run, tiles = forward(_feed_forward, x, C, F, F=F, **_kind(activation, residual, parameters[0]))
     with on_device(x):
         run(-(-R // tiles.BLOCK_R), *aligned(x, *parameters), y, R, eps)
     return y
@@ -154,23 +157,23 @@ def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
 
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
-    *parameters, eps, activation, needs = rest
+    *parameters, eps, activation, residual, needs = rest
     needs = [need and t is not None for need, t in zip(needs, (x, *parameters), strict=True)]
     with on_device(x):
         dy, x, *parameters = aligned(dy, x, *parameters[:5])
-        dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, activation, needs)
+        dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, _kind(activation, residual, parameters[0]), needs)
         rows = rows_of(x, None, parameters[:2], eps)
         of_matrices = matrix_gradient(dhidden, rows, needs[3:5]), matrix_gradient(dy, plain_rows(acts), needs[5:])
         return gradients([dx], [*norms, *of_matrices[0], *of_matrices[1]], x)
 
 
 def _back(
-    dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, activation: str, needs: Sequence[bool]
+    dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """(dx, shares of dnorm_weight and dnorm_bias, acts, dhidden), each None unless it is needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]
-    run, tiles = back(_feed_forward_back, x, C, F, F=F, **_kind(activation))
+    run, tiles = back(_feed_forward_back, x, C, F, F=F, **kind)
     programs = -(-R // tiles.BLOCK_R)
     dx = torch.empty_like(x) if needs[0] else None
     norms = [shares_of(x, programs, C) if need else None for need in needs[1:3]]

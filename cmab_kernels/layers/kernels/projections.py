@@ -20,6 +20,7 @@ from .rows import (
     kept_rows,
     normed_piece,
     project_rows,
+    residual_rows,
     row_norms,
     rows_of_heads,
     store_row_gradients,
@@ -103,12 +104,16 @@ def _join(
     weight,
     bias,
     x,
+    norm_weight,
+    norm_bias,
     y,
     rows: tl.int32,
     length: tl.int32,
+    eps: tl.float64,
     C: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -116,19 +121,20 @@ def _join(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """y = x + the rows of all heads times a matrix (C, HEADS WIDTH) + bias."""
+    """y = x + the rows of all heads times a matrix (C, HEADS WIDTH) + bias; NORMED, the rows of x behind their norm."""
     C_PAD: tl.constexpr = max(triton.next_power_of_2(C), 16)
     JOINED: tl.constexpr = HEADS * WIDTH
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < rows
     column = tl.arange(0, C_PAD)
+    mean, factor = row_norms(x, row, inside, eps, C, PIECE, NORMED, DTYPE)
     result = tl.zeros([BLOCK_R, C_PAD], DTYPE)
     for start in range(0, JOINED, TILE):
         outs = load_tile(rows_of_heads(heads, row, length, HEADS, WIDTH, TILE, start), inside, JOINED, start)
         tile = load_tile(rows_from(weight, 0, C_PAD, JOINED, TILE, start), column < C, JOINED, start)
         result += product(outs, tl.trans(tile), OPERAND, PRECISION)
     result += vector(bias, C, C_PAD, DTYPE)[None, :]
-    result += load_tile(rows_at(x, row, C, C_PAD), inside, C).to(DTYPE)
+    result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)
     tl.store(rows_at(y, row, C, C_PAD), result.to(y.dtype.element_ty), mask=inside[:, None] & (column < C)[None, :])
 
 
@@ -206,6 +212,7 @@ def _project_back(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
+    NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -239,6 +246,7 @@ def _project_back(
         rows,
         tl.program_id(0),
         C,
+        NORMED,
         DTYPE,
     )
 
@@ -340,11 +348,19 @@ def project(rows: Rows, projections: Sequence[Projection]) -> list[Tensor]:
     return made
 
 
-def join(out: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """x (B, L, C) plus the output projection of heads (B, H, L, E)."""
+def is_normed(residual: str, norm_weight: Tensor | None) -> bool:
+    """Whether a layer adds its result to what a norm makes of its rows; without a norm they are the rows."""
+    return residual == "normed" and norm_weight is not None
+
+
+def join(out: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, residual: str) -> Tensor:
+    """The residual of rows x (B, L, C), plus the output projection of heads (B, H, L, E)."""
+    x, _, norm_weight, norm_bias, eps = rows
     (B, H, L, E), C, y = out.shape, x.shape[2], torch.empty_like(x)
-    run, tiles = forward(_join, x, C, H * E, HEADS=H, WIDTH=E)
-    run(-(-B * L // tiles.BLOCK_R), out, *aligned(weight, bias), x, y, B * L, max(L, 1))
+    normed = is_normed(residual, norm_weight)
+    norm = (norm_weight, norm_bias) if normed else (None, None)
+    run, tiles = forward(_join, x, C, H * E, HEADS=H, WIDTH=E, NORMED=normed)
+    run(-(-B * L // tiles.BLOCK_R), out, *aligned(weight, bias), x, *norm, y, B * L, max(L, 1), eps)
     return y
 
 
@@ -358,14 +374,18 @@ def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
 
 
 def project_back(
-    rows: Rows, projections: Sequence[tuple[Tensor, Tensor]], dy: Tensor | None, needs: Sequence[bool]
+    rows: Rows, projections: Sequence[tuple[Tensor, Tensor]], dy: Tensor | None, needs: Sequence[bool], residual: str = "input"
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of x, plus `dy`, and shares of those of its norm's weight and bias, from weights and gradients of heads (B, H, N, D)."""
+    """The gradient of x and shares of those of its norm's weight and bias, from weights and gradients of heads (B, H, N, D).
+
+    `dy` is that of the residual; None: there is none.
+    """
     x, mask, norm_weight, norm_bias, eps = rows
     sizes = [dheads.shape[3] for _, dheads in projections]
     heads, given = projections[0][1].shape[1], [t for weight, dheads in projections for t in (*aligned(weight), dheads)]
     FIRST, SECOND, THIRD = *sizes, *[0] * (3 - len(sizes))
-    run, tiles = back(_project_back, x, x.shape[2], heads * max(sizes), HEADS=heads, FIRST=FIRST, SECOND=SECOND, THIRD=THIRD)
+    normed = is_normed(residual, norm_weight)
+    run, tiles = back(_project_back, x, x.shape[2], heads * max(sizes), HEADS=heads, FIRST=FIRST, SECOND=SECOND, THIRD=THIRD, NORMED=normed)
     programs = -(-rows.number // tiles.BLOCK_R)
     dx = torch.empty_like(x) if needs[0] else None
     dnorm_weight, dnorm_bias = (shares_of(x, programs, x.shape[2]) if need else None for need in needs[1:])

@@ -88,6 +88,16 @@ def normed_piece(
 
 
 @triton.jit
+def residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr):
+    """What a layer adds its result to: whole rows of x, or NORMED, what their norm makes of them."""
+    if NORMED:
+        rows = normed_piece(x, norm_weight, norm_bias, row, inside, 0, mean, factor, C, C_PAD)
+    else:
+        rows = load_tile(rows_at(x, row, C, C_PAD), inside, C).to(mean.dtype)
+    return rows
+
+
+@triton.jit
 def store_row_gradients(
     dnormed,
     x,
@@ -103,14 +113,18 @@ def store_row_gradients(
     rows,
     share,
     C: tl.constexpr,
+    NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Store dx of rows from the gradient of the rows after their norm, and a share of the gradients of the norm.
 
-    `dy`, the gradient that goes past the layer, is added to dx unless it is None. Rows that are not `inside` get nothing of the norm.
+    `dy`, the gradient that goes past the layer, is added to dx unless it is None, or NORMED, to that of the rows after their norm. Rows
+    that are not `inside` get nothing of the norm.
     """
     C_PAD: tl.constexpr = dnormed.shape[1]
     column = tl.arange(0, C_PAD)
+    if NORMED:
+        dnormed += load_tile(rows_at(dy, row, C, C_PAD), inside, C).to(DTYPE)
     at = share.to(tl.int64) * C + column
     plain = unweighted(x, row, inside, 0, mean, factor, C, C_PAD, norm_weight is not None)
     if dnorm_weight is not None:
@@ -123,7 +137,7 @@ def store_row_gradients(
             along = tl.sum(dnormed * plain, 1) / C
             dnormed = (dnormed - (tl.sum(dnormed, 1) / C)[:, None] - plain * along[:, None]) * factor[:, None]
         dnormed = tl.where(inside[:, None], dnormed, 0.0)
-        if dy is not None:
+        if dy is not None and not NORMED:
             dnormed += load_tile(rows_at(dy, row, C, C_PAD), row < rows, C).to(DTYPE)
         tl.store(rows_at(dx, row, C, C_PAD), dnormed.to(dx.dtype.element_ty), mask=(row < rows)[:, None] & (column < C)[None, :])
 

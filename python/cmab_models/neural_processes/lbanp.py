@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 class LBANP(KeepsPoints):
     """A neural process whose latents attend to the points in every layer, so that all points are read again for each prediction.
 
-    The baseline of `CMANP`, with the same arguments and decoder. Source: Latent Bottlenecked Attentive Neural Processes (Feng et al.,
-    ICLR 2023).
+    The baseline of `CMANP`, with the same decoder and the same arguments but `num_block_latents`. Source: Latent Bottlenecked Attentive
+    Neural Processes (Feng et al., ICLR 2023).
 
     >>> model = cmab_models.LBANP(dim_x=1, dim_y=1, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> model(torch.randn(3, 50, 1), torch.randn(3, 50, 1), torch.randn(3, 7, 1)).mean.shape
     torch.Size([3, 7, 1])
     """
+
+    before: ClassVar = {"residual": "input"}
 
     def __init__(
         self,
@@ -41,14 +43,15 @@ class LBANP(KeepsPoints):
         ff_dim: int | None = None,
         embedding_depth: int = 4,
         bound_std: bool = False,
+        residual: str = "normed",
     ) -> None:
         super().__init__()
         ff_dim = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
         self.latents = nn.Parameter(torch.randn(num_latents, dim))
         self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
-        self.layers = nn.ModuleList(LatentLayer(dim, num_heads, ff_dim) for _ in range(depth))
-        self.decoder = Decoder(dim_x, dim, num_heads, ff_dim, depth, embedding_depth)
+        self.layers = nn.ModuleList(LatentLayer(dim, num_heads, ff_dim, residual) for _ in range(depth))
+        self.decoder = Decoder(dim_x, dim, num_heads, ff_dim, depth, embedding_depth, residual)
         self.head = NormalHead(dim, ff_dim, dim_y, bound_std)
 
     @classmethod

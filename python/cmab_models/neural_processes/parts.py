@@ -38,10 +38,10 @@ def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
 class DecoderLayer(nn.Module):
     """Cross-attention of targets (B, M, dim) over latents (B, L, dim), then a feed-forward layer."""
 
-    def __init__(self, dim: int, num_heads: int, ff_dim: int) -> None:
+    def __init__(self, dim: int, num_heads: int, ff_dim: int, residual: str) -> None:
         super().__init__()
-        self.cross_attention = CrossAttention(dim, num_heads)
-        self.cross_feed_forward = FeedForward(dim, ff_dim)
+        self.cross_attention = CrossAttention(dim, num_heads, residual)
+        self.cross_feed_forward = FeedForward(dim, ff_dim, residual)
 
     def forward(self, targets: Tensor, latents: Tensor) -> Tensor:
         result: Tensor = self.cross_feed_forward(self.cross_attention(targets, latents))
@@ -51,10 +51,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Takes targets through a layer for each entry of the latents (K, B, L, dim), and a last norm."""
 
-    def __init__(self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int) -> None:
+    def __init__(self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int, residual: str) -> None:
         super().__init__()
         self.embedding = point_embedding(dim_x, dim, embedding_depth)
-        self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim) for _ in range(depth))
+        self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim, residual) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, target_x: Tensor, latents: Tensor) -> Tensor:

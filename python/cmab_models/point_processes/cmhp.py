@@ -15,6 +15,9 @@ from ..prefixes import prefix_states
 from .base import PointProcess
 from .parts import EventEmbedding, EventHead, LogGaps
 
+QUERIES = ("newest", "latents")
+"""What a CMHP's queries can be."""
+
 
 class CMHPState(NamedTuple):
     """What is left of the events so far, of a size that does not depend on their number."""
@@ -22,7 +25,7 @@ class CMHPState(NamedTuple):
     attention: AttentionState
     """out (K, B, num_heads, num_latents, dim / num_heads), lse without the last axis"""
     newest: Tensor
-    """(B, dim), the last event's embedding"""
+    """(B, dim), the last event's embedding; what `queries="latents"` does not read"""
     time: Tensor
     """(B,) float64, of the last event"""
 
@@ -35,8 +38,8 @@ class CMHP(PointProcess):
     Attention Block (Feng et al., 2023), and Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML
     2024), appendix B.1: the encoder of a Transformer Hawkes Process with `CMAB`s for layers, and the latents flattened into its heads.
 
-    The input latents are parameters plus the embedding of the newest event, which is the query of a causal Transformer too. The queries of
-    the first cross-attention are the same for all events, so that the states alone tell hardly which event was the last.
+    The queries of the first cross-attention are the same for all events, so that the states alone tell hardly which event was the last.
+    With `queries="newest"` the embedding of the newest event, which is the query of a causal Transformer too, is added to the latents.
 
     Args:
         num_marks: marks are 0 to num_marks - 1.
@@ -49,6 +52,8 @@ class CMHP(PointProcess):
         components: log-normal distributions in the mixture of the next event's time.
         log_gap_mean, log_gap_std: of the logarithms of the times between events in the training data.
         period: a time with which events recur, as a day, or else a typical time between them: see `EventEmbedding`.
+        queries: what asks the blocks for the next event: "latents", learned alone, which is the papers' form; or "newest", latents plus
+            the embedding of the newest event.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> with torch.no_grad():
@@ -72,10 +77,13 @@ class CMHP(PointProcess):
         log_gap_mean: float = 0.0,
         log_gap_std: float = 1.0,
         period: float = 1.0,
+        queries: str = "newest",
     ) -> None:
         super().__init__()
+        if queries not in QUERIES:
+            raise ValueError(f"queries is {queries!r}; it must be one of {', '.join(QUERIES)}")
         log_gaps = LogGaps(log_gap_mean, log_gap_std)
-        self.num_marks = num_marks
+        self.num_marks, self.queries = num_marks, queries
         self.embedding = EventEmbedding(num_marks, dim, log_gaps, period)
         self.latents = nn.Parameter(torch.randn(output_latents, dim))
         self.blocks = CMABStack(dim, num_latents, num_heads, depth, ff_dim)
@@ -103,4 +111,5 @@ class CMHP(PointProcess):
         return self.blocks.init_state(1), self.latents.new_zeros(1, self.latents.shape[1])
 
     def _retrieved(self, attention: AttentionState, newest: Tensor) -> Tensor:
-        return self.blocks.retrieve(self.latents + newest.unsqueeze(1), attention).flatten(1)
+        queries = self.latents + newest.unsqueeze(1) if self.queries == "newest" else self.latents
+        return self.blocks.retrieve(queries, attention).flatten(1)

@@ -23,7 +23,7 @@ class FewShot(Regressor):
         dim_key: columns of examples, the pixels of an image.
         dim_value: classes.
         estimator: "lssvm", the least-squares support vector machine; "scatter", `pooled_class_scatter`; "kernel", the former with a
-            Gaussian kernel; "attention", a softmax over the examples, for comparison.
+            Gaussian kernel; "attention", a softmax over the examples, as in a matching network (Vinyals et al., NeurIPS 2016).
         dim: width of the features.
 
     >>> model = cmab_models.FewShot(dim_key=64, dim_value=3)

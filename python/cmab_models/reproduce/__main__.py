@@ -17,22 +17,29 @@ from .results import Results
 from .runner import finished, run_all
 
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
+NAMES = [each.name for each in EXPERIMENTS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cmab_models.reproduce", description=__doc__)
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"which to run (default: all): {'; '.join(NAMES)}")
     parser.add_argument("--folder", type=Path, default=Path("runs/reproduce"), help="where runs are kept; finished ones are not run again")
     parser.add_argument("--workers", type=int, default=2, help="processes side by side, of one thread each (default: 2)")
     parser.add_argument("--share", type=float, default=1.0, help="take this share of all steps, to try the command (default: 1)")
-    parser.add_argument("--output", type=Path, help="the page to write (default: RESULTS.md of the package; in FOLDER with --share)")
+    parser.add_argument(
+        "--output", type=Path, help="the page to write (default: RESULTS.md of the package; in FOLDER with --share or EXPERIMENT)"
+    )
     asked = parser.parse_args()
-    by_experiment = {each.name: [_shortened(run, asked.share) for run in each.runs(asked.folder)] for each in EXPERIMENTS}
+    if unknown := [name for name in asked.experiments if name not in NAMES]:
+        parser.error(f"there is no experiment {unknown[0]!r}")
+    chosen = [each for each in EXPERIMENTS if each.name in (asked.experiments or NAMES)]
+    by_experiment = {each.name: [_shortened(run, asked.share) for run in each.runs(asked.folder)] for each in chosen}
     runs = [run for each in by_experiment.values() for run in each]
     try:
         failed = _run(runs, asked.workers)
     except KeyboardInterrupt:
         parser.exit(130, "\nstopped; the same command goes on from here\n")
-    page = asked.output or (PAGE if asked.share == 1.0 else asked.folder / "RESULTS.md")
+    page = asked.output or (PAGE if asked.share == 1.0 and not asked.experiments else asked.folder / "RESULTS.md")
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])
     results = Results(by_experiment, costs)
     write(page, results, drawn(by_experiment, costs, page.parent / "pictures_of_results"), failed, asked.share)

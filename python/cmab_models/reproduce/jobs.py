@@ -21,13 +21,13 @@ class Experiment:
     systems: tuple[str, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Numbers of the task that differ from its own."""
-    of_system: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Numbers of the task that differ for one system, such as `steps` where another is given the same time."""
+    """Numbers of the task that differ from those of each system, and `model.NAME`, arguments of the models."""
 
     def runs(self, folder: Path) -> Iterator[Run]:
         """Yield the runs, the slowest systems as they are listed, seed by seed."""
+        numbers = {name: value for name, value in self.settings.items() if not name.startswith("model.")}
+        model = {name.removeprefix("model."): value for name, value in self.settings.items() if name not in numbers}
         for seed in self.seeds:
             for system in self.systems:
-                task = TASKS[self.task]().changed(self.settings | self.of_system.get(system, {}))
-                yield Run(system, task, folder / self.name / f"{system}-{seed}", seed)
+                task = TASKS[self.task].for_system(system).changed(numbers)
+                yield Run(system, task, folder / self.name / f"{system}-{seed}", seed, model_settings=model)

@@ -1,11 +1,22 @@
-"""How results judge a claim."""
+"""How results judge a claim: by one rule, with the error of the seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .results import Results, Spread
+from .results import Results, Side, Spread, number
+
+SEEDS = 3
+"""With fewer the seeds' error is not known."""
+EQUAL = 1.25
+"""CPU seconds count as equal if the larger are at most so many times the smaller."""
+
+MORE_SEEDS = "more seeds or longer training"
+HARDER_TASK = "a task, or a training, in which the weakest baseline fails"
+EQUAL_SECONDS = "equal CPU seconds"
+FIGURES = "the papers' figures"
+RUNS = "runs that are not here"
 
 
 class Verdict(NamedTuple):
@@ -14,6 +25,8 @@ class Verdict(NamedTuple):
     held: bool | None
     """None: it could not be judged at this scale."""
     reason: str
+    missing: str = ""
+    """What a verdict would need, where there is none."""
 
 
 class Claim(NamedTuple):
@@ -22,6 +35,8 @@ class Claim(NamedTuple):
     text: str
     source: str
     judge: Callable[[Results], Verdict]
+    published: str = ""
+    """The paper's own figures."""
 
 
 def judged(claim: Claim, results: Results) -> Verdict:
@@ -29,30 +44,42 @@ def judged(claim: Claim, results: Results) -> Verdict:
     try:
         return claim.judge(results)
     except KeyError as missing:
-        return Verdict(None, str(missing.args[0]))
+        return Verdict(None, str(missing.args[0]), RUNS)
 
 
-def above(results: Results, experiment: str, score: str, higher: str, lower: str, by: float = 0.0) -> Verdict:
-    """Judge that one system's score is above another's."""
-    return compared(higher, results.spread(experiment, higher, score), lower, results.spread(experiment, lower, score), by)
+def compared(results: Results, ours: Side, theirs: Side, allowed: float | None = 0.0, equal_seconds: bool = False) -> Verdict:
+    """Judge that one side is better than another, or at most `allowed` worse; None for a distance that the paper does not tell.
 
-
-def compared(higher: str, ours: Spread, lower: str, theirs: Spread, by: float = 0.0) -> Verdict:
-    """Judge that one score is above another, by more than the seeds scatter: two standard errors of the difference."""
-    error = 2 * (ours.deviation**2 / ours.seeds + theirs.deviation**2 / theirs.seeds) ** 0.5
-    difference, told = ours.mean - theirs.mean - by, f"{higher} {ours}, {lower} {theirs}"
-    if abs(difference) <= error and ours.seeds > 1:
-        return Verdict(None, f"{told}: the seeds scatter as much")
+    It held if it is so by more than two standard errors of the difference, over three seeds or more, and was refuted if the opposite is. It
+    is not judged between these, nor if a baseline that should fail is not worse than what is asked by as much, nor, with `equal_seconds`,
+    if one side was trained for longer.
+    """
+    mine, other = results.spread(*ours), results.spread(*theirs)
+    asked = Spread(other.mean - results.sign(ours.score) * (allowed or 0.0), other.deviation, other.seeds)
+    told = f"{_named(ours, theirs)} {mine}, {_named(theirs, ours)} {other}"
+    if equal_seconds:
+        seconds = [results.seconds(side.experiment, side.system) for side in (ours, theirs)]
+        told += f"; steps {results.steps(ours):,} and {results.steps(theirs):,}, CPU seconds {seconds[0]:.0f} and {seconds[1]:.0f}"
+        if max(seconds) > EQUAL * min(seconds):
+            return Verdict(None, f"{told}: not equal", EQUAL_SECONDS)
+    for name, baseline in results.baselines(ours, theirs).items():
+        if results.sign(ours.score) * (asked.mean - baseline.mean) <= _error(asked, baseline):
+            return Verdict(None, f"{told}: {name} passes, too, or nearly, with {number(baseline.mean)}", HARDER_TASK)
+    if min(mine.seeds, other.seeds) < SEEDS:
+        return Verdict(None, f"{told}: fewer than {SEEDS} seeds", MORE_SEEDS)
+    difference = results.sign(ours.score) * (mine.mean - asked.mean)
+    if abs(difference) <= _error(mine, asked):
+        return Verdict(None, f"{told}: the seeds scatter as much", MORE_SEEDS)
+    if allowed is None and difference < 0:
+        return Verdict(None, f"{told}: worse, and how much worse would be near is not known", FIGURES)
     return Verdict(difference > 0, told)
 
 
-def within(results: Results, experiment: str, score: str, system: str, reference: str, distance: float) -> Verdict:
-    """Judge that one system's score is less than `distance` below another's."""
-    ours, theirs = (results.spread(experiment, each, score) for each in (system, reference))
-    return Verdict(theirs.mean - ours.mean <= distance, f"{system} {ours}, {reference} {theirs}; at most {distance:g} below is asked")
+def _error(one: Spread, other: Spread) -> float:
+    """Return two standard errors of the difference of means."""
+    return 2 * float(one.deviation**2 / one.seeds + other.deviation**2 / other.seeds) ** 0.5
 
 
-def times_below(results: Results, experiment: str, score: str, lower: str, higher: str, times: float) -> Verdict:
-    """Judge that one system's error is so many times below another's."""
-    ours, theirs = (results.spread(experiment, system, score).mean for system in (lower, higher))
-    return Verdict(times * ours <= theirs, f"{lower} {ours:.2g}, {higher} {theirs:.2g}: {theirs / ours:.0f} times")
+def _named(side: Side, other: Side) -> str:
+    """Return what tells a side from another: its system and variant, and its score where these are the same."""
+    return f"{side.label}, {side.score.replace('_', ' ')}" if side.label == other.label else side.label

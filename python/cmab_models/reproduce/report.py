@@ -1,8 +1,9 @@
-"""The page that `make reproduce` writes."""
+"""The page that `make reproduce` writes, and what of it programs read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,52 +11,105 @@ from typing import Any
 from ..tasks import Task
 from ..training import Run, provenance
 from .claims import CLAIMS
-from .judging import judged
+from .judging import Claim, Verdict, judged
 from .results import Results, table
 
-WORDS = {True: "held", False: "did not hold", None: "not judged"}
+WORDS = {True: "held", False: "refuted", None: "not judged"}
+
+RULE = (
+    "A claim held, or was refuted, if the difference is away from what the claim asks by more than two of its standard errors, over three "
+    "seeds or more; else it is not judged. Nor is it if a baseline that should fail passes, too, or nearly. How much worse a system may be "
+    "that is said to be near another is what the paper's own figures differ by."
+)
 
 
 def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float) -> None:
-    """Write tables, verdicts and pictures as Markdown."""
+    """Write tables, verdicts and pictures as Markdown, and beside it, as JSON, the digests of the code that they are results of."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [*_head(results, share), _claims(results), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
+    verdicts = {claim: judged(claim, results) for claim in CLAIMS}
+    parts = [*_head(results, verdicts, share), _claims(verdicts), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
     path.write_text("\n\n".join(parts) + "\n")
+    path.with_suffix(".json").write_text(json.dumps({"code": codes(results)}, indent=1) + "\n")
 
 
-def _head(results: Results, share: float) -> list[str]:
+def codes(results: Results) -> dict[str, dict[str, str]]:
+    """Return by experiment and system the digest of the code of its runs, several with commas between."""
+    return {
+        name: {system: ", ".join(sorted({str(record.get("code")) for record in records})) for system, records in systems.items()}
+        for name, systems in results.records.items()
+    }
+
+
+def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> list[str]:
     where = provenance()
     versions = ", ".join(f"{name} {where[name]}" for name in ("cmab_kernels", "torch", "python"))
     told = [
         "# Results",
+        _summed_up(verdicts),
         "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
         "models and few steps, so that it takes an hour on two cores; the papers' sizes are the models' defaults. A score with ± is a "
-        "mean over seeds and the standard deviation between them; seconds are those of one run.",
+        "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
+        *_warnings(results.every()),
     ]
     if share != 1.0:
         told.append(f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing else.**")
     return told
 
 
+def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
+    """Say in three sentences what was confirmed, what was not, and what is missing."""
+    held, refuted, unknown = ([claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None))
+    missing = [verdicts[claim].missing for claim in unknown]
+    needs = "; ".join(f"{missing.count(need)} for want of {need}" for need in dict.fromkeys(missing))
+    return "\n".join(
+        [
+            f"- Of {len(verdicts)} published claims {_counted(held)} could be confirmed at this scale{_listed(held)}.",
+            f"- {_counted(refuted).capitalize()} {'was' if len(refuted) == 1 else 'were'} refuted{_listed(refuted)}.",
+            f"- {_counted(unknown).capitalize()} could not be judged{f': {needs}' if needs else ''}.",
+        ]
+    )
+
+
+def _counted(claims: Sequence[Claim]) -> str:
+    return str(len(claims) or "none")
+
+
+def _listed(claims: Iterable[Claim]) -> str:
+    texts = [claim.text.removesuffix(".") for claim in claims]
+    return f": {'; '.join(texts)}" if texts else ""
+
+
 def _spent(records: Sequence[Mapping[str, Any]]) -> str:
-    """Say what all runs took, and of which commits they are: runs that were finished before are not run again."""
+    """Say what the training of all runs took."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
-    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(str(record["commit"])[:7] for record in records))
-    took = f"{len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other"
-    return f"{took}; their commits: {commits}."
+    took = f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other"
+    return f"{took}; their evaluation and the pictures are not in it."
 
 
-def _claims(results: Results) -> str:
-    lines = ["## Published claims", "", "| claim | source | here | because |", "|---|---|---|---|"]
-    for claim in CLAIMS:
-        verdict = judged(claim, results)
-        lines.append(f"| {claim.text} | {claim.source} | **{WORDS[verdict.held]}** | {verdict.reason} |")
+def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say of which commit the runs are, in bold where it is not one, or changes in no commit were in it."""
+    commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
+    told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
+    wrong = ["runs of several commits are mixed"] if len(commits) > 1 else []
+    wrong += ["there were changes that are in no commit"] if any(record.get("dirty", True) for record in records) else []
+    return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, with nothing changed."]
+
+
+def _claims(verdicts: Mapping[Claim, Verdict]) -> str:
+    lines = ["## Published claims", "", RULE, "", "| claim | source | published | here | because |", "|---|---|---|---|---|"]
+    for claim, verdict in verdicts.items():
+        lines.append(f"| {claim.text} | {claim.source} | {claim.published} | **{WORDS[verdict.held]}** | {verdict.reason} |")
     return "\n".join(lines)
 
 
 def _tables(results: Results) -> list[str]:
-    return [f"## {name}\n\n{_summary(results.tasks[name])}{_settings(results, name)}\n\n{table(results, name)}" for name in results.records]
+    return [
+        "\n\n".join(
+            [f"## {name}", f"{_summary(results.tasks[name])}{_settings(results, name)}", table(results, name), *_differing(results, name)]
+        )
+        for name in results.records
+    ]
 
 
 def _summary(task: Task) -> str:
@@ -64,11 +118,29 @@ def _summary(task: Task) -> str:
 
 
 def _settings(results: Results, experiment: str) -> str:
-    """Say what all runs have changed of the task's own numbers, besides the steps, which are in the table."""
+    """Say what all runs have changed of the task's own numbers, besides the steps, which are in the table, and of the model's."""
     records = [record for each in results.records[experiment].values() for record in each]
     own = {each.name: each.default for each in fields(results.tasks[experiment]) if each.name != "steps"}
-    changed = [name for name, value in own.items() if all(record[name] == records[0][name] != value for record in records)]
+    own |= {name: None for name in records[0] if name.startswith("model.")}
+    changed = [name for name, value in own.items() if all(record.get(name) == records[0][name] != value for record in records)]
     return f" Here `{'`, `'.join(f'{name}={records[0][name]}' for name in changed)}`." if changed else ""
+
+
+def _differing(results: Results, experiment: str) -> list[str]:
+    """Say which settings of the training and arguments of the models differ between the systems, by setting."""
+    task, systems = results.tasks[experiment], results.records[experiment]
+    known = {each.name for each in fields(task)}
+    of = {
+        system: {f"model.{name}": value for name, value in task.sizes(system).items()}
+        | {name: value for name, value in records[0].items() if name in known or name.startswith("model.")}
+        for system, records in systems.items()
+    }
+    told = []
+    for name in dict.fromkeys(name for settings in of.values() for name in settings):
+        values = {system: settings[name] for system, settings in of.items() if name in settings}
+        if len(values) < len(of) or len(set(map(str, values.values()))) > 1:
+            told.append(f"`{name.removeprefix('model.')}` {', '.join(f'{system} {value}' for system, value in values.items())}")
+    return [f"Settings that differ: {'; '.join(told)}."] if told else []
 
 
 def _pictures(pictures: Sequence[tuple[str, Path]], page: Path) -> list[str]:

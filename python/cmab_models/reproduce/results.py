@@ -11,6 +11,13 @@ from ..tasks import Task
 from ..training import Run
 from .runner import finished
 
+LOWER = ("mse", "regret", "simple")
+"""What scores begin with of which lower ones are better."""
+BASELINES = ("cnp", "mlp")
+"""Systems that see their context as a mean, or as one vector: what these reach, a task does not ask of attention."""
+CEILINGS = "exact"
+"""What references begin with that are no baselines."""
+
 
 class Spread(NamedTuple):
     """A score over the seeds."""
@@ -24,6 +31,20 @@ class Spread(NamedTuple):
         return number(self.mean) + (f" ± {number(self.deviation)}" if self.seeds > 1 else "")
 
 
+class Side(NamedTuple):
+    """A score of a system in an experiment."""
+
+    experiment: str
+    system: str
+    score: str
+
+    @property
+    def label(self) -> str:
+        """The system, and what follows a comma in the name of its experiment."""
+        variant = self.experiment.partition(", ")[2]
+        return f"{self.system}, {variant}" if variant else self.system
+
+
 class Results:
     """The records of runs that are finished, by experiment and system, and the costs of contexts."""
 
@@ -31,12 +52,18 @@ class Results:
         self.costs = costs
         self.tasks: dict[str, Task] = {}
         self.records: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        self._references: dict[str, dict[str, float]] = {}
         for name, each in runs.items():
             for run in each:
                 record = finished(run)
                 if record is not None:
                     self.tasks.setdefault(name, run.task)
                     self.records.setdefault(name, {}).setdefault(run.system, []).append(record)
+
+    @staticmethod
+    def sign(score: str) -> int:
+        """Return 1 for a score of which higher ones are better, else -1."""
+        return -1 if score.startswith(LOWER) else 1
 
     def every(self) -> list[dict[str, Any]]:
         """Return all records."""
@@ -56,6 +83,40 @@ class Results:
     def seconds(self, experiment: str, system: str, kind: str = "cpu_seconds") -> float:
         """Return the mean seconds of a run."""
         return statistics.fmean(record[kind] for record in self.records[experiment][system])
+
+    def steps(self, side: Side) -> int:
+        """Return the steps that a side was trained for."""
+        return int(self.records[side.experiment][side.system][0]["steps"])
+
+    def references(self, experiment: str) -> dict[str, float]:
+        """Return the scores of the task that need no model."""
+        if experiment not in self._references:
+            self._references[experiment] = self.tasks[experiment].references()
+        return self._references[experiment]
+
+    def baselines(self, ours: Side, theirs: Side) -> dict[str, Spread]:
+        """Return by name what the weakest have of a score: the `BASELINES` that are not compared, and what needs no model."""
+        systems, known = self.records[theirs.experiment], self.references(theirs.experiment)
+        found = {
+            name: self.spread(theirs.experiment, name, theirs.score)
+            for name in BASELINES
+            if name in systems and name not in (ours.system, theirs.system)
+        }
+        scores = next(iter(systems.values()))[0]["scores"]
+        of_score = {name: value for name, value in known.items() if theirs.score in _nearest(name, scores)}
+        return found | {name.replace("_", " "): Spread(value, 0.0, 1) for name, value in of_score.items() if not name.startswith(CEILINGS)}
+
+
+def _nearest(reference: str, scores: Iterable[str]) -> list[str]:
+    """Return the scores that end in the most words that the name of a reference ends in: "pixel_mean_seen" is one of "..._seen"."""
+    shared = {score: _shared(reference.split("_"), score.split("_")) for score in scores}
+    return [score for score, words in shared.items() if words == max(shared.values())]
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """Return how many words two lists end in."""
+    pairs = list(zip(reversed(one), reversed(other), strict=False))
+    return next((i for i, (word, same) in enumerate(pairs) if word != same), len(pairs))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -79,5 +140,5 @@ def table(results: Results, experiment: str) -> str:
         seconds = (results.seconds(experiment, system, kind) for kind in ("cpu_seconds", "wall_seconds"))
         cells += [str(len(records)), f"{records[0]['steps']:,}", *(f"{each:.0f}" for each in seconds)]
         lines.append(f"| {system} | " + " | ".join(cells) + " |")
-    known = [f"{name.replace('_', ' ')} {number(value)}" for name, value in results.tasks[experiment].references().items()]
+    known = [f"{name.replace('_', ' ')} {number(value)}" for name, value in results.references(experiment).items()]
     return "\n".join([*lines, "", f"Without a model: {', '.join(known)}."])

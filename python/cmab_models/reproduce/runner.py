@@ -15,10 +15,10 @@ from ..training.checkpoint import load
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """Return the record of this run, if it was finished with just these settings."""
-    described = json.loads(json.dumps(run.described()))
+    """Return the record of this run, if it was finished with just these settings and this code."""
+    recorded = json.loads(json.dumps(run.recorded()))
     for record in reversed(list(records(run.folder / "results.jsonl"))):
-        if "cpu_seconds" in record and {name: record.get(name) for name in described} == described:
+        if "cpu_seconds" in record and {name: record.get(name) for name in recorded} == recorded:
             return record
     return None
 
@@ -38,7 +38,7 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
     """Finish all runs, `workers` at a time; return those that failed. What was finished before is not run again.
 
     `report(run, exit_code)` is called when one has ended. What a run prints is kept in `log.txt` in its folder. On Ctrl-C the processes
-    write their checkpoints, and the next call goes on from them. A run whose settings have changed since starts anew.
+    write their checkpoints, and the next call goes on from them. A run whose settings, or code, have changed since starts anew.
     """
     waiting = [run for run in runs if finished(run) is None]
     running: dict[subprocess.Popen[bytes], Run] = {}
@@ -63,7 +63,7 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
 def _started(run: Run) -> subprocess.Popen[bytes]:
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
-        load(run.checkpoint, run.described())
+        load(run.checkpoint, run.recorded())
     except BadCheckpoint:
         run.checkpoint.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import Task, seeded
+from .base import BySystem, Task, seeded
 
 DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 
@@ -32,7 +32,8 @@ class WheelBandit(Task):
     name: ClassVar[str] = "wheel"
     systems: ClassVar[tuple[str, ...]] = ("cmanp", "lbanp", "cnp", "tnp-d", "inctnp")
 
-    steps: int = 6000
+    of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}
+    steps: int = 4000
     wheels: int = 8
     """Wheels in a batch."""
     context: int = 512

@@ -7,13 +7,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..systems import SYSTEMS
 
+if TYPE_CHECKING:
+    from typing import Self
+
+BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+"""Settings of a task for each system that has its own."""
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
 
@@ -29,12 +34,19 @@ class Task(ABC):
     """What the command line calls it."""
     systems: ClassVar[tuple[str, ...]]
     """The names of the models that can learn it, in `systems.SYSTEMS`."""
+    of_system: ClassVar[BySystem] = {}
+    """Settings by system that differ from the defaults, such as `steps` where the same time allows for more."""
 
     steps: int = 1000
     """Steps of the optimiser."""
     learning_rate: float = 3e-3
     clip: float = 1.0
     """The largest norm of a gradient."""
+
+    @classmethod
+    def for_system(cls, system: str) -> Self:
+        """Return the task as the system is trained on it unless other settings are given."""
+        return cls(**cls.of_system.get(system, {}))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..data.departures import DAY, departures
 from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
-from .base import Task, seeded
+from ..point_processes.cmhp import QUERIES
+from .base import BySystem, Task, seeded
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class EventTask(Task):
 
     batch_size: int = 16
     """Sequences in a training batch."""
+    queries: str = QUERIES[0]
+    """Or "latents"; of the system cmhp."""
+
+    def __post_init__(self) -> None:
+        """Refuse a wrong word here, as thp is never given it."""
+        if self.queries not in QUERIES:
+            raise ValueError(f"queries is {self.queries!r}; it must be one of {', '.join(QUERIES)}")
 
     @property
     @abstractmethod
@@ -45,8 +53,9 @@ class EventTask(Task):
         log_gaps = train.gaps()[train.there].log()
         mean, std = float(log_gaps.mean()), float(log_gaps.std())
         sizes = {"num_marks": self.num_marks, "dim": 32, "log_gap_mean": mean, "log_gap_std": std, "period": self.period}
-        own = {"num_latents": 8, "output_latents": 4, "num_heads": 1, "ff_dim": 32, "depth": 1} if system == "cmhp" else {"depth": 2}
-        return sizes | own
+        if system == "thp":
+            return sizes | {"depth": 2}
+        return sizes | {"num_latents": 8, "output_latents": 4, "num_heads": 1, "ff_dim": 32, "depth": 1, "queries": self.queries}
 
     def batch(self, generator: torch.Generator) -> Events:
         train = self.events("train")
@@ -123,7 +132,8 @@ class HawkesTask(EventTask):
     name: ClassVar[str] = "hawkes"
     period: ClassVar[float] = 1.0
 
-    steps: int = 600
+    of_system: ClassVar[BySystem] = {"thp": {"steps": 1200}}
+    steps: int = 1100
     sequences: int = 2000
     """Training sequences."""
     end: float = 80.0
@@ -159,7 +169,8 @@ class DeparturesTask(EventTask):
     name: ClassVar[str] = "departures"
     period: ClassVar[float] = DAY
 
-    steps: int = 1500
+    of_system: ClassVar[BySystem] = {"thp": {"steps": 3600}}
+    steps: int = 3000
 
     @property
     def num_marks(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 
 from ..data import patches
+from .base import BySystem
 from .streaming import Streams, StreamTask
 
 COLUMNS = 8
@@ -22,7 +24,9 @@ class Patches(StreamTask):
     """
 
     name = "patches"
+    of_system: ClassVar[BySystem] = {"continual-transformer": {"steps": 4600}, "nystromformer": {"steps": 4300}}
 
+    steps: int = 2000
     side: int = 4
     """Rows and columns of a patch."""
 

@@ -36,7 +36,7 @@ class SetTask(Task):
 
     systems: ClassVar[tuple[str, ...]] = ("intention", "informer", "sigma-informer", "attention", "transformer", "mlp")
 
-    steps: int = 2000
+    steps: int = 1500
     batch_size: int = 128
     dim: int = 64
 
@@ -125,6 +125,7 @@ class LeastSquares(SetTask):
 
     name = "least-squares"
 
+    steps: int = 400
     variables: int = 8
 
     def drawn(self, generator: torch.Generator, count: int) -> Question:
@@ -139,20 +140,24 @@ class LeastSquares(SetTask):
 
 @dataclass(frozen=True)
 class Target(SetTask):
-    """Find a target in the plane from its distances to 5 observers; the query is always 0."""
+    """Find a target in the plane from its squared distances to 5 observers of variance 1/4; the query is always 0."""
 
     name = "target"
 
+    def sizes(self, system: str) -> dict[str, Any]:
+        """Return those of all, and 4 heads for a layer too: with one query, a head tells one number of all values."""
+        return super().sizes(system) | ({"num_heads": 4} if system in ("intention", "attention") else {})
+
     def drawn(self, generator: torch.Generator, count: int) -> Question:
-        target, observers = (torch.randn(count, number, 2, generator=generator) for number in (1, 5))
-        distance = (observers - target).norm(dim=-1, keepdim=True)
-        return Question(torch.zeros(count, 1, 2), observers, distance, target)
+        target, observers = torch.randn(count, 1, 2, generator=generator), torch.randn(count, 5, 2, generator=generator) / 2
+        squared = (observers - target).square().sum(-1, keepdim=True)
+        return Question(torch.zeros(count, 1, 2), observers, squared, target)
 
     def exact(self, question: Question) -> Tensor:
-        """Return the solution t of the linear equations 2 p t - |t|^2 = |p|^2 - d^2 for observers p and distances d."""
-        _, key, distance, _ = question
-        equations = torch.cat([2 * key, -torch.ones_like(distance)], -1)
-        return torch.linalg.lstsq(equations, key.square().sum(-1, keepdim=True) - distance.square()).solution[:, None, :2, 0]
+        """Return the solution t of the linear equations 2 p t - |t|^2 = |p|^2 - d^2 for observers p and squared distances d^2."""
+        _, key, squared, _ = question
+        equations = torch.cat([2 * key, -torch.ones_like(squared)], -1)
+        return torch.linalg.lstsq(equations, key.square().sum(-1, keepdim=True) - squared).solution[:, None, :2, 0]
 
 
 def _uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> Tensor:

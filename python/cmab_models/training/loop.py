@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..systems import SYSTEMS
 from ..tasks import Task, seeded
 from . import checkpoint
+from .code import digest
 
 
 class Interrupted(Exception):
@@ -50,6 +52,10 @@ class Run:
         model = {f"model.{name}": value for name, value in self.model_settings.items()}
         return {"system": self.system, "task": self.task.name, "seed": self.seed, **asdict(self.task), **model}
 
+    def recorded(self) -> dict[str, Any]:
+        """Return what is `described`, and `code`, a digest of the code of the system, the task and the training."""
+        return self.described() | {"code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)}
+
     def model(self) -> nn.Module:
         """Return the untrained model; it follows from the seed."""
         torch.manual_seed(self.seed)
@@ -75,7 +81,7 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
 
     def save() -> None:
         spent = seconds()
-        state = (run.described(), done, spent["cpu_seconds"], spent["wall_seconds"], model.state_dict(), optimizer.state_dict())
+        state = (run.recorded(), done, spent["cpu_seconds"], spent["wall_seconds"], model.state_dict(), optimizer.state_dict())
         checkpoint.save(run.checkpoint, checkpoint.Checkpoint(*state))
 
     model.train()

@@ -16,20 +16,29 @@ import torch
 
 import cmab_kernels
 
+RESULTS = ("cmab_models/RESULTS.", "cmab_models/pictures_of_results/")
+"""What `make reproduce` itself writes into a checkout."""
+
 
 def provenance() -> dict[str, Any]:
-    """Return where and with what a result was computed: versions, the commit if this is a checkout, the time."""
-    folder = Path(__file__).parent
-    commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    """Return where and with what a result was computed: versions, the commit if this is a checkout and whether its tree is `dirty`,
+    results aside, and the time."""
     return {
         "cmab_kernels": cmab_kernels.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "commit": commit or None,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude)*{each}*" for each in RESULTS))),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git says of the checkout that this is part of, None where it says nothing, or this is none."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

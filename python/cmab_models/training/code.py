@@ -1,0 +1,114 @@
+"""A digest of the code that a result depends on, so that results can be seen to be older than what they are results of."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("cmab_models", "cmab_kernels")
+DEFINITIONS = ("cmab_models.", "cmab_kernels.nn.", "cmab_kernels.intention.variants.")
+REGISTRIES = ("cmab_models.systems",)
+"""Modules that name all systems: what one is made of does not follow from them."""
+
+
+def digest(*modules: str) -> str:
+    """Return a hash of these modules and of those of `PACKAGES` that they import, and so on, without comments and docstrings.
+
+    Of cmab_kernels the modules of `nn`, the references and the estimators of Intention, which are the definitions, are in it; its kernels
+    are held to these by tests.
+    """
+    found = hashlib.sha256()
+    for module in sorted(reached(modules)):
+        if _counts(module):
+            found.update(f"{module}\0{_text(module)}\0".encode())
+    return found.hexdigest()[:12]
+
+
+def reached(modules: tuple[str, ...]) -> set[str]:
+    """Return these modules and all of `PACKAGES` that they import, directly or by way of others."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += _imports(module)
+    return found
+
+
+def _counts(module: str) -> bool:
+    return module.startswith(DEFINITIONS) or module.endswith(".reference")
+
+
+@cache
+def _path(module: str) -> Path | None:
+    """Return the file of a module, None if there is no such module."""
+    package, *rest = module.split(".")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin).parent.joinpath(*rest)
+    return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    path = _path(module)
+    assert path is not None, module
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _imports(module: str) -> frozenset[str]:
+    """Return the modules of `PACKAGES` that a module imports from; a package stands for the modules that define the names."""
+    names = ((source, name) for source, names in _import_lines(module) for name in names)
+    return frozenset(found for source, name in names if (found := _defining(source, name)) not in (None, *REGISTRIES))
+
+
+def _import_lines(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the modules of `PACKAGES` that names are imported from, and the names."""
+    path = _path(module)
+    assert path is not None, module
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, [""]) for alias in node.names if alias.name.split(".")[0] in PACKAGES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            if source.split(".")[0] in PACKAGES:
+                yield source, [alias.name for alias in node.names]
+
+
+def _defining(source: str, name: str) -> str | None:
+    """Return the module that a name comes from; a package without the name, or the whole of one, is not followed."""
+    path = _path(source)
+    if path is None or path.name != "__init__.py":
+        return source if path else None
+    for deeper, names in _import_lines(source):
+        if name in names:
+            return _defining(deeper, name)
+    return f"{source}.{name}" if name and _path(f"{source}.{name}") else None
+
+
+@cache
+def _text(module: str) -> str:
+    return _written(_tree(module))
+
+
+def _written(node: object) -> str:
+    """Return a syntax tree as text, the same by all versions of Python: without places, empty fields, and strings that only document."""
+    if isinstance(node, list):
+        return f"[{','.join(_written(each) for each in node if not _documents(each))}]"
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+        return f"{type(node).__name__}({','.join(f'{name}={_written(value)}' for name, value in fields)})"
+    return repr(node)
+
+
+def _documents(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

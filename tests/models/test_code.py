@@ -1,0 +1,53 @@
+"""Digests of code: what a system is made of changes them, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from cmab_models.systems import SYSTEMS
+from cmab_models.training import code
+
+CMANP = SYSTEMS["cmanp"].__module__
+
+
+def test_what_a_system_is_made_of() -> None:
+    """By way of packages that import from everywhere, its own modules are reached, and no other system's."""
+    found = code.reached((CMANP,))
+    assert {"cmab_models.neural_processes.parts", "cmab_kernels.nn.cmab_stack", "cmab_kernels.layers.reference"} <= found
+    assert not {"cmab_models.neural_processes.cnp", "cmab_models.systems", "cmab_kernels.nystrom.reference"} & found
+
+
+def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own modules and of what these import, but not of the kernels'."""
+    tree, before, of_cnp = code._tree, code.digest(CMANP), code.digest(SYSTEMS["cnp"].__module__)
+
+    def changed(module: str) -> bool:
+        code._text.cache_clear()
+        more = ast.parse("more = 1").body
+        with monkeypatch.context() as patch:
+            patch.setattr(code, "_tree", lambda name: ast.Module([*tree(name).body, *(more if name == module else [])], []))
+            found = code.digest(CMANP) != before
+            assert (code.digest(SYSTEMS["cnp"].__module__) != of_cnp) == (module == "cmab_models.pretrained")
+        code._text.cache_clear()
+        return found
+
+    assert changed(CMANP)
+    assert changed("cmab_models.pretrained")
+    assert changed("cmab_kernels.nn.cmab")
+    assert changed("cmab_kernels.attention.prefix.reference")
+    assert not changed("cmab_kernels.attention.native")
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ('"""Another."""\n\ndef f(x):\n    """More."""\n    return x + 1  # a comment\n', True),
+        ("def f( x ):\n    return (x\n        + 1)", True),
+        ("def f(x):\n    return x + 2", False),
+        ('def f(x):\n    return x + "1"', False),
+    ],
+)
+def test_comments_docstrings_and_layout_do_not_count(other: str, same: bool) -> None:
+    source = '"""One."""\n\ndef f(x):\n    return x + 1\n'
+    assert (code._written(ast.parse(other)) == code._written(ast.parse(source))) == same
