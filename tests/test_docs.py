@@ -66,6 +66,11 @@ def test_every_public_name_is_documented() -> None:
     assert {name for module in MODULES for name in module.__all__} - words == set()
 
 
+def test_every_name_of_the_package_can_be_found() -> None:
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`(.+?)`", _section(pages.DOCS / "README.md", "Find a name")))))
+    assert set(cmab_kernels.__all__) - named == set()
+
+
 def test_every_public_name_is_in_the_api() -> None:
     """The site's API pages list exactly the public names."""
     listed = {name for page in (pages.DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 
 import cmab_kernels
+from cmab_kernels import nn
 from cmab_kernels.backends import FAMILIES, SETS
+
+from . import folders
 
 HOUSE = Path(cmab_kernels.__file__).parent
 SHARED = {"checks", "dtypes", "tracing"}
@@ -87,3 +96,81 @@ def test_no_room_is_missing(name: str) -> None:
     known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in inner}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]
     assert not strangers, f"{name} has rooms that are none: {strangers}"
+
+
+def test_rooms_that_the_page_says_occur_once_do() -> None:
+    found = Counter(room for _, room, _ in _files())
+    assert found["dual"] == found["costs"] == found["block"] == 1
+
+
+def test_the_page_names_the_operator_sets() -> None:
+    named = re.search(r"^The operator sets are (.+?)\. Each", folders.PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert named and tuple(re.findall(r"`(.+?)`", named[1])) == SETS
+
+
+def test_the_map_is_that_of_the_tree() -> None:
+    """Mended by `python -m tests.folders`."""
+    assert folders.MAP.search(folders.PAGE.read_text())[0] == folders.written()  # type: ignore[index]
+    assert folders.TOLD.keys() <= {folder.as_posix() for folder in folders.listed()}
+
+
+# ---- the ways of calls
+
+
+def _calls() -> dict[str, Callable[[], Any]]:
+    """Return the calls whose ways the page shows, by what it calls them."""
+    rows, points = torch.randn(1, 2, 9, 8), torch.randn(1, 9, 16)
+    sums = cmab_kernels.ridge_state(rows, rows)
+    stream = cmab_kernels.continual_nystrom_init(rows, rows, rows, num_landmarks=3)
+    token = rows[:, :, :1]
+    block = nn.CMAB(dim=16, num_latents=4, num_heads=2)
+    before = block.init_state(1)
+
+    def update() -> Any:
+        return block.update(points, points[0, :3], before)
+
+    return {
+        "`latent_attention`": lambda: cmab_kernels.latent_attention(rows, rows, rows),
+        "`solve_ridge`": lambda: cmab_kernels.solve_ridge(sums, 0.1),
+        "`intention`": lambda: cmab_kernels.intention(rows, rows, rows, alpha=0.1),
+        "`nystrom_attention`": lambda: cmab_kernels.nystrom_attention(rows, rows, rows, num_landmarks=3),
+        "`continual_nystrom_step`": lambda: cmab_kernels.continual_nystrom_step(stream, token, token, token),
+        "`nn.CMAB.update`": torch.no_grad()(update),
+        "`nn.CMAB.update`, recording a gradient": update,
+    }
+
+
+def _modules(frame: FrameType | None) -> list[str]:
+    """Return the modules of this package that a frame was called through, the outermost first."""
+    inside: list[str] = []
+    while frame is not None:
+        file, frame = Path(frame.f_code.co_filename), frame.f_back
+        if file.is_relative_to(HOUSE):
+            inside.append(file.relative_to(HOUSE).with_suffix("").as_posix())
+    return [name for name, after in zip(reversed(inside), [*reversed(inside[:-1]), None], strict=True) if name != after]
+
+
+def _ways(call: Callable[[], Any]) -> str:
+    """Return the ways by which a call reaches kernels of the extension, as the page writes them."""
+    extension = {id(function): name for name, function in vars(sys.modules["cmab_kernels._C"]).items() if callable(function)}
+    ways: dict[str, None] = {}
+
+    def see(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and extension.get(id(called), "collect_parameters") != "collect_parameters":
+            ways[", ".join(f"`{name}`" for name in _modules(frame))] = None
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return "; ".join(ways)
+
+
+def test_calls_go_the_ways_that_the_page_shows() -> None:
+    table = folders.PAGE.read_text().partition("its ways to the extension")[2]
+    shown = dict(re.findall(r"^\| (.+?) \| (`\w+/.+?) \|$", table, re.MULTILINE))
+    calls = _calls()
+    for call in calls.values():
+        call()  # what is imported on first use is imported
+    assert {name: _ways(call) for name, call in calls.items()} == shown

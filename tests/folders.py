@@ -1,0 +1,72 @@
+"""The map of docs/architecture.md, a line for each folder and each shared module: `python -m tests.folders` writes it anew."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .pages import DOCS, ROOT
+
+PAGE = DOCS / "architecture.md"
+MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=re.DOTALL)
+"""What stands between the marks on the page."""
+
+TOPS = ("csrc", "cmab_kernels", "python", "bench", "tests")
+SOURCES = {".py", ".h", ".cpp", ".cu"}
+ROOMS = {"kernels", "__pycache__"}
+"""Folders that the map leaves out: the Triton kernels of each operator set are a room of it."""
+
+TOLD = {
+    "bench/tests": "The tests of the benchmarks and of the GPU check.",
+    "csrc": "The two extensions in C++ and CUDA, bound with Python's C interface, without torch's headers.",
+    "csrc/attention": "Latent cross-attention, forward and backward.",
+    "csrc/common": "What the other folders share: arguments, dtypes, views of tensors, work plans, vector types.",
+    "csrc/continual": "The steps of attention over a sliding window.",
+    "csrc/gram": "Regularised least squares: sums over rows, and rows times matrices.",
+    "csrc/layers": "Layers of latents, and whole blocks and stacks, in one call.",
+    "csrc/linear": "Products, norms and activations of linear layers, for `layers` and `projected`.",
+    "csrc/pinv": "Landmarks and their pseudo-inverse by iteration, for Nyström attention.",
+    "csrc/prefix": "The attention states of all prefixes.",
+    "csrc/projected": "Latent cross-attention over inputs that are projected inside.",
+    "csrc/solve": "Batched regularised solves.",
+    "python/examples": "Short programs, each by itself.",
+    "tests": "The tests. Those of an operator set lie in the folder of its name.",
+}
+"""What a folder without a docstring holds."""
+
+
+def listed() -> list[Path]:
+    """Return the folders that hold sources, those of tests but the first left out, each after the folder that it lies in."""
+    found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {ROOT / "tests"}
+    inside = (folder.relative_to(ROOT) for folder in found)
+    return sorted((folder for folder in inside if not ROOMS & set(folder.parts)), key=lambda folder: (TOPS.index(folder.parts[0]), folder))
+
+
+def said(file: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    source = file.read_text() if file.exists() else ""
+    paragraph = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].replace("\n", " ")
+    sentence = re.match(r".+?\.(?= |$)", paragraph)
+    assert sentence, f"{file.relative_to(ROOT)} has no docstring, and {Path(__file__).name} does not say what its folder holds"
+    return sentence[0]
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Yield each folder, and each module that all folders of cmab_kernels share, with what it holds."""
+    for folder in listed():
+        name = folder.as_posix()
+        held = TOLD.get(name) or said(ROOT / folder / "__init__.py")
+        yield f"`{name}/`", held[:-1] + ", also in CUDA." if any((ROOT / folder).glob("*.cu")) else held
+        if name == "cmab_kernels":
+            yield from ((f"`{name}/{file.name}`", said(file)) for file in sorted((ROOT / folder).glob("[!_]*.py")))
+
+
+def written() -> str:
+    """Return the map as a table."""
+    return "\n".join(["| where | what |", "|---|---|", *(f"| {where} | {what} |" for where, what in rows())])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(MAP.sub(lambda _: written(), PAGE.read_text()))
