@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
     num_heads: int
     eps: float
-    """That of all norms."""
+    """The eps of all norms."""
     residual: str
     """One of `reference.RESIDUALS`."""
 

@@ -20,7 +20,7 @@ def test_what_a_system_is_made_of() -> None:
 
 
 def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own modules and of what these import, but not of the kernels'."""
+    """It changes with its own modules and with what these import, but not with the kernels."""
     tree, before, of_cnp = code._tree, code.digest(CMANP), code.digest(SYSTEMS["cnp"].__module__)
 
     def changed(module: str) -> bool:

@@ -69,7 +69,7 @@ def test_the_log_likelihood() -> None:
 
 @by_both
 def test_joint_likelihoods() -> None:
-    """Of all targets at once, and of blocks, each of which becomes context of the next."""
+    """Blocks of targets become context of the next; all targets are one block."""
     model, case = loaded("cmanp_and")
     points = [case[name] for name in ("xc", "yc", "xt", "yt")]
     targets = case["xt"].shape[1]
