@@ -6,7 +6,7 @@ small beside them (queries, latents, states) is left out, and so is all that a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, nystrom_attention_operations, pinv_operations
@@ -24,7 +24,7 @@ class Work:
     products: float = 0.0
     bytes: float = 0.0
     dtype: str = "float32"
-    """The dtype of the products' operands."""
+    """The dtype of the products' operands, or "tf32" for float32 that may be rounded to it."""
 
     def __add__(self, other: Work) -> Work:
         """The work of both, which must be of one dtype."""
@@ -43,13 +43,18 @@ class Rates:
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
+    """On a GPU "float32" is the rate of exact products, each several of the matrix units, and "tf32" that of one rounded product."""
     together: bool = False
     """Exponentials and products take turns on the same units, as on a CPU."""
 
 
+Passes = Work | Sequence[Work]
+"""The work of a pass, or of several that follow one another: a backward pass begins when the forward pass has ended."""
+
+
 @dataclass(frozen=True)
 class Floor:
-    """The least time for some work, in seconds, by what takes it."""
+    """The least time for the work of a pass, in seconds, by what takes it."""
 
     exponentials: float
     matrix: float
@@ -70,10 +75,39 @@ class Floor:
         return max("exponentials", "matrix", "memory", key=lambda name: getattr(self, name))
 
 
+@dataclass(frozen=True)
+class Floors:
+    """The least time for passes one after the other: the sum of theirs."""
+
+    passes: Sequence[Floor]
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.passes)
+
+    @property
+    def bound(self) -> str:
+        """What the longest of the passes goes to."""
+        return max(self.passes, key=lambda one: one.seconds).bound
+
+
 def floor(work: Work, rates: Rates) -> Floor:
     return Floor(
         work.exponentials / rates.exponentials, work.products / rates.matrix[work.dtype], work.bytes / rates.memory, rates.together
     )
+
+
+def floors(work: Passes, rates: Rates) -> Floors:
+    return Floors([floor(one, rates) for one in passes_of(work)])
+
+
+def passes_of(work: Passes) -> Sequence[Work]:
+    return [work] if isinstance(work, Work) else work
+
+
+def rounded(work: Passes) -> Passes:
+    """The same where float32 may be multiplied in tf32."""
+    return [replace(one, dtype="tf32") if one.dtype == "float32" else one for one in passes_of(work)]
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ It runs the package's own tests on the GPU, times the operators beside their flo
 the block sizes that are fastest, which go to `cmab_kernels/tiles.json`, with a copy beside the results, and are tested in turn. A call
 takes 8 minutes at most. What it has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled` beside
 it, and the same command goes on where it stopped: what is complete and right is not run again unless --sections names it. A table comes
-last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run.
+last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are in no commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.gpu.printed import table  # noqa: E402  after the path too
 from bench.gpu.results import Report, opened  # noqa: E402  after the path too
 from bench.gpu.sanitizer import LIMIT  # noqa: E402  after the path too
 from bench.gpu.sections import Outcome, Section, run  # noqa: E402  after the path too
-from bench.provenance import gpu, gpu_state  # noqa: E402  after the path too
+from bench.provenance import clean_commit, gpu, gpu_state  # noqa: E402  after the path too
 from cmab_kernels import tiles  # noqa: E402  after the path too
 
 BUDGET = 480.0
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
+    parser.add_argument("--commit", default="", help="in a copy without git: what `python -m bench.provenance` prints in the checkout")
     parser.add_argument("--force", action="store_true", help="begin anew, and replace the file that is there")
     options = parser.parse_args(arguments)
     named = list(dict.fromkeys(options.sections.split(","))) if options.sections else []
@@ -71,9 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         return _refuse("there is no GPU that torch can use")
     try:
+        machine = gpu(clean_commit(options.commit))
         options.output.mkdir(parents=True, exist_ok=True)
         adopt_installed(ROOT)
-        report = opened(options.output, gpu(), options.force)
+        report = opened(options.output, machine, options.force)
         report.save()
     except (OSError, ValueError) as error:
         return _refuse(str(error))

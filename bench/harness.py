@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from cmab_kernels.measure import Task, interleave, peak_memory
 
 from .devices import device, threads
-from .floors import floor
+from .floors import floors, rounded
 from .rates import rates_of
 from .runs import FAULTS, Row, Spread, fastest, of_this_package
-from .scans.case import COLD_BYTES, COMPILED, Case, Implementation, Results
+from .scans.case import COLD_BYTES, COMPILED, IN_TF32, Case, Implementation, Results
 
 ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative RMS error of a result beyond which it is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
@@ -93,7 +93,7 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
     except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
         reason = str(error).strip().partition("\n")[0]
         raise Problem(f"failed: {reason}" if of_this_package(name) else reason) from None
-    error, allowed = relative_error(results, expected), TF32_BOUND if name.endswith("tf32") else ERROR_BOUND[case.dtype]
+    error, allowed = relative_error(results, expected), TF32_BOUND if IN_TF32 in name else ERROR_BOUND[case.dtype]
     if not error <= allowed:
         found = f"relative RMS error {error:.1e}, allowed {allowed:.0e}"
         raise Problem(f"wrong: {found}" if of_this_package(name) else f"its result is wrong here: {found}")
@@ -237,12 +237,12 @@ def _rows(
     case: Case, examined: Mapping[str, dict[str, Any]], samples: Mapping[str, Sequence[float]], repeats: Mapping[str, int]
 ) -> dict[str, Row]:
     """The rows of a group, each beside its floor, the fastest baseline, and our fastest kernel."""
-    least = floor(case.work, rates_of(device())) if case.work else None
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     baseline = min((name for name in case.baselines if name in medians), key=lambda name: medians[name], default=None)
     shared = {"group": case.name, "scan": case.scan, "baseline": baseline}
     rows = {}
     for name, found in examined.items():
+        least = floors(rounded(case.work) if IN_TF32 in name else case.work, rates_of(device())) if case.work else None
         bounded = {"floor": least.seconds, "bound": least.bound} if least and name not in case.others else {}
         rows[name] = Row(
             implementation=name,

@@ -1,13 +1,20 @@
-"""What a run depends on: processor, versions, commit and sources, and the state of the GPU."""
+"""What a run depends on: processor, versions, commit and sources, and the state of the GPU.
+
+`python -m bench.provenance` prints commit and sources of a clean checkout, for the GPU check in a copy of it that has no git.
+"""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import importlib.metadata
+import io
 import os
 import platform
+import re
 import subprocess
+import tarfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +28,7 @@ from .devices import threads
 from .rates import rates_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ("nystrom-attention", "continual-inference", "flash-attn", "flash-linear-attention")
+PEERS = ("nystrom-attention", "continual-inference", "flash-attn", "flashinfer-python", "flash-linear-attention")
 PACKAGES = ("torch", "triton", "numpy", *PEERS)
 CPU_FIELDS = ("arch", "vendor_id_raw", "family", "model", "stepping", "hz_advertised_friendly", "l2_cache_size")
 
@@ -58,15 +65,67 @@ def dirty() -> bool:
 
 COMPILED = ROOT / "bench" / "results" / "compiled"
 """What torch and Triton compile in a run."""
-SOURCES = ("cmab_kernels/**/*.py", "csrc/**/*", "bench/**/*.py")
+FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
+SOURCE = re.compile(r"csrc/.+|.+\.py")
+"""What is measured, measures or tests; tiles.json, which tuning writes, is not among it."""
+_FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
+_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|triton_common|cuda_launch)\.py"
+KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
+"""The sources of the kernels for a GPU, what they include, and their launches."""
+
+Sources = Mapping[str, bytes]
+"""Path in the checkout -> what stands there."""
 
 
-def digest() -> str:
-    """A hash of everything that is measured or measures, whether it is committed or not; tiles.json, which tuning writes, is not in it."""
+def sources() -> dict[str, bytes]:
+    """Those here, whether they are committed or not."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and COMPILED not in path.parents)
+    return {name: path.read_bytes() for path in paths if SOURCE.fullmatch(name := path.relative_to(ROOT).as_posix())}
+
+
+def sources_of(commit: str) -> dict[str, bytes]:
+    """Those of a commit. `ValueError` where git does not know it."""
+    try:
+        command = ["git", "-C", str(ROOT), "archive", commit, *FOLDERS]
+        packed = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        raise ValueError(f"git does not know commit {commit} here") from None
+    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        found = ((member.name, files.extractfile(member)) for member in files if SOURCE.fullmatch(member.name))
+        return {name: file.read() for name, file in found if file}
+
+
+def digest(files: Sources) -> str:
+    """A hash of all of them."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file() and COMPILED not in path.parents}):
-        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for name in sorted(files):
+        found.update(f"{name}\0".encode() + files[name])
     return found.hexdigest()[:12]
+
+
+def kernel_digests(files: Sources) -> dict[str, str]:
+    """Path -> a hash of each source of kernels."""
+    return {name: digest({name: files[name]}) for name in sorted(files) if KERNEL.fullmatch(name)}
+
+
+def clean_commit(told: str = "") -> str:
+    """The commit whose sources are those here; `ValueError` where they are of none.
+
+    `told`: where git cannot say it, "COMMIT:SOURCES" as this module prints it in the checkout.
+    """
+    here, named = sources(), commit()
+    if named == "unknown":
+        named, _, expected = told.partition(":")
+        if not expected:
+            raise ValueError("git knows no commit here: give --commit what `python -m bench.provenance` prints in the checkout")
+        if digest(here) != expected:
+            raise ValueError(f"commit: the sources here are {digest(here)}, expected {expected}: they are not those of {named}")
+        return named
+    there = sources_of(named)
+    if changed := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ValueError(f"{', '.join(changed[:3])}{more}: not as in commit {named[:10]}: commit them, or put them back")
+    return named
 
 
 def output(*command: str) -> str:
@@ -135,9 +194,9 @@ THROTTLING = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The same by its newer and its older name."""
 
 
-def gpu() -> dict[str, Any]:
+def gpu(commit: str) -> dict[str, Any]:
     """What figures of the GPU check depend on: the card, its driver and clocks, versions, and the sources that were measured."""
-    card = torch.cuda.get_device_properties(0)
+    card, files = torch.cuda.get_device_properties(0), sources()
     return {
         "gpu": card.name,
         "capability": f"{card.major}.{card.minor}",
@@ -147,8 +206,9 @@ def gpu() -> dict[str, Any]:
         **ask("driver_version"),
         **ask(*LIMITS),
         "versions": versions(),
-        "commit": commit(),
-        "sources": digest(),
+        "commit": commit,
+        "sources": digest(files),
+        "kernels": kernel_digests(files),
         "date": now(),
     }
 
@@ -164,3 +224,10 @@ def ask(*fields: str) -> dict[str, str]:
     lines = output("nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()
     values = [part.strip() for part in lines[0].split(",")]
     return dict(zip(fields, values if len(values) == len(fields) else ["unknown"] * len(fields), strict=True))
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{clean_commit()}:{digest(sources())}")
+    except ValueError as error:
+        raise SystemExit(f"provenance: {error}") from None

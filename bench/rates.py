@@ -20,6 +20,10 @@ five of a polynomial; the shortest that we know (NOTES.md)."""
 EXPONENTIALS_PER_CLOCK = 16
 """Exponentials a clock that one GPU multiprocessor makes (CUDA C++ Programming Guide, throughput of native arithmetic instructions)."""
 
+TF32_AN_EXACT_PRODUCT = 3
+"""Products of matrix units in tf32 that one of float32 takes there: each operand in two parts, and the product of the low parts left out.
+Six of bfloat16, in three parts, take as long."""
+
 ORDER = {"cpu": 1024, "cuda": 8192}
 BYTES = {"cpu": 2**28, "cuda": 2**30}
 ROUNDS = 5
@@ -30,9 +34,12 @@ def rates_of(device: str, threads: int | None = None) -> Rates:
     """Rates of the GPU, or of so many threads of the CPU: None for as many as torch has now."""
     if device == "cpu" and threads is None:
         return rates_of(device, torch.get_num_threads())
-    with tf32(device == "cuda"):  # on a GPU float32 at the rate of tf32: the least time that it can take
-        matrix = {str(dtype).removeprefix("torch."): _products(dtype, device) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    matrix = {str(dtype).removeprefix("torch."): _products(dtype, device) for dtype in dtypes}
     if device == "cuda":
+        with tf32(True):
+            matrix["tf32"] = _products(torch.float32, device)
+        matrix["float32"] = max(matrix["float32"], matrix["tf32"] / TF32_AN_EXACT_PRODUCT)
         return Rates(_gpu_exponentials(), _memory(device), {**matrix, "float16": matrix["bfloat16"]})
     matrix["bfloat16"] = max(matrix["bfloat16"], matrix["float32"])  # it can be widened first
     matrix["float16"] = matrix["float32"]

@@ -18,6 +18,9 @@ FORMAT = 2
 KERNELS = {"cpu": ("native",), "cuda": ("triton", "cuda")}
 """Device -> names of this package's kernels for it."""
 
+AUTO = "auto"
+"""What a call without `impl` runs: one of the kernels."""
+
 DEFINITION = "reference"
 """The implementation that ours are tested against: it is slow, and no peer."""
 
@@ -34,7 +37,7 @@ class BadRun(Exception):
 def is_ours(implementation: str) -> bool:
     """True for kernels and modules of this package; the definition is not among them."""
     name = implementation.split(",")[0]
-    return any(name in names for names in KERNELS.values()) or implementation.startswith("cmab_kernels")
+    return name == AUTO or any(name in names for names in KERNELS.values()) or implementation.startswith("cmab_kernels")
 
 
 def of_this_package(implementation: str) -> bool:
@@ -190,11 +193,12 @@ def called(implementation: str) -> str:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Our fastest kernel of a group; a variant (`native, exact`) counts only where there is nothing else of ours, as it may compute
-    something else."""
+    """Our kernel of a group: the one that "auto" takes where there are several; a variant (`native, exact`) counts only where there is
+    nothing else of ours, as it may compute something else."""
     ours = [row for row in rows if row.ours]
+    auto = [row for row in ours if row.implementation == AUTO]
     named = [row for row in ours if any(row.implementation in names for names in KERNELS.values())]
-    return min(named or ours, key=lambda row: row.seconds.median, default=None)
+    return min(auto or named or ours, key=lambda row: row.seconds.median, default=None)
 
 
 def beyond_results(row: Row) -> str:

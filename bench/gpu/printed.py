@@ -17,7 +17,7 @@ MOST_WRONG = 20
 def table(report: Report, sections: Mapping[str, Section]) -> str:
     return "\n".join(
         [
-            ", ".join(f"{name} {value}" for name, value in report.machine.items()),
+            ", ".join(f"{name} {value}" for name, value in report.machine.items() if name != "kernels"),
             *_judged(report, sections),
             *_passed_over(report),
             *_timed(report, sections),
@@ -31,7 +31,7 @@ def _judged(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
     for name, outcome in report.outcomes.items():
         wrong = [row for row in outcome.rows if not row.get("ok", True)]
         if sections[name].judged:
-            yield f"{name}: {len(outcome.rows) - len(wrong)} of {len(outcome.rows)} right{_state(outcome)}"
+            yield f"{name}: {len(outcome.rows) - len(wrong)} of {outcome.listed} right{_state(outcome)}"
         yield from _faults(wrong)
 
 

@@ -12,7 +12,7 @@ from bench.runs import write_json
 
 from .sections import Outcome, Row
 
-FORMAT = 3
+FORMAT = 4
 SAME = ("gpu", "commit", "sources")
 """What must be as it was for a file to be continued; the day is in its name."""
 

@@ -72,6 +72,8 @@ class Outcome:
     problem: str = ""
     state: dict[str, str] = field(default_factory=dict)
     """The state of the GPU when the section was last run: clocks, temperature, power."""
+    listed: int = 0
+    """How many rows there are to make."""
 
     @property
     def right(self) -> bool:
@@ -109,6 +111,7 @@ def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcom
             print(json.dumps(line), file=file, flush=True)
 
         def make(tasks: list[Task]) -> None:
+            tell(listed=len(tasks))
             for task in _waiting(tasks, outcome, folder):
                 tell(begun=task.key, peer=task.peer)
                 row, lost = _made(task, device)
@@ -180,6 +183,7 @@ class _Worker:
         self.at: Row | None = None
         self.since = time.monotonic()
         self.rows = 0
+        self.listed = 0
         self.failed = ""
         self.process = multiprocessing.get_context("spawn").Process(target=_work, args=(*arguments, folder, number))
         self.process.start()
@@ -194,6 +198,8 @@ class _Worker:
             elif "row" in line:
                 self.at, self.rows = None, self.rows + 1
                 yield line["row"]
+            elif "listed" in line:
+                self.listed = line["listed"]
             else:
                 self.failed = line["failed"]
 
@@ -254,6 +260,7 @@ def _look_after(worker: _Worker, section: Section, outcome: Outcome) -> bool:
     alive = worker.process.is_alive()
     for row in worker.news():
         outcome.add(row)
+    outcome.listed = worker.listed or outcome.listed
     problem = ""
     if alive and worker.at and time.monotonic() - worker.since > section.row_limit:
         problem = f"stopped after {section.row_limit:.0f} s"

@@ -19,7 +19,7 @@ from bench.rates import rates_of
 from bench.runs import is_ours, told
 from bench.scans import continual, intention, layers, modules, nystrom, prefix, projected
 from bench.scans.attention import attention, update
-from bench.scans.case import COMPILED, Case, Results, declared
+from bench.scans.case import COMPILED, IN_TF32, Case, Results, declared
 from bench.scans.intention_peers import ALPHA, inverse_of, regularised
 
 from .sections import Row, Task
@@ -127,8 +127,8 @@ def of_cases(cases: Callable[[], Iterable[Case]], device: str, compiled: bool | 
 
 
 def timed(case: Case, name: str, capture: bool = True) -> Row:
-    """The row of an implementation, timed beside our first kernel if it is a peer; a wrong result is a fault if it is ours."""
-    ours = next(other for other in case.implementations if is_ours(other))
+    """The row of an implementation; a peer's is timed beside what "auto" takes, in tf32 if it may be. A wrong one of ours is a fault."""
+    ours = next(other for other in case.implementations if is_ours(other) and (IN_TF32 in other) == (IN_TF32 in name))
     names = dict.fromkeys((name,) if is_ours(name) else (ours, name))
     group = measure(case, names, BUDGET, _expected(case), capture)
     if name in group.rows:

@@ -1,12 +1,13 @@
 """docs/measured_gpu.md and the GPU's headline in the README, from the newest file that bench/gpu_check.py wrote.
 
 `python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file, in which each {group} has given way to the
-figures of that group, and each other {name} to a fact of the run. Where time ended before a group's peers were timed, they are those of the
-file `..._earlier.json` of the same day, with a mark.
+figures of that group, and each other {name} to a fact of the run. Floors are computed here, by the rates of the run. Where time ended
+before a group's peers were timed, they are those of the file `..._earlier.json` of the same day, with a mark.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,14 @@ from typing import Any
 
 from cmab_kernels.measure import readable
 
-from ..runs import DEFINITION, is_ours
+from ..devices import device, measure_on
+from ..floors import Rates, floors, rounded
+from ..gpu import timings
+from ..rates import TF32_AN_EXACT_PRODUCT
+from ..runs import AUTO, DEFINITION, is_ours
+from ..scans.case import IN_TF32, Case
+from ..scans.plain_attention import stores_scores
+from . import measured_gpu_facts as of_run
 from .marks import put
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +33,13 @@ PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- GPU table: begin -->", "<!-- GPU table: end -->"
 EARLIER = "†"
-"""The mark of a peer that was timed earlier the same day, not in turn with ours."""
+"""The mark of a peer that was timed in an earlier run of the same day, not in turn with ours."""
 CAPTURED_APART = ", not captured"
 """Last part of the keys of rows that the page does not show: the same calls, made from Python each time."""
+TF32 = "; tf32"
+"""Last part of a place for the figures of float32 that may be multiplied in tf32, on both sides."""
+OVER_KEYS = ("latent_attention", "projected_attention_state", "nn.MultiheadAttention")
+"""What no library has a fast kernel for in float32: there plain torch is the peer."""
 
 SHORTEST = 1e-6
 """A floor below so many seconds is less than any launch takes: no share of it is shown."""
@@ -43,29 +55,34 @@ def newest() -> Path:
 
 def page(path: Path) -> str:
     """The text of docs/measured_gpu.md."""
-    check = json.loads(path.read_text())
-    known, groups = facts(check, path.name), with_earlier(timed(check), path.with_name(f"{path.stem}_earlier.json"))
-    lines = (filled(line, groups, known) for line in TEMPLATE.read_text().splitlines())
+    check, before = json.loads(path.read_text()), _read(path.with_name(f"{path.stem}_earlier.json"))
+    table = Table(check, before, cases())
+    known = of_run.facts(check, path.name) | {"earlier": _of_earlier(check, before)}
+    lines = (filled(line, table, known) for line in TEMPLATE.read_text().splitlines())
     return "\n".join(line for line in lines if line is not None) + "\n"
 
 
-def with_earlier(groups: Mapping[str, list[Row]], path: Path) -> dict[str, list[Row]]:
-    """The groups, and for those without a peer the peers of an earlier file, if there is one; their names are marked."""
-    if not path.exists():
-        return dict(groups)
-    before = timed(json.loads(path.read_text()))
-    return {
-        name: rows if any(map(_is_peer, rows)) else [*rows, *map(_marked, filter(_is_peer, before.get(name, [])))]
-        for name, rows in groups.items()
-    }
+def _read(path: Path) -> Mapping[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
 
 
-def _is_peer(row: Row) -> bool:
-    return not is_ours(row["implementation"]) and row["implementation"] != DEFINITION
+def _of_earlier(check: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    if before is None:
+        return ""
+    began, began_before = (datetime.datetime.fromisoformat(one["machine"]["date"]) for one in (check, before))
+    minutes = (began - began_before).total_seconds() / 60
+    return f"A peer with {EARLIER} was timed in a run of the same card that began {minutes:.0f} minutes before, not in turn with ours."
 
 
-def _marked(peer: Row) -> Row:
-    return {**peer, "implementation": peer["implementation"] + EARLIER}
+def cases() -> dict[str, Case]:
+    """Group -> the case that is timed."""
+    families = (timings.attention_cases, timings.intention_cases, timings.nystrom_cases, timings.continual_cases, timings.layer_cases)
+    measured = device()
+    measure_on("cuda")
+    try:
+        return {case.name: case for family in families for case in family()}
+    finally:
+        measure_on(measured)
 
 
 def headline(text: str) -> str:
@@ -83,45 +100,83 @@ def timed(check: Mapping[str, Any]) -> dict[str, list[Row]]:
     return groups
 
 
-def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
-    machine, suite = check["machine"], check["sections"]["suite"]["rows"]
-    rates = next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row)
-    wrong = [row["key"].partition("tests/")[2] for row in suite if not row.get("ok", True)]
-    products = ", ".join(f"{kind} products {rate / 1e12:.0f} TFLOP/s" for kind, rate in rates["matrix"].items() if kind != "float16")
+def with_earlier(groups: Mapping[str, list[Row]], before: Mapping[str, Any] | None) -> dict[str, list[Row]]:
+    """The groups, and for those without a peer the peers of an earlier run, if there was one; their names are marked."""
+    earlier = timed(before) if before else {}
     return {
-        "gpu": machine["gpu"],
-        "driver": machine["driver_version"],
-        "date": machine["date"][:10],
-        "file": name,
-        "torch": machine["versions"]["torch"],
-        "triton": machine["versions"]["triton"],
-        "rates": f"{products} (float32 in tf32), memory {rates['memory'] / 1e12:.2f} TB/s; exponentials "
-        f"{rates['exponentials'] / 1e12:.1f} T/s by the clock",
-        "suite": f"{len(suite) - len(wrong):,} of {len(suite):,} passed",
-        "wrong": "".join(f"\n- `{key}`" for key in sorted(wrong)) or " none",
+        name: rows if any(map(_is_peer, rows)) else [*rows, *map(_marked, filter(_is_peer, earlier.get(name, [])))]
+        for name, rows in groups.items()
     }
 
 
-def filled(line: str, groups: Mapping[str, list[Row]], known: Mapping[str, str]) -> str | None:
+def _is_peer(row: Row) -> bool:
+    return not is_ours(row["implementation"]) and row["implementation"] != DEFINITION
+
+
+def _marked(peer: Row) -> Row:
+    return {**peer, "implementation": peer["implementation"] + EARLIER}
+
+
+def rates(check: Mapping[str, Any]) -> Rates:
+    """Those of the run. A run of before "tf32" was a rate of its own has it under "float32"."""
+    found = next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row)
+    matrix = found["matrix"]
+    if "tf32" not in matrix:
+        matrix = matrix | {"tf32": matrix["float32"], "float32": matrix["float32"] / TF32_AN_EXACT_PRODUCT}
+    return Rates(**found | {"matrix": matrix})
+
+
+class Table:
+    """The cells of a run's groups."""
+
+    def __init__(self, check: Mapping[str, Any], before: Mapping[str, Any] | None, cases: Mapping[str, Case]) -> None:
+        self.groups, self.rates, self.cases = with_earlier(timed(check), before), rates(check), cases
+        self.auto: Mapping[str, str] = check.get("added_later", {}).get("auto", {})
+
+    def cells(self, place: str) -> str:
+        """The cells of a group; empty where we were not timed."""
+        group, tf32 = place.removesuffix(TF32), place.endswith(TF32)
+        rows = [row for row in self.groups.get(group, ()) if (IN_TF32 in row["implementation"]) == tf32]
+        mine = self._mine(group, [row for row in rows if is_ours(row["implementation"])])
+        if mine is None:
+            return ""
+        if "seconds" not in mine:
+            return f"not compared | | {mine['problem']} | | "
+        rest = f"{_figures(mine)} | {{}} | {self._share(group, mine, tf32)}"
+        peers = [row for row in rows if _is_peer(row)]
+        if not is_fair(mine, peers):
+            return f"no fair peer measured | | {rest.format('')}"
+        peer = min((row for row in peers if "seconds" in row), key=_median, default=None)
+        if peer is None:
+            return f"{'none was right' if peers else 'not timed'} | | {rest.format('')}"
+        other = " (computes something else)" if peer["implementation"].removesuffix(EARLIER) in self.cases[group].others else ""
+        ratio = f"**{_median(mine) / _median(peer):.2g}**"
+        return f"{peer['implementation']}{other} | {_figures(peer)} | {rest.format(ratio)}"
+
+    def _mine(self, group: str, ours: Sequence[Row]) -> Row | None:
+        """What a call without `impl` takes: the only one, or "auto", or what it took by what was added to the run later."""
+        found = {row["implementation"]: row for row in ours}
+        return found.get(AUTO) or found.get(self.auto.get(group, "")) or next(iter(ours), None)
+
+    def _share(self, group: str, mine: Row, tf32: bool) -> str:
+        work = self.cases[group].work
+        least = floors(rounded(work) if tf32 else work, self.rates) if work else None
+        return f"{least.seconds / _median(mine):.0%} ({least.bound})" if least and least.seconds > SHORTEST else ""
+
+
+def is_fair(mine: Row, peers: Sequence[Row]) -> bool:
+    """False where plain torch, which stores the scores, was not tried, and nothing else is fast there."""
+    wanted = mine["scan"] in OVER_KEYS and "float32" in mine["group"]
+    return not wanted or any(stores_scores(peer["implementation"]) for peer in peers)
+
+
+def filled(line: str, table: Table, known: Mapping[str, str]) -> str | None:
     """A line with its figures; None where its group has none."""
     for place in PLACE.findall(line):
-        if place not in known and not (cells := compared(groups.get(place, ()))):
+        if place not in known and not table.cells(place):
             return None
-        line = line.replace(f"{{{place}}}", known.get(place) or cells)
+        line = line.replace(f"{{{place}}}", known[place] if place in known else table.cells(place))
     return line
-
-
-def compared(rows: Sequence[Row]) -> str:
-    """The cells of a group: the fastest peer and ours; empty without ours."""
-    right = [row for row in rows if "seconds" in row]
-    ours = [row for row in right if is_ours(row["implementation"]) and "," not in row["implementation"]]
-    if not ours:
-        return ""
-    mine, peer = min(ours, key=_median), min(filter(_is_peer, right), key=_median, default=None)
-    share = f"{mine['floor'] / _median(mine):.0%} ({mine['bound']})" if mine.get("floor", 0.0) > SHORTEST else ""
-    if peer is None:
-        return f"{'none was right' if any(map(_is_peer, rows)) else 'not timed'} | | {_figures(mine)} | | {share}"
-    return f"{peer['implementation']} | {_figures(peer)} | {_figures(mine)} | **{_median(mine) / _median(peer):.2g}** | {share}"
 
 
 def _median(row: Row) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,24 +13,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cmab_kernels import AttentionState, attention_state, latent_attention, merge_states, remove_from_state
 
-from ..devices import device, generator, normal, tf32
+from ..devices import device, generator, normal
 from ..floors import BYTES, Work, attention_work
-from .case import COMPILED, EAGER, FLASH, Case, Operands, Results, declared, direction, dtype_name, kernels, passes, refusing, way
+from . import plain_attention
+from .case import (
+    COMPILED,
+    EAGER,
+    FLASH,
+    FLASHINFER,
+    IN_TF32,
+    Case,
+    Operands,
+    Results,
+    declared,
+    direction,
+    dtype_name,
+    kernels,
+    passes,
+    refusing,
+    way,
+)
+from .plain_attention import NAIVE, PLAIN, Attend, as_named, flashinfer_attention, naive_attention, plain, stores_scores
 
 SDPA = "scaled_dot_product_attention"
-NAIVE = "naive"
-FLEX = "flex_attention" + COMPILED
-NAIVE_COMPILED = NAIVE + COMPILED
-IN_TF32 = "triton, tf32"
+FLEX, FLEX_IN_TF32 = (plain_attention.FLEX + precision + COMPILED for precision in ("", IN_TF32))
+OURS_IN_TF32 = "triton" + IN_TF32
 BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
 """Backends of torch's attention, by name; on a CPU it takes its flash kernel by itself."""
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The formula as one writes it down: the scores are stored, and so are their exponentials."""
-    return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, dim=-1) @ value
 
 
 def by_backend(name: str) -> Attend:
@@ -43,26 +52,10 @@ def by_backend(name: str) -> Attend:
     return attend
 
 
-@cache
-def _compiled(name: str) -> Attend:
-    """Compiled in this process: a worker of its own would outlive the process that memory is measured in."""
-    from torch._inductor import config
-    from torch.nn.attention.flex_attention import flex_attention
-
-    config.compile_threads = 1
-    return torch.compile(flex_attention if name == FLEX else naive_attention, dynamic=False)
-
-
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from flash_attn import flash_attn_func
 
     return flash_attn_func(*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
-
-
-def in_tf32(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Our kernel where torch may multiply float32 in tf32."""
-    with tf32(True):
-        return latent_attention(query, key, value, impl="triton")
 
 
 def _backend_names(device: str) -> dict[str, str]:
@@ -72,12 +65,12 @@ def _backend_names(device: str) -> dict[str, str]:
 
 ATTENTION: dict[str, Attend] = {
     **{name: partial(latent_attention, impl=name) for name in ("native", "triton", "reference")},
-    IN_TF32: in_tf32,
+    OURS_IN_TF32: partial(latent_attention, impl="triton"),
     SDPA: F.scaled_dot_product_attention,
-    NAIVE: naive_attention,
+    SDPA + IN_TF32: F.scaled_dot_product_attention,
     **{name: by_backend(backend) for name, backend in _backend_names("cuda").items()},
-    FLEX: lambda q, k, v: _compiled(FLEX)(q, k, v),
-    NAIVE_COMPILED: lambda q, k, v: _compiled(NAIVE_COMPILED)(q, k, v),
+    **{name: plain(name) for name in (*PLAIN, FLEX, FLEX_IN_TF32)},
+    FLASHINFER: flashinfer_attention,
     FLASH: flash_attention,
 }
 
@@ -138,12 +131,19 @@ def attention(
     named = dtype_name(dtype)
 
     def names() -> Iterator[str]:
-        """What stores the scores is left out where they alone take gigabytes."""
+        """Peers in tf32 stand beside our kernel in tf32, for float32 alone."""
         yield from kernels("latent_attention")
-        if device() == "cuda" and dtype == torch.float32:
-            yield IN_TF32
-        others = (*_backend_names(device()), NAIVE_COMPILED, FLEX, *([FLASH] if device() == "cuda" else [])) if every_peer else ()
-        yield from (SDPA, NAIVE, *others)
+        yield from (SDPA, NAIVE)
+        if every_peer:
+            yield from (*_backend_names(device()), NAIVE + COMPILED, FLEX)
+        if every_peer and device() == "cuda":
+            both = (*PLAIN, OURS_IN_TF32, SDPA + IN_TF32, FLEX_IN_TF32)
+            yield from (name for name in both if IN_TF32 not in name or dtype == torch.float32)
+            yield from (FLASH, FLASHINFER)
+
+    def in_reach(name: str) -> bool:
+        """On a CPU what stores the scores is left out where they alone take a gigabyte; on a GPU its memory decides."""
+        return device() == "cuda" or scores <= 2**28 or not _stores_scores(name)
 
     def inputs(seed: int) -> Operands:
         random = generator(seed)
@@ -162,7 +162,7 @@ def attention(
             return "torch has no backward of it on a CPU"
         if implementation == FLEX and dtype == torch.float64:
             return "torch has no float64 of it"
-        stored = 16 * scores if _stores_scores(implementation) else 0
+        stored = 4 * dtype.itemsize * scores if _stores_scores(implementation) else 0
         return refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=stored + 3 * 2**30)(implementation)
 
     works = [
@@ -177,18 +177,18 @@ def attention(
         name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{suffix}",
         sizes={"pass": direction(backward), **sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)", **large},
         inputs=inputs,
-        implementations={name: passes(ATTENTION[name], 3, backward) for name in names() if not _stores_scores(name) or scores <= 2**28},
+        implementations={name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names() if in_reach(name)},
         oracle=lambda i: exact(*i[:3], i.dout if backward else None),
         baselines=(SDPA,),
-        work=sum(works[1:], works[0]),
-        counted={FLEX: SDPA, NAIVE_COMPILED: NAIVE},
+        work=works,
+        counted={FLEX: SDPA, FLEX_IN_TF32: SDPA} | {name: name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
         refusal=refusal,
         smaller={"keys": min(keys, 4096), "batch": min(batch, 4)},
     )
 
 
 def _stores_scores(name: str) -> bool:
-    return name in (NAIVE, NAIVE_COMPILED, "reference", f"{SDPA}, math")
+    return stores_scores(name) or name in ("reference", f"{SDPA}, math")
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------------------------

@@ -21,18 +21,23 @@ import cmab_kernels
 from cmab_kernels.backends import FAMILIES, OPERATORS
 
 from ..devices import device, generator, lacking_memory, normal
-from ..floors import Work
-from ..runs import KERNELS, Value
+from ..floors import Passes, Work
+from ..runs import AUTO, KERNELS, Value
 
 EAGER = "eager torch"
 PACKAGE = "nystrom-attention 0.0.14"
 CONTINUAL_INFERENCE = "continual-inference 1.2.4"
 FLASH = "flash-attention"
-MODULES = {PACKAGE: "nystrom_attention", CONTINUAL_INFERENCE: "continual", FLASH: "flash_attn"}
+FLASHINFER = "flashinfer"
+MODULES = {PACKAGE: "nystrom_attention", CONTINUAL_INFERENCE: "continual", FLASH: "flash_attn", FLASHINFER: "flashinfer"}
 """Peer from a package -> the module that it is imported as."""
+INSTALLED_AS = {FLASH: "flash-attn", FLASHINFER: "flashinfer-python"}
+"""Peer from a package -> the package's name, where the peer's name does not begin with it."""
 
 COMPILED = ", compiled"
 """Last part of the names of what `torch.compile` made."""
+IN_TF32 = ", tf32"
+"""Part of the names of what may multiply float32 in tf32."""
 
 COLD_BYTES = 2**28
 """Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
@@ -68,7 +73,7 @@ class Case:
     """Ratios are to the fastest of these implementations."""
     others: tuple[str, ...] = ()
     """Implementations that compute something else: shown for comparison, with no share of the floor."""
-    work: Work | None = None
+    work: Passes | None = None
     """What the result cannot be had without, for one step where a call does several; None where no floor means anything."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Implementation -> steps that one call of it does, where that is not one."""
@@ -137,8 +142,9 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
 
 
 def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
-    """Implementations of a public operator for the device that is measured, and its definition."""
+    """Implementations of a public operator for the device that is measured, and its definition; "auto" first where it has a choice."""
     found = tuple(name for name in KERNELS[device()] if name in FAMILIES[OPERATORS[operator]])
+    found = (AUTO, *found) if len(found) > 1 else found
     return (*found, "reference") if definition else found
 
 
@@ -157,7 +163,7 @@ def refusing(operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.f
 def missing(implementation: str) -> str | None:
     """Says so where an implementation comes from a package that is not installed."""
     if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
-        return f"not installed: pip install {implementation.split(' ')[0].replace(FLASH, 'flash-attn')}"
+        return f"not installed: pip install {INSTALLED_AS.get(implementation, implementation.split(' ')[0])}"
     return None
 
 

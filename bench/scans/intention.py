@@ -44,14 +44,15 @@ def _inverse(key: Tensor) -> Tensor:
     return inverse_of(regularised(key.mT @ key))
 
 
-def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> Work:
+def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
     """Sums, solution, rows, of as many queries as keys; backward the gradients of each, by the same factor and a product of solutions."""
     rows = heads * length
     forward = ridge_work(rows, width, width, dtype) + solve_work(heads, width, width, dtype) + rows_work(rows, width, width, dtype)
     if not backward:
-        return forward
+        return [forward]
     again = Work(0.0, heads * 4 * width**3, 0.0, dtype)
-    return forward + again + ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
+    gradients = ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
+    return [forward, again + gradients]
 
 
 @declared()
@@ -114,7 +115,7 @@ def sigma_layer(
         baselines=(EAGER,),
         uncaptured=(EAGER,),
         others=(SDPA,),
-        work=forward + attend(backward=True) if backward else forward,
+        work=[forward, attend(backward=True)] if backward else forward,
         refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype, memory=40 * scores + 2**30),
         smaller={"length": 256},
     )
@@ -167,10 +168,10 @@ def _solve(
         return torch.cholesky_solve(rhs, torch.linalg.cholesky_ex((gram + gram.mT) / 2)[0])
 
     named = dtype_name(wide(dtype))
-    work = solve_work(batch, width, columns, named)
+    work = [solve_work(batch, width, columns, named)]
     if backward:  # two more triangular solves, and a product of the two solutions
-        work = work + Work(0.0, batch * 2 * width**2 * columns, work.bytes, named)
-        work = work + replace(rows_work(batch * width, columns, width, named), bytes=0.0)
+        product = replace(rows_work(batch * width, columns, width, named), bytes=0.0)
+        work.append(Work(0.0, batch * 2 * width**2 * columns, work[0].bytes, named) + product)
     right_hand_sides = "D" if columns == width else str(columns)  # so that D varies alone
     return operator(
         {impl: partial(solved, impl=impl) for impl in kernels(scan)},

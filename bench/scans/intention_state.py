@@ -84,7 +84,7 @@ def sums(
         inputs=inputs,
         baselines=(TORCH,),
         others=(TORCH_SINGLE, RUNS),
-        work=forward + ridge_work(count, width, width, named, backward=True, exact=True) if backward else forward,
+        work=[forward, ridge_work(count, width, width, named, backward=True, exact=True)] if backward else forward,
         refusal=refusing(scan, *3 * [(1, heads, 1, width)], dtype=dtype),
         smaller={"keys": 1000},
     )

@@ -18,14 +18,16 @@ from cmab_kernels.nn import CMAB, MultiheadAttention, MultiheadIntention, Nystro
 
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import BYTES, Work, attention_work, nystrom_work
-from .attention import SDPA
-from .case import EAGER, PACKAGE, Case, Results, declared, direction, doubled, drawn, dtype_name, missing, way
+from .attention import ATTENTION, SDPA
+from .case import COMPILED, EAGER, IN_TF32, PACKAGE, Case, Results, declared, direction, doubled, drawn, dtype_name, missing, way
 from .eager import ITERATIONS, eager_attention
 from .intention import regression_work
 from .intention_peers import ALPHA, cholesky_solve, regularised
 from .nystrom import packaged_attention
+from .plain_attention import PLAIN, as_named, stores_scores
 
 THEIRS = "nn.MultiheadAttention"
+BETWEEN = "linear layers and "
 OURS = "cmab_kernels.nn.MultiheadAttention"
 
 Attend = Callable[..., Tensor]
@@ -58,6 +60,18 @@ def between_projections(attend: Attend, weights: nn.MultiheadAttention) -> Atten
     def whole(tokens: Tensor) -> Tensor:
         packed = F.linear(tokens, weights.in_proj_weight, weights.in_proj_bias)
         out = attend(*packed.unflatten(-1, (3, weights.num_heads, -1)).permute(2, 0, 3, 1, 4))
+        return F.linear(out.transpose(1, 2).flatten(-2), weights.out_proj.weight, weights.out_proj.bias)
+
+    return whole
+
+
+def over_context(attend: Attend, weights: nn.MultiheadAttention) -> Attend:
+    """The same for queries and the context that they attend to."""
+
+    def whole(tokens: Tensor, context: Tensor) -> Tensor:
+        matrices, shifts = weights.in_proj_weight.chunk(3), weights.in_proj_bias.chunk(3)
+        rows = (F.linear(*each) for each in zip((tokens, context, context), matrices, shifts, strict=True))
+        out = attend(*(each.unflatten(-1, (weights.num_heads, -1)).transpose(1, 2) for each in rows))
         return F.linear(out.transpose(1, 2).flatten(-2), weights.out_proj.weight, weights.out_proj.bias)
 
     return whole
@@ -100,7 +114,7 @@ def module_case(
 
     return Case(
         inputs=lambda seed: tuple(drawn(seed, *shapes, backward=backward, dtype=dtype)),
-        implementations={name: partial(run, name) for name in makers},
+        implementations={name: as_named(name, partial(run, name)) for name in makers},
         oracle=oracle,
         **declared,
     )
@@ -111,14 +125,18 @@ def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latent
     """The whole of nn.MultiheadAttention of `latents` over a context; backward to parameters and inputs."""
     each, scores = width // heads, heads * latents * keys
     attend = [attention_work(scores, heads * keys, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]]
-    projections = (3 if backward else 1) * 4 * keys * width**2  # of the context, to keys and values; backward to its weights and to itself
-    moved = len(attend) * keys * width * BYTES["float32"]
+    projections = 4 * keys * width**2  # of the context, to keys and values; backward to its weights and to itself
+    moved = keys * width * BYTES["float32"]
+
+    def ours(weights: nn.MultiheadAttention) -> Attend:
+        return called(with_weights(MultiheadAttention(width, heads, batch_first=True).to(device()), weights))
+
+    makers: dict[str, Callable[[nn.MultiheadAttention], Attend]] = {OURS: ours, THEIRS: called}
+    if device() == "cuda":
+        makers |= {OURS + IN_TF32: ours} | {BETWEEN + name: partial(over_context, ATTENTION[name]) for name in PLAIN}
     return module_case(
-        {
-            OURS: lambda weights: called(with_weights(MultiheadAttention(width, heads, batch_first=True).to(device()), weights)),
-            THEIRS: called,
-        },
-        alike={OURS: THEIRS},
+        makers,
+        alike=dict.fromkeys(makers, THEIRS),
         shapes=[(1, length, width) for length in (latents, keys)],
         heads=heads,
         backward=backward,
@@ -127,8 +145,9 @@ def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latent
         name=f"module{'-forward+backward' if backward else ''}-float32-{heads}-heads-C{width}-L{latents}-N{keys}",
         sizes={"pass": direction(backward), "H": heads, "L": latents, "N": keys, "C": width},
         baselines=(THEIRS,),
-        work=Work(sum(w.exponentials for w in attend), sum(w.products for w in attend) + projections, moved),
-        refusal=lambda name: lacking_memory(20 * width * keys),
+        work=[one + Work(products=times * projections, bytes=moved) for times, one in zip((1, 2), attend, strict=False)],
+        counted={BETWEEN + name: BETWEEN + name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
+        refusal=lambda name: lacking_memory(20 * width * keys + (16 * scores if stores_scores(name) else 0)),
         smaller={"keys": min(keys, 4096)},
     )
 
@@ -268,7 +287,7 @@ def intention_module(
         "nn.MultiheadIntention",
         MultiheadIntention,
         lambda q, k, v: q @ ((1 + ALPHA) * cholesky_solve(regularised(k.mT @ k), k.mT @ v)),
-        regression_work(batch * heads, length, features // heads, dtype_name(dtype), backward=False),
+        regression_work(batch * heads, length, features // heads, dtype_name(dtype), backward=False)[0],
         *(length, heads, features, batch, backward, dtype),
     )
 

@@ -92,10 +92,10 @@ def layer(
         implementations[PACKAGE] = packaged
     if length <= (4096 if backward else 16_384):
         implementations[SDPA] = by(F.scaled_dot_product_attention)
-    work = nystrom_work(batch * heads, length, landmarks, width, width, ITERATIONS, named)
+    work = [nystrom_work(batch * heads, length, landmarks, width, width, ITERATIONS, named)]
     if backward:  # that of both attentions: of the landmarks to all keys, and of all queries to the landmarks
         half = attention_work(rows * landmarks, rows, width, width, named, backward=True)
-        work = work + half + half
+        work.append(half + half)
     return Case(
         scan=scan,
         name=f"nystrom-{way(backward)}-{named}-{heads}x{width}-N{length}-m{landmarks}{f'-B{batch}' if batch > 1 else ''}",

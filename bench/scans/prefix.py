@@ -100,9 +100,9 @@ def attention_prefixes(
 
     scores, pairs = batch * heads * latents * keys, batch * heads * keys
     written = Work(bytes=rows * (width * max(BYTES[named], 4) + 8), dtype=named)
-    work = attention_work(scores, pairs, width, width, named, device=device()) + written
+    work = [attention_work(scores, pairs, width, width, named, device=device()) + written]
     if backward:  # reads what forward wrote, and as many gradients
-        work = work + attention_work(scores, pairs, width, width, named, True, device()) + written + written
+        work.append(attention_work(scores, pairs, width, width, named, True, device()) + written + written)
     return operator(
         {name: partial(function, every=every) for name, function in functions.items()},
         partial(cumulative_attention, every=every),

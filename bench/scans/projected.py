@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -14,11 +14,14 @@ from cmab_kernels import projected_attention_state
 
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import BYTES, Work, attention_work
-from .attention import SDPA
-from .case import Case, Results, declared, direction, kernels
+from .attention import ATTENTION, SDPA
+from .case import COMPILED, IN_TF32, Case, Results, declared, direction, kernels
+from .plain_attention import PLAIN, Attend, as_named, stores_scores
 
 SCAN = "projected_attention_state"
-LINEAR = f"linear layers and {SDPA}"
+LAYERS = "linear layers and "
+LINEAR = LAYERS + SDPA
+OURS_IN_TF32 = "triton" + IN_TF32
 EPS = 1e-5
 
 
@@ -33,13 +36,13 @@ class Stacked(NamedTuple):
     norm_bias: Tensor
 
 
-def one_by_one(given: Stacked) -> Tensor:
+def one_by_one(attend: Attend, given: Stacked) -> Tensor:
     """The attention of each block in torch: out (K, B, H, L, E)."""
     heads, found = given.query.shape[1], []
     for query, *weights, scale, shift in zip(*given[1:], strict=True):
         rows = F.layer_norm(given.inputs, given.inputs.shape[-1:], scale, shift, EPS)
         key, value = (F.linear(rows, weight).unflatten(-1, (heads, -1)).transpose(1, 2) for weight in weights)
-        found.append(F.scaled_dot_product_attention(query.expand(len(rows), -1, -1, -1), key, value))
+        found.append(attend(query.expand(len(rows), -1, -1, -1), key, value))
     return torch.stack(found)
 
 
@@ -50,7 +53,7 @@ def in_one_pass(impl: str, given: Stacked) -> Tensor:
 
 def _run(name: str, backward: bool, given: Stacked) -> Results:
     """The result, and backward its gradients to queries, weights and norms, as training has them."""
-    attend = one_by_one if name == LINEAR else partial(in_one_pass, name)
+    attend = partial(one_by_one, ATTENTION[theirs]) if (theirs := name.removeprefix(LAYERS)) != name else partial(in_one_pass, name)
     if not backward:
         with torch.no_grad():
             return (attend(given),)
@@ -63,11 +66,10 @@ def _run(name: str, backward: bool, given: Stacked) -> Results:
 def projected(blocks: int = 6, heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False) -> Case:
     """A stack of blocks over `keys` rows of inputs."""
     each, scores = width // heads, blocks * heads * latents * keys
-    passes = (False, True)[: 1 + backward]
-    attend = [attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in passes]
-    projections = (2 if backward else 1) * 4 * blocks * keys * width**2  # backward to the weights
-    moved = len(passes) * keys * width * BYTES["float32"]
-    names = (*kernels(SCAN, definition=False), LINEAR)
+    attend = [attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]]
+    projections = 4 * blocks * keys * width**2  # backward to the weights
+    moved = keys * width * BYTES["float32"]
+    names = (*kernels(SCAN, definition=False), LINEAR, *((OURS_IN_TF32, *(LAYERS + name for name in PLAIN)) if device() == "cuda" else ()))
 
     def inputs(seed: int) -> Stacked:
         random = generator(seed)
@@ -79,17 +81,21 @@ def projected(blocks: int = 6, heads: int = 4, width: int = 64, keys: int = 100_
     def oracle(given: Stacked) -> Results:
         return _run(LINEAR, backward, Stacked(*(part.double() for part in given)))
 
-    implementations: Mapping[str, partial[Results]] = {name: partial(_run, name, backward) for name in names}
+    def refusal(name: str) -> str | None:
+        stored = (blocks if backward else 1) * 16 * heads * latents * keys if stores_scores(name) else 0
+        return lacking_memory(40 * (blocks if backward else 1) * width * keys + stored)
+
     return Case(
         scan=SCAN,
         name=f"projected-{direction(backward)}-float32-K{blocks}-{heads}-heads-C{width}-L{latents}-N{keys}",
         sizes={"pass": direction(backward), "K": blocks, "H": heads, "L": latents, "N": keys, "C": width},
         inputs=inputs,
-        implementations=implementations,
+        implementations={name: as_named(name, partial(_run, name.removesuffix(IN_TF32), backward)) for name in names},
         oracle=oracle,
         baselines=(LINEAR,),
-        work=Work(sum(w.exponentials for w in attend), sum(w.products for w in attend) + projections, moved),
-        refusal=lambda name: lacking_memory(40 * (blocks if backward else 1) * width * keys),
+        work=[one + Work(products=projections, bytes=moved) for one in attend],
+        counted={LAYERS + name: LAYERS + name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
+        refusal=refusal,
         smaller={"keys": min(keys, 4096)},
     )
 

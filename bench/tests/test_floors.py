@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from bench import rates
 from bench.floors import (
     Rates,
     Work,
     attention_work,
     floor,
+    floors,
     inverse_work,
     nystrom_work,
     pinv_work,
     ridge_work,
+    rounded,
     step_work,
 )
-from bench.rates import rates_of
+from bench.rates import TF32_AN_EXACT_PRODUCT, rates_of
+from bench.scans import attention, intention, projected
 
 H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float32": 395e12})
 
@@ -43,6 +48,36 @@ def test_backward_takes_five_products_and_twice_the_traffic():
     forward, backward = (attention_work(128 * 10**6, 10**6, 64, 64, "bfloat16", pass_, "cuda") for pass_ in (False, True))
     assert backward.products == 2.5 * forward.products == 2 * 128e6 * 320
     assert backward.bytes == 2 * forward.bytes and backward.exponentials == forward.exponentials
+
+
+def test_passes_follow_one_another():
+    """A training step has the floor of its forward pass and that of its backward pass, whatever the greatest of their sums is."""
+    forward, backward = Work(exponentials=5, products=1, bytes=1), Work(exponentials=1, products=1, bytes=7)
+    both = floors([forward, backward], Rates(1, 1, {"float32": 1}))
+    assert (both.seconds, both.bound) == (5 + 7, "memory") and floors(forward, Rates(1, 1, {"float32": 1})).seconds == 5
+
+
+def test_a_training_step_has_two_passes():
+    for case in (attention.attention(backward=True), projected.projected(backward=True), intention.layer(8, backward=True)):
+        assert [type(one) for one in case.work] == [Work, Work], case
+    step = floors(attention.attention(backward=True, keys=1000).work, H200)
+    halves = (attention_work(4 * 128 * 1000, 4 * 1000, 16, 16, "float32", backward) for backward in (False, True))
+    assert step.seconds == sum(floor(half, H200).seconds for half in halves)
+
+
+def test_exact_products_are_several_of_tf32(monkeypatch):
+    """A product of float32 takes three of the matrix units, or the float32 units where these are faster; a rounded one takes one."""
+    monkeypatch.setattr(rates, "_gpu_exponentials", lambda: 1.0)
+    monkeypatch.setattr(rates, "_memory", lambda device: 1.0)
+    for exact, expected in ((6.0, 10.0), (20.0, 20.0)):
+        monkeypatch.setattr(
+            rates, "_products", lambda dtype, device, exact=exact: 30.0 if torch.get_float32_matmul_precision() == "high" else exact
+        )
+        found = rates_of.__wrapped__("cuda")
+        assert found.matrix["tf32"] == 30.0 and found.matrix["float32"] == expected
+    assert TF32_AN_EXACT_PRODUCT == 3
+    work = Work(products=60.0)
+    assert [floors(each, Rates(1, 1, {"float32": 10.0, "tf32": 30.0})).seconds for each in (work, rounded(work))] == [6, 2]
 
 
 def test_intention_on_a_gpu():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +53,11 @@ def _table(**outcomes: Outcome) -> str:
 def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
     good, bad = {"key": "a", "ok": True}, {"key": "b", "ok": False, "share": 2.0}
     over = {"key": "c", "ok": True, "passed over": "it was not built"}
-    text = _table(sanitizer=Outcome([good, bad], True), suite=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s"))
+    text = _table(
+        sanitizer=Outcome([good, bad], True, listed=2), suite=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s", listed=7)
+    )
     assert "sanitizer: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
-    assert "suite: 2 of 2 right, incomplete: stopped after 90 s" in text
+    assert "suite: 2 of 7 right, incomplete: stopped after 90 s" in text
     assert "passed over, 2 rows: it was not built" in text
     stopped = [{"key": f"row {i}", "ok": False, "problem": "out of memory"} for i in range(5)]
     assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(suite=Outcome(stopped, True))
@@ -110,17 +114,81 @@ def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_digest_follows_the_sources_and_not_the_tuned_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cmab_kernels").mkdir()
-    source, tiles = tmp_path / "cmab_kernels" / "a.py", tmp_path / "cmab_kernels" / "tiles.json"
-    source.write_text("1")
-    tiles.write_text("{}")
+# ---- the commit of what is checked
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one commit, whose sources are the project's for `provenance`."""
+    for name in ("cmab_kernels/attention/kernels/forward.py", "csrc/solve/solve.cu", "bench/a.py", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    (tmp_path / "cmab_kernels" / "tiles.json").write_text("{}")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", "-A")
+    _git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    first = provenance.digest()
-    tiles.write_text("[]")
-    assert provenance.digest() == first
-    source.write_text("2")
-    assert provenance.digest() != first
+    monkeypatch.setattr(provenance, "COMPILED", tmp_path / "bench" / "results" / "compiled")
+    return tmp_path
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+
+
+def test_a_clean_checkout_says_its_commit(checkout: Path) -> None:
+    """What tuning and compilers write leaves it clean."""
+    assert provenance.clean_commit() == provenance.commit() != "unknown"
+    (checkout / "cmab_kernels" / "tiles.json").write_text("[]")
+    provenance.COMPILED.mkdir(parents=True)
+    (provenance.COMPILED / "a.py").write_text("1")
+    assert provenance.clean_commit() == provenance.commit()
+    assert provenance.digest(provenance.sources()) == provenance.digest(provenance.sources_of(provenance.commit()))
+
+
+@pytest.mark.parametrize("name", ["csrc/solve/solve.cu", "tests/test_a.py", "bench/new.py"])
+def test_a_dirty_checkout_is_refused(checkout: Path, name: str) -> None:
+    """A file that is changed, or in no commit, is named; one that is missing too."""
+    (checkout / name).write_text("2")
+    with pytest.raises(ValueError, match=rf"^{name}: not as in commit \w{{10}}: commit them, or put them back$"):
+        provenance.clean_commit()
+    (checkout / name).unlink()
+    if name != "bench/new.py":
+        with pytest.raises(ValueError, match=f"^{name}: not as in commit"):
+            provenance.clean_commit()
+
+
+def test_a_copy_without_git_must_be_told_its_commit(checkout: Path) -> None:
+    """And its sources must have the digest that the checkout had."""
+    told = f"{provenance.commit()}:{provenance.digest(provenance.sources())}"
+    shutil.rmtree(checkout / ".git")
+    with pytest.raises(ValueError, match=r"python -m bench\.provenance"):
+        provenance.clean_commit()
+    assert provenance.clean_commit(told) == told[:40]
+    (checkout / "bench" / "a.py").write_text("2")
+    with pytest.raises(ValueError, match=rf"^commit: the sources here are \w{{12}}, expected {told[41:]}"):
+        provenance.clean_commit(told)
+
+
+def test_a_dirty_tree_is_refused_before_anything_runs(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "bench" / "a.py").write_text("2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "run", lambda *_: pytest.fail("a section has begun"))
+    assert gpu_check.main(["--output", str(tmp_path / "results")]) == 2
+    assert capsys.readouterr().err.startswith("gpu_check: bench/a.py: not as in commit") and not (tmp_path / "results").exists()
+
+
+def test_sources_of_kernels_are_what_their_compilers_read() -> None:
+    """Each file of csrc that is for CUDA, with all that it includes, and each room of Triton's kernels."""
+    files = provenance.sources()
+    kernels = provenance.kernel_digests(files).keys()
+    assert {name for name in files if name.endswith((".cu", ".cuh"))} <= kernels
+    for name in (name for name in kernels if name.startswith("csrc")):
+        for included in re.findall(r'#include "(.+)"', files[name].decode()):
+            assert any(f"{folder}/{included}" in kernels for folder in (Path(name).parent, "csrc")), (name, included)
+    assert {name for name, source in files.items() if b"@triton.jit" in source and name.startswith("cmab_kernels/")} <= kernels
 
 
 def test_streams_begin_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gpu_check, "BUDGET", 3600.0)
     monkeypatch.setattr(gpu_check, "run", lambda section, device, *rest: run(section, "cpu", *rest))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
+    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
     monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "none"})
     monkeypatch.setattr(gpu_check.tiles, "FILE", there / "tiles.json")
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):

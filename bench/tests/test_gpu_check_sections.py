@@ -53,6 +53,7 @@ def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str],
     run(_section("slow"), "cpu", outcome, {}, 8.0, lambda: kept.append(len(outcome.rows)))
     assert time.monotonic() - start < 20
     assert set(_rows(outcome)) == {"row 0", "row 1"} and not outcome.complete and outcome.problem == "stopped after 8 s"
+    assert outcome.listed == 3, "what was not run is known"
     assert kept[-1] == 2 and len(kept) > 1, "what is there is kept while more is made"
     monkeypatch.setenv("FAKE_SECTIONS_FAST", "1")
     run(_section("slow"), "cpu", outcome, {}, 60.0)
@@ -114,7 +115,7 @@ def test_a_report_of_something_else_is_not_continued(changed: str, tmp_path: Pat
     opened(tmp_path, MACHINE, True)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 3, "machine": {}, "sections": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 4, "machine": {}, "sections": {}}'])
 def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / file_name(MACHINE)
     path.write_text(content)
@@ -137,7 +138,8 @@ def test_rows_without_a_key_are_refused(tmp_path: Path) -> None:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command with fake sections that take 100, 300, 90 and 10 seconds of its clock, as if there were a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
+    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
     monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
     monkeypatch.setattr(gpu_check, "adopt_installed", lambda checkout: None)
     monkeypatch.setattr(gpu_check, "os", SimpleNamespace(environ={}))
@@ -154,7 +156,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         clock[0] += min(takes, seconds)
         times = outcome.rows[0]["times"] + 1 if outcome.rows else 1
         outcome.add({"key": "row", "ok": takes != 300.0 or times > 1, "times": times})
-        outcome.complete = takes <= seconds
+        outcome.complete, outcome.listed = takes <= seconds, 1
         keep()
 
     monkeypatch.setattr(gpu_check, "run", made)

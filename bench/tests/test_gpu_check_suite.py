@@ -94,7 +94,8 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     monkeypatch.setattr(gpu_check, "run", lambda section, device, *rest: run(section, "cpu", *rest))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "gpu", lambda: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
+    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
     monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
     monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
     gpu_check.tiles.FILE.write_text("{}")
@@ -108,8 +109,9 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
 
     code, said = call()
     assert code == 1 and _ran(tests) == sorted(2 * ALL), "once, and once with tuned tiles"
-    found = json.loads((output / "gpu_check_nvidia-h200_2026-01-02.json").read_text())["sections"]["suite"]["rows"]
-    rows = {row["key"].rpartition("::")[2]: row for row in found}
+    suite = json.loads((output / "gpu_check_nvidia-h200_2026-01-02.json").read_text())["sections"]["suite"]
+    rows = {row["key"].rpartition("::")[2]: row for row in suite["rows"]}
+    assert suite["listed"] == len(ALL)
     assert sorted(rows) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY, "each fault costs its row alone"
     assert "AssertionError: other bits" in rows["test_wrong"]["problem"] and "test_some.py:" in rows["test_wrong"]["problem"]
     assert "the CUDA kernels are not there (nvcc was not found)" in rows["test_extension"]["problem"]

@@ -3,64 +3,166 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 
-from bench.report import measured_gpu
+from bench import provenance
+from bench.floors import Rates, floors
+from bench.report import measured_gpu, measured_gpu_facts
 from bench.report.marks import put
+from bench.scans import attention, intention
+from bench.scans.case import Case
 
 STALE = "stale: python -m bench.report.measured_gpu"
+NEWEST = json.loads(measured_gpu.newest().read_text())
+RATES = {"exponentials": 4e12, "memory": 3e12, "matrix": {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "float16": 8e14}}
 
 
-def test_the_page_is_of_the_newest_check() -> None:
-    text = measured_gpu.page(measured_gpu.newest())
+@pytest.fixture(scope="module")
+def text() -> str:
+    """The page; git must know the commit that the check names."""
+    if provenance.output("git", "-C", str(provenance.ROOT), "cat-file", "-t", NEWEST["machine"]["commit"]) != "commit":
+        pytest.skip("git does not know the commit of the check here")
+    return measured_gpu.page(measured_gpu.newest())
+
+
+def test_the_page_is_of_the_newest_check(text: str) -> None:
     assert measured_gpu.PAGE.read_text() == text, STALE
     readme = measured_gpu.README.read_text()
     assert put(readme, measured_gpu.headline(text), measured_gpu.BEGIN, measured_gpu.END, "README.md") == readme, STALE
 
 
-def test_every_row_was_timed() -> None:
+def test_page_and_readme_say_what_was_run(text: str) -> None:
+    """The commit, the tests that were run of those that there are, and the kernels that have changed since."""
+    for told in (text.split("\n## ")[0], measured_gpu.headline(text)):
+        assert f"commit {NEWEST['machine']['commit'][:7]}" in told and re.search(r"[\d,]+ of [\d,]+ GPU tests were run, \d+ failed", told)
+        assert re.search(r"\d+ of the \d+ files of kernels for GPUs have changed since that commit", told)
+
+
+def test_every_row_was_timed(text: str) -> None:
     """A row without its figures would be left out, and nobody would miss it."""
-    check = json.loads(measured_gpu.newest().read_text())
-    places = set(measured_gpu.PLACE.findall(measured_gpu.TEMPLATE.read_text()))
-    missing = places - measured_gpu.timed(check).keys() - measured_gpu.facts(check, "").keys()
-    assert not missing
+    rows = [line for line in measured_gpu.TEMPLATE.read_text().splitlines() if line.startswith("| ")]
+    assert len([line for line in text.splitlines() if line.startswith("| ")]) == len(rows) > 60
+    table = measured_gpu.Table(NEWEST, None, measured_gpu.cases())
+    assert table.groups.keys() <= table.cases.keys(), "each group that was timed is a case"
 
 
-def _row(implementation: str, seconds: float, **other: Any) -> dict[str, Any]:
-    return {"implementation": implementation, "seconds": [seconds] * 3, "extra_memory": 2**20, "result_memory": 0, **other}
+# ---- a row
 
 
-def test_the_fastest_of_both_sides_are_compared() -> None:
-    rows = [_row("triton", 2e-3, floor=1e-3, bound="memory"), _row("cuda", 3e-3), _row("triton, tf32", 1e-3), _row("reference", 1e-6)]
-    peers = [_row("slow", 9e-3), _row("quick", 4e-3)]
-    wrong = {"implementation": "hasty", "problem": "its result is wrong here"}
-    assert measured_gpu.compared([*rows, *peers, wrong]) == "quick | 4 ms, +1.0 MiB | 2 ms, +1.0 MiB | **0.5** | 50% (memory)"
-    assert measured_gpu.compared([*rows, wrong]) == "none was right | | 2 ms, +1.0 MiB | | 50% (memory)"
-    assert measured_gpu.compared(rows) == "not timed | | 2 ms, +1.0 MiB | | 50% (memory)"
-    assert measured_gpu.compared(peers) == ""
+GROUP = "forward-float32-B1-4x16-L128-N1000"
 
 
-def test_peers_that_were_timed_earlier_are_marked(tmp_path: Path) -> None:
+def _row(implementation: str, seconds: float | None, **other: Any) -> dict[str, Any]:
+    timed = {"problem": "too slow"} if seconds is None else {"seconds": [seconds] * 3}
+    named = {"implementation": implementation, "group": GROUP, "scan": "latent_attention", "key": f"{GROUP}; {implementation}"}
+    return {**named, **timed, "extra_memory": 2**20, "result_memory": 0, **other}
+
+
+def _cells(*rows: Any, case: Case | None = None, before: Any = None, place: str = GROUP, **check: Any) -> str:
+    run = {"sections": {"timings": {"rows": [{"key": "rates", "rates": RATES}, *rows]}}, **check}
+    earlier = {"sections": {"timings": {"rows": before}}} if before else None
+    return measured_gpu.Table(run, earlier, {GROUP: case or attention.attention(keys=0)}).cells(place)
+
+
+NAIVE = _row("naive", 9e-3)
+
+
+def test_what_auto_takes_is_compared() -> None:
+    """Not the fastest of ours; and the fastest of the others that is right."""
+    rows = [_row("triton", 2e-3), _row("cuda", 3e-3), _row("auto", 4e-3), _row("reference", 1e-6), NAIVE, _row("quick", 4e-3)]
+    wrong = {"implementation": "hasty", "group": GROUP, "key": "hasty", "problem": "its result is wrong here"}
+    assert _cells(*rows, wrong) == "quick | 4 ms, +1.0 MiB | 4 ms, +1.0 MiB | **1** | "
+    assert _cells(*rows[:2], *rows[4:], added_later={"auto": {GROUP: "cuda"}}).endswith(" | 3 ms, +1.0 MiB | **0.75** | ")
+    assert _cells(rows[0], _row("naive", None), wrong) == "none was right | | 2 ms, +1.0 MiB |  | "
+    assert _cells(rows[0], _row("naive", None), _row("quick", 4e-3)).startswith("quick | ")
+    assert _cells(NAIVE) == "" and _cells(_row("triton", None), NAIVE) == "not compared | | too slow | | "
+
+
+def test_no_ratio_without_plain_torch_in_float32() -> None:
+    """Where no library has a fast kernel; elsewhere what is there is compared."""
+    rows = [_row("triton", 2e-3), _row("scaled_dot_product_attention", 9e-2)]
+    assert _cells(*rows) == "no fair peer measured | | 2 ms, +1.0 MiB |  | "
+    assert _cells(*rows, NAIVE).startswith("naive | 9 ms")
+    other = [{**row, "scan": "intention"} for row in rows]
+    assert _cells(*other).startswith("scaled_dot_product_attention | 90 ms")
+
+
+def test_tf32_is_compared_with_tf32() -> None:
+    rows = [_row("triton", 2e-3), _row("triton, tf32", 1e-3), NAIVE, _row("naive, tf32", 4e-3)]
+    assert _cells(*rows).startswith("naive | 9 ms, +1.0 MiB | 2 ms")
+    assert _cells(*rows, place=f"{GROUP}; tf32").startswith("naive, tf32 | 4 ms, +1.0 MiB | 1 ms")
+
+
+def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
+    rows = [_row("triton", 2e-3, scan="intention"), _row("scaled_dot_product_attention", 4e-3)]
+    assert _cells(*rows, case=intention.layer(8)).startswith("scaled_dot_product_attention (computes something else) | 4 ms")
+
+
+def test_peers_of_an_earlier_run_are_marked() -> None:
     """They stand in for no peer that was timed beside ours."""
-    before = tmp_path / "before.json"
-    rows = [_row(name, 8e-3, group=group, key=name) for group in ("alone", "beside") for name in ("triton", "old")]
-    before.write_text(json.dumps({"sections": {"timings": {"rows": rows}}}))
-    now = {"alone": [_row("triton", 2e-3)], "beside": [_row("triton", 2e-3), _row("new", 4e-3)]}
-    found = measured_gpu.with_earlier(now, before)
-    assert measured_gpu.compared(found["alone"]) == "old† | 8 ms, +1.0 MiB | 2 ms, +1.0 MiB | **0.25** | "
-    assert measured_gpu.compared(found["beside"]).startswith("new |")
-    assert measured_gpu.with_earlier(now, tmp_path / "absent.json") == now
+    before = [_row("triton", 8e-3), {**NAIVE, "implementation": "naive"}]
+    assert _cells(_row("triton", 2e-3), before=before).startswith("naive† | 9 ms, +1.0 MiB | 2 ms")
+    assert _cells(_row("triton", 2e-3), _row("naive", 4e-3), before=before).startswith("naive | 4 ms")
+
+
+def test_the_share_is_of_the_floor_of_the_passes_one_after_the_other() -> None:
+    """By the rates of the run; one of before tf32 had a rate of its own has it under float32, and exact products take three."""
+    case = attention.attention(keys=10**6, backward=True)
+    matrix = RATES["matrix"] | {"tf32": 4e14, "float32": 4e14 / 3}
+    least = floors(case.work, Rates(**RATES | {"matrix": matrix}))
+    assert len(case.work) == 2 and _cells(_row("triton", 2 * least.seconds), NAIVE, case=case).endswith(f" | 50% ({least.bound})")
 
 
 def test_a_line_without_figures_is_left_out() -> None:
-    assert measured_gpu.filled("| a | {absent} |", {}, {}) is None
-    assert measured_gpu.filled("on {gpu}", {}, {"gpu": "one"}) == "on one"
+    table = measured_gpu.Table({"sections": {"timings": {"rows": [{"key": "rates", "rates": RATES}]}}}, None, {})
+    assert measured_gpu.filled("| a | {absent} |", table, {}) is None
+    assert measured_gpu.filled("on {gpu}{empty}", table, {"gpu": "one", "empty": ""}) == "on one"
 
 
 @pytest.mark.parametrize("key, shown", [("case; triton", True), ("case; triton, not captured", False)])
 def test_calls_from_python_are_not_shown(key: str, shown: bool) -> None:
     check = {"sections": {"timings": {"rows": [{"key": key, "group": "case", "seconds": [1.0] * 3}]}}}
     assert ("case" in measured_gpu.timed(check)) == shown
+
+
+# ---- the run
+
+
+KERNELS = {"csrc/solve/solve.cu": b"1", "cmab_kernels/attention/kernels/forward.py": b"1", "cmab_kernels/attention/kernels/gone.py": b"1"}
+
+
+def _facts(monkeypatch: pytest.MonkeyPatch, now: dict[str, bytes], **machine: Any) -> dict[str, str]:
+    monkeypatch.setattr(provenance, "sources_of", lambda commit: KERNELS)
+    monkeypatch.setattr(provenance, "sources", lambda: now)
+    known = {"gpu": "one", "driver_version": "1", "date": "2026-01-01", "commit": 40 * "a", "versions": {"torch": "2", "triton": "3"}}
+    rows = [{"key": "a", "ok": True}, {"key": "tests/b", "ok": False}, {"key": "c", "ok": True, "passed over": "Skipped: one GPU"}]
+    suite = {"rows": rows, "listed": 1005, "complete": False, "problem": "stopped after 5 s"}
+    timings = {"rows": [{"key": "rates", "rates": RATES}], "complete": True, "problem": ""}
+    check = {"machine": known | {"sources": provenance.digest(KERNELS)} | machine, "sections": {"suite": suite, "timings": timings}}
+    return measured_gpu_facts.facts(check, "file")
+
+
+def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = _facts(monkeypatch, KERNELS)
+    assert told["ran"] == "3 of 1,005 GPU tests were run, 1 failed" and told["wrong"] == "\n- `b`"
+    assert told["suite"] == "1 of 1,005 passed, 1 failed, 1 skipped (one GPU), 1,002 not run (stopped after 5 s)"
+    assert told["sections"].startswith("finished: timings; begun and not finished: suite (stopped after 5 s); not begun: ridge_timings")
+
+
+def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the run recorded, or those of its commit. A file that is no kernel's counts for nothing."""
+    now = KERNELS | {"csrc/solve/solve.cu": b"2", "csrc/solve/new.cuh": b"1", "cmab_kernels/api.py": b"2"}
+    del now["cmab_kernels/attention/kernels/gone.py"]
+    expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
+    told = _facts(monkeypatch, now)
+    assert told["changed"] == expected
+    assert told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/kernels/gone.py`"
+    assert _facts(monkeypatch, now, kernels=provenance.kernel_digests(now))["changed"].startswith("0 of the 3 files")
+
+
+def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _facts(monkeypatch, KERNELS)["commit"] == "commit aaaaaaa"
+    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith("a tree with changes that are in no commit")

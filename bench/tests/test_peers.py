@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import harness
-from bench.scans import intention
+from bench import devices, harness
+from bench.scans import attention, intention, modules, plain_attention, projected
+from bench.scans.case import COMPILED, passes
 from bench.scans.continual import banded
 from bench.scans.eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
 from bench.scans.intention_peers import ALPHA, CHUNK, regression
@@ -26,6 +27,83 @@ def test_gradients_by_hand_are_those_of_autograd(length: int):
     expected = out.detach(), *torch.autograd.grad(out, inputs, dout)
     assert harness.relative_error(regression(query, key, value, dout), expected) < 1e-12
     assert harness.relative_error(regression(query, key, value, dout[:0, 0, 0, 0]), expected[:1]) < 1e-12
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("keys", [2, 3000, 2311])
+@pytest.mark.parametrize("form", plain_attention.FORMS)
+def test_attention_in_plain_torch(form: str, keys: int, backward: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whole, in chunks, and in turn, of several chunks each; one key more than chunks divide is one chunk."""
+    monkeypatch.setattr(plain_attention, "CACHED", 8 * 2 * 5 * 2000)
+    inputs = attention.attention(2, 4, keys=keys, latents=5, backward=backward, dtype=torch.float64).inputs(0)
+    expected = attention.exact(*inputs[:3], inputs.dout if backward else None)
+    assert harness.relative_error(passes(plain_attention.plain(form), 3, backward)(inputs), expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in plain_attention.PLAIN if name.endswith(COMPILED)])
+def test_what_is_compiled_is_what_it_is_named_after(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    plain_attention._compiled.cache_clear()
+    inputs = attention.attention(2, 4, keys=3000, latents=5).inputs(0)[:3]
+    assert torch.equal(plain_attention.plain(name)(*inputs), plain_attention.plain(name.removesuffix(COMPILED))(*inputs))
+    plain_attention._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_chunks_of_half_precision_are_merged_in_float32(dtype: torch.dtype):
+    case = attention.attention(2, 16, keys=20_000, latents=5, dtype=dtype)
+    inputs = case.inputs(0)
+    found = plain_attention.in_turn(*inputs[:3])
+    assert found.dtype == dtype and harness.relative_error([found], attention.exact(*inputs[:3])) < harness.ERROR_BOUND[dtype]
+
+
+def test_tf32_is_allowed_where_a_name_says_so():
+    """In the gradients too, which run after the forward pass."""
+    seen: list[str] = []
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            seen.append(torch.get_float32_matmul_precision())
+            return x.clone()
+
+        @staticmethod
+        def backward(context, dout):
+            seen.append(torch.get_float32_matmul_precision())
+            return dout
+
+    x = torch.ones(2, requires_grad=True)
+    for name in ("naive", "naive, tf32", "naive, tf32, compiled"):
+        plain_attention.as_named(name, passes(Looking.apply, 1, True))((x, torch.ones(2)))
+    assert seen == ["highest", "highest", "high", "high", "high", "high"] and torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_peers_over_many_keys_are_all_of_plain_torch():
+    """A state, blocks that project, and the module have each form, in float32 and in tf32; a GPU's memory decides, not the size."""
+    cases = [attention.attention(keys=10**6, backward=True, every_peer=True), projected.projected(), modules.cross_attention()]
+    for case in cases:
+        assert all(any(name.endswith(plain) for name in case.implementations) for plain in plain_attention.PLAIN), case
+        assert all(case.counted[name] in case.implementations for name in case.implementations if name.endswith(COMPILED))
+    assert {"flash-attention", "flashinfer", "scaled_dot_product_attention, math"} < cases[0].implementations.keys()
+    half = attention.attention(dtype=torch.bfloat16, every_peer=True)
+    assert not any("tf32" in name for name in half.implementations) and "naive, in chunks in turn" in half.implementations
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("make", [projected.projected, modules.cross_attention])
+def test_peers_with_linear_layers_are_right(make, backward: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "_device", "cpu")
+    inputs = make(heads=2, width=8, keys=2000, latents=5, backward=backward).inputs(0)
+    monkeypatch.setattr(devices, "_device", "cuda")
+    case = make(heads=2, width=8, keys=2000, latents=5, backward=backward)
+    monkeypatch.setattr(devices, "_device", "cpu")
+    plain = [name for name in case.implementations if "naive" in name and not name.endswith(COMPILED)]
+    expected = case.expected(inputs)
+    assert len(plain) == 6
+    for name in plain:
+        assert harness.relative_error(case.implementations[name](inputs), expected[name]) < 1e-5, name
 
 
 def test_float64_sums_stay_exact_where_float32_sums_do_not():
