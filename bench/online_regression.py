@@ -111,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| features | examples in a call | learner | us an example: least | quartiles | error (0.1 is the noise) |")
     print("|---|---|---|---|---|---|")
-    for width, block in ((8, 1), (32, 1), (8, 100)):
+    for width, block in ((8, 1), (32, 1), (8, 40), (8, 100)):
         for name, error, (least, low, middle, high) in measured(width, block):
             print(f"| {width} | {block} | {name} | {least:.1f} | {low:.1f}, {middle:.1f}, {high:.1f} | {error:.3f} |")
 
