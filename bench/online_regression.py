@@ -1,0 +1,120 @@
+"""`python -m bench.online_regression`: what an example of a stream takes, predicted and then learned, by `OnlineRidge` and by its peers.
+
+Peers that compute the same agree with it to 1e-9 before anything is timed; those of gradient descent compute something else: their error
+stands beside ours. All take turns. river and scikit-learn are measured where they are installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from cmab_kernels import OnlineRidge
+
+ALPHA, WARM, CALLS, ROUNDS = 1.0, 500, 50, 30
+Learner = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""From examples X (N, D) and y (N,) to what was predicted at X before they were learned."""
+
+
+def ridge(fit_intercept: bool) -> Learner:
+    model = OnlineRidge(ALPHA, fit_intercept=fit_intercept)
+
+    def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        guess = model.predict(x) if hasattr(model, "n_features_in_") else np.zeros(len(x))
+        model.partial_fit(x, y)
+        return guess
+
+    return learn
+
+
+def recursive_least_squares(width: int) -> Learner:
+    """Ridge regression without an intercept, by the inverse of its system, updated for each example."""
+    inverse, weight = np.eye(width) / ALPHA, np.zeros(width)
+
+    def one(x: np.ndarray, y: float) -> float:
+        guess, along = x @ weight, inverse @ x
+        gain = along / (1 + x @ along)
+        weight[:] += gain * (y - guess)
+        inverse[:] -= np.outer(gain, along)
+        return float(guess)
+
+    return lambda x, y: np.array([one(*each) for each in zip(x, y, strict=True)])
+
+
+def stochastic_gradient_of_sklearn() -> Learner:
+    from sklearn.linear_model import SGDRegressor
+
+    model = SGDRegressor(learning_rate="constant", eta0=0.01)
+
+    def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        guess = model.predict(x) if hasattr(model, "coef_") else np.zeros(len(x))
+        model.partial_fit(x, y)
+        return guess
+
+    return learn
+
+
+def of_river(name: str) -> Learner:
+    from river import linear_model
+
+    model = getattr(linear_model, name)()
+
+    def one(x: np.ndarray, y: float) -> float:
+        features = dict(enumerate(x.tolist()))
+        guess = model.predict_one(features)
+        model.learn_one(features, y)
+        return float(guess)
+
+    return lambda x, y: np.array([one(*each) for each in zip(x, y, strict=True)])
+
+
+def learners(width: int) -> Iterator[tuple[str, Learner]]:
+    yield "OnlineRidge, without an intercept", ridge(False)
+    yield "OnlineRidge", ridge(True)
+    yield "recursive least squares in NumPy", recursive_least_squares(width)
+    if importlib.util.find_spec("sklearn"):
+        yield "scikit-learn, SGDRegressor.partial_fit", stochastic_gradient_of_sklearn()
+    if importlib.util.find_spec("river"):
+        yield "river, BayesianLinearRegression", of_river("BayesianLinearRegression")
+        yield "river, LinearRegression (gradient descent)", of_river("LinearRegression")
+
+
+def measured(width: int, block: int) -> Iterator[tuple[str, float, list[float]]]:
+    """Name, root of the mean squared error after 500 examples, and the quartiles of microseconds for an example, the least before them."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(WARM + block * CALLS * ROUNDS, width))
+    y = x @ random.normal(size=width) + 0.1 * random.normal(size=len(x))
+    made = dict(learners(width))
+    guesses = {name: [learn(x[i : i + 1], y[i : i + 1]) for i in range(WARM)] for name, learn in made.items()}
+    exact, ours = (np.concatenate(guesses[name]) for name in ("recursive least squares in NumPy", "OnlineRidge, without an intercept"))
+    assert np.allclose(ours, exact, rtol=1e-9, atol=1e-9)
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    errors: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(ROUNDS):
+        start = WARM + turn * block * CALLS
+        calls = [slice(start + i * block, start + (i + 1) * block) for i in range(CALLS)]
+        for name, learn in made.items():
+            begin = time.perf_counter()
+            found = [learn(x[rows], y[rows]) for rows in calls]
+            taken[name].append((time.perf_counter() - begin) * 1e6 / (block * CALLS))
+            errors[name] += [float(np.square(guess - y[rows]).mean()) for guess, rows in zip(found, calls, strict=True)]
+    for name, times in taken.items():
+        yield name, statistics.mean(errors[name]) ** 0.5, [min(times), *statistics.quantiles(times)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("| features | examples in a call | learner | us an example: least | quartiles | error (0.1 is the noise) |")
+    print("|---|---|---|---|---|---|")
+    for width, block in ((8, 1), (32, 1), (8, 40), (8, 100)):
+        for name, error, (least, low, middle, high) in measured(width, block):
+            print(f"| {width} | {block} | {name} | {least:.1f} | {low:.1f}, {middle:.1f}, {high:.1f} | {error:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
