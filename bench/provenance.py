@@ -52,8 +52,8 @@ def commit() -> str:
 
 
 def dirty() -> bool:
-    """True if the checkout has changes that are in no commit."""
-    return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") != "unknown"
+    """True if the checkout has changes that are in no commit, other than results: a run writes those, and the next is of the same commit."""
+    return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") != "unknown"
 
 
 COMPILED = ROOT / "bench" / "results" / "compiled"
