@@ -318,8 +318,8 @@ NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
 SHORT = (
     *((latents, keys, 4) for latents in (1, 16, 128) for keys in (128, 256, 1024)),
-    *((length, length, 4) for length in (64, 256, 1024)),
-    *((1, keys, batch) for keys, batch in ((64, 4), (4096, 1), (65_536, 1))),
+    *((latents, 64, 4) for latents in (1, 64)),
+    *((1, keys, 1) for keys in (4096, 65_536)),
 )
 """(queries, keys, batch) of calls that share little work, among which this package loses."""
 
