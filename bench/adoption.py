@@ -10,12 +10,12 @@ rows, and the table of docs/use_it_in.md.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -138,9 +138,9 @@ NO_DROPOUT = ("dropout", "attention_dropout", "hidden_dropout_prob", "attention_
 
 
 def of_transformers(
-    kind: str, inputs: Callable[[], Inputs], part: Callable[[Any], nn.Module] = lambda model: model, **sizes: Any
+    kind: str, inputs: Callable[[], Inputs], sizes: Mapping[str, Any], part: str = ""
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A model of `transformers` by the name of its class, without dropout; `part`: what of it is called."""
+    """A model of `transformers` by the name of its class, without dropout; `part`: the module of it that is called, if not all."""
 
     def make() -> tuple[nn.Module, Inputs]:
         import transformers
@@ -150,7 +150,7 @@ def of_transformers(
         for name in NO_DROPOUT:
             if isinstance(getattr(config, name, None), float):
                 setattr(config, name, 0.0)
-        return part(model_class(config)), inputs()
+        return model_class(config).get_submodule(part), inputs()
 
     return make
 
@@ -171,7 +171,9 @@ WIDE = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 4}
 """Four layers with heads of 64."""
 
 SUBJECTS = {
-    "set-transformer": Subject("PyTorch Geometric's `SetTransformerAggregation`: 8 sets of 2,000 points, heads of 16", set_transformer, by_modules),
+    "set-transformer": Subject(
+        "PyTorch Geometric's `SetTransformerAggregation`: 8 sets of 2,000 points, heads of 16", set_transformer, by_modules
+    ),
     "gps": Subject("PyTorch Geometric's `GPSConv`: 4 graphs of 1,000 nodes, heads of 16", gps, by_modules),
     "encoder-64": Subject("`torch.nn.TransformerEncoder`: 8 x 64 tokens, heads of 16", encoder(8, 64, 4, 16), by_modules),
     "encoder-197": Subject("`torch.nn.TransformerEncoder`: 8 x 197 tokens, heads of 16", encoder(8, 197, 4, 16), by_modules),
@@ -182,8 +184,10 @@ SUBJECTS = {
         of_transformers(
             "TimeSeriesTransformerModel",
             lambda: series(336, 2, 8),
-            **{"prediction_length": 24, "context_length": 336, "num_time_features": 2, "d_model": 26, "encoder_layers": 4},
-            **{"decoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "lags_sequence": [1, 2, 3, 4, 5, 6, 7]},
+            {
+                **{"prediction_length": 24, "context_length": 336, "num_time_features": 2, "d_model": 26, "encoder_layers": 4},
+                **{"decoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "lags_sequence": [1, 2, 3, 4, 5, 6, 7]},
+            },
         ),
         by_name,
     ),
@@ -192,14 +196,16 @@ SUBJECTS = {
         of_transformers(
             "PatchTSTModel",
             lambda: {"past_values": torch.randn(8, 336, 7)},
-            **{"num_input_channels": 7, "context_length": 336, "patch_length": 16, "patch_stride": 8, "d_model": 128},
-            **{"num_attention_heads": 16, "ffn_dim": 256, "num_hidden_layers": 3},
+            {
+                **{"num_input_channels": 7, "context_length": 336, "patch_length": 16, "patch_stride": 8, "d_model": 128},
+                **{"num_attention_heads": 16, "ffn_dim": 256, "num_hidden_layers": 3},
+            },
         ),
         by_name,
     ),
     "vit": Subject(
         "ViT: 4 pictures, 197 tokens, heads of 64",
-        of_transformers("ViTModel", lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}, intermediate_size=1536, **WIDE),
+        of_transformers("ViTModel", lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}, {"intermediate_size": 1536, **WIDE}),
         by_name,
     ),
     "whisper": Subject(
@@ -207,8 +213,8 @@ SUBJECTS = {
         of_transformers(
             "WhisperModel",
             lambda: {"input_features": torch.randn(1, 80, 3000)},
-            lambda model: model.encoder,
-            **{"d_model": 384, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536},
+            {"d_model": 384, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536},
+            part="encoder",
         ),
         by_name,
     ),
@@ -217,8 +223,7 @@ SUBJECTS = {
         of_transformers(
             "Blip2QFormerModel",
             lambda: {"query_embeds": torch.randn(4, 32, 384), "encoder_hidden_states": torch.randn(4, 257, 384)},
-            **WIDE,
-            encoder_hidden_size=384,
+            {"encoder_hidden_size": 384, **WIDE},
         ),
         by_name,
     ),
@@ -237,7 +242,9 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
         training = mode == "training"
         ways = subject.ways(model.train(training))
         exact = next(iter(subject.ways(deepcopy(model).double()).values()))
-        expected = _results(exact, {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}, training)
+        expected = _results(
+            exact, {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}, training
+        )
         errors = {name: relative_error(_results(way, inputs, training), expected) for name, way in ways.items()}
         allowed = max(ERROR_BOUND[torch.float32], 2 * next(iter(errors.values())))  # some gradients lose digits in the model as it is
         if wrong := [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= allowed]:
@@ -284,12 +291,14 @@ def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str,
 def table(found: Mapping[str, Any]) -> str:
     """A line for each model, those that gain most in evaluation first, and where it was measured."""
     seconds = {(row["model"], row["pass"], row["implementation"]): row["seconds"] for row in found["rows"]}
-    lines = [(ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key)) for key in SUBJECTS if (key, PASSES[0]) in {k[:2] for k in seconds}]
+    lines = [
+        (ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key)) for key in SUBJECTS if (key, PASSES[0]) in {k[:2] for k in seconds}
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    machine = f"{found['processor']} ({found['native_instruction_set']}), 1 thread, {versions}, {found['date'][:10]}, commit {found['commit'][:10]}"
-    dirty = " **with changes that are in no commit**" if found["dirty"] else ""
+    machine = f"{found['processor']} ({found['native_instruction_set']}), 1 thread, {versions}, {found['date'][:10]}"
     share = max(row["others"] or 0.0 for row in found["rows"])
-    where = f"Least CPU time of calls that take turns; other programs took up to {share:.0%} of the processors. {machine}{dirty}, `{RESULTS.name}`."
+    load = f"Least CPU time of calls that take turns; other programs took up to {share:.0%} of the processors."
+    where = f"{load} {machine}, commit {found['commit'][:10]}, `{RESULTS.name}`."
     head = ["| model | as it was | with ours | evaluation | training |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(line for _, line in sorted(lines)), "", where])
 
@@ -312,33 +321,33 @@ def _line(seconds: Mapping[tuple[str, str, str], float], key: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.adoption", description="Measures models of other packages with ours in them.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(SUBJECTS)}; all if none is named")
-    parser.add_argument("--write", action="store_true", help="measure nothing: write the table of the page alone")
     options = parser.parse_args()
     if unknown := set(options.models) - SUBJECTS.keys():
         parser.error(f"MODEL: got {', '.join(sorted(unknown))}, expected {', '.join(SUBJECTS)}")
-    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
-    found = old if options.write else measured(options.models or list(SUBJECTS), old)
+    if provenance.dirty():
+        raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
+    found = measured(options.models or list(SUBJECTS), json.loads(RESULTS.read_text()) if RESULTS.exists() else {})
     PAGE.write_text(put(PAGE.read_text(), table(found), BEGIN, END, PAGE.name))
 
 
-def measured(keys: list[str], old: Mapping[str, Any] | None) -> dict[str, Any]:
+def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
     """Measures models, and keeps the rows of others if they were measured in the same commit and on the same machine."""
     machine = provenance.machine()
-    versions = {name: provenance._version(name) for name in ("torch", "transformers", "torch_geometric")}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torch_geometric")}
     head = {
         "commit": provenance.commit(),
-        "dirty": provenance.dirty(),
         "processor": provenance.processor("cpu"),
         "native_instruction_set": machine["native_instruction_set"],
         "torch_instruction_set": machine["torch_instruction_set"],
         "versions": versions,
     }
-    same = old is not None and all(old[name] == value for name, value in head.items())
-    rows = [row for row in old["rows"] if row["model"] not in keys] if old and same else []
+    same = all(old.get(name) == value for name, value in head.items())
+    rows = [row for row in old["rows"] if row["model"] not in keys] if same else []
     with threads(1):
         for key in keys:
             rows += list(rows_of(key))
-            print(key, *(f"{row['pass']}, {row['implementation']}: {1e3 * row['seconds']:.3g} ms" for row in rows if row["model"] == key), sep="\n  ")
+            told = (f"{row['pass']}, {row['implementation']}: {1e3 * row['seconds']:.3g} ms" for row in rows if row["model"] == key)
+            print(key, *told, sep="\n  ", flush=True)
     found = {"date": provenance.now(), **head, "rows": rows}
     write_json(RESULTS, found)
     return found

@@ -52,7 +52,7 @@ def commit() -> str:
 
 
 def dirty() -> bool:
-    """True if the checkout has changes that are in no commit, other than results: a run writes those, and the next is of the same commit."""
+    """True if the checkout has changes that are in no commit, other than results, which a run writes before the next begins."""
     return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") != "unknown"
 
 

@@ -77,8 +77,8 @@ def _warn_of_others() -> None:
     share = others(LOOK)
     if share is not None and share > NOISY:
         print(
-            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as noisy, and counts neither as "
-            "gain nor as loss: end them, and measure again.",
+            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as noisy, and counts "
+            "neither as gain nor as loss: end them, and measure again.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""docs/measured.md, the headline table of the README, the table of docs/when_not.md and the plots: `python -m bench.report.measured` writes them.
+"""docs/measured.md, its plots, the headline of the README, the table of docs/when_not.md: `python -m bench.report.measured` writes them.
 
 The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. All come from runs in
 bench/results: `page.json` has what measured.md shows, `short.json` the short calls of when_not.md, `avx2.json` and `short_avx2.json` the
@@ -132,13 +132,13 @@ def _where(run: Run, threads: Sequence[int]) -> str:
 
 def short_calls(run: Run, narrow: Run) -> str:
     """The table of when_not.md: ratios of short calls by queries and keys, losses in bold by the rule of the benchmark's report."""
-    found: dict[tuple[int, int, int], dict[tuple[str, int], str]] = {}
+    found: dict[tuple[int, ...], dict[tuple[str, int], str]] = {}
     for source, rows in (("", run.rows), ("AVX2", narrow.rows)):
         for row in rows:
             if row.ours and row.ratio and not row.noisy:
-                shape, width = (int(row.parameters[letter]) for letter in "LNB"), int(row.parameters["D"])
+                shape, width = tuple(int(row.parameters[letter]) for letter in "LNB"), int(row.parameters["D"])
                 text = f"{row.ratio.median:.2f}"
-                found.setdefault(tuple(shape), {})[source, width] = f"**{text}**" if clearly_slower(row) else text
+                found.setdefault(shape, {})[source, width] = f"**{text}**" if clearly_slower(row) else text
     columns = [(source, width) for source in ("", "AVX2") for width in (16, 64)]
     head = " | ".join(f"4 heads of {width}{f', {source}' if source else ''}" for source, width in columns)
     lines = [f"| queries over keys | {head} |", "|---|" + "---|" * len(columns)]

@@ -65,7 +65,9 @@ def test_every_row_of_a_table_is_in_the_committed_runs(whole: Run, narrow: Run):
     text = measured.page(whole, narrow)
     assert text.count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
     narrowed = [line for line in measured.TABLES[0].splitlines() if "{narrow}" in line]
-    assert whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() >= measured.shown(narrowed) and len(narrowed) == 6
+    assert (
+        whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() >= measured.shown(narrowed) and len(narrowed) == 6
+    )
 
 
 def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatch):
@@ -114,7 +116,10 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
     assert rows == [
         f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
     ]
-    assert caption == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit 0123456789, `some.json`."
+    assert (
+        caption
+        == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit 0123456789, `some.json`."
+    )
     assert "commit 0123456789 **with changes that are in no commit**, `" in measured.filled(TABLE, replace(run, dirty=True))
     assert measured.filled(TABLE, replace(run, rows=tuple(replace(row, others=0.5) for row in run.rows))).count("), noisy |\n") == 1
     assert measured.filled(TABLE.replace(GROUP, "absent"), run) == ""

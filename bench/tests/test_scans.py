@@ -229,7 +229,9 @@ def test_peers_are_peers():
     assert million.baselines == (CHUNKED,) and SDPA not in million.implementations and "reference" not in million.implementations
     assert short.baselines == (CHUNKED,) and short.others == (SDPA,) and "reference" in short.implementations
     assert INVERSE not in intention.solve(8, 8, 5).baselines and INVERSE in intention.inverse(8, 5).baselines
-    assert all(THEIRS in module.others and THEIRS not in module.baselines for module in (modules.intention_module(), modules.nystrom_module()))
+    assert all(
+        THEIRS in module.others and THEIRS not in module.baselines for module in (modules.intention_module(), modules.nystrom_module())
+    )
     assert attention.attention(every_peer=True).baselines == (SDPA, NAIVE, f"{SDPA}, math", attention.NAIVE_COMPILED, attention.FLEX)
     assert set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
     steps = continual.beside_full(20, calls=30).steps

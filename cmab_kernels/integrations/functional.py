@@ -87,7 +87,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _share_too_little(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's function is faster, as few queries read each key. With a gradient the operator runs: torch has no second one."""
+    """Return whether torch's function is faster, as few queries read each key. It has no second gradient: with one the operator runs."""
     if query.device.type != "cpu" or not is_free("attention", "auto") or is_differentiated(query, key, value):
         return False
     queries = query.shape[1] // key.shape[1] * query.shape[2]

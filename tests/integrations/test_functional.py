@@ -108,7 +108,9 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("queries, keys, width, groups, is_fused", COUNTS.values(), ids=COUNTS)
-def test_few_queries_without_gradients_are_torchs(queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]) -> None:
+def test_few_queries_without_gradients_are_torchs(
+    queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]
+) -> None:
     """Since it is faster; with a gradient, a mask or a named implementation the operator runs all the same."""
     query, (key, value) = torch.randn(1, 2, queries, width), torch.randn(2, 1, groups, keys, width)
     given: dict[str, Any] = {"enable_gqa": True}
