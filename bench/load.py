@@ -16,11 +16,11 @@ class Usage(NamedTuple):
     """Seconds of processors since some moment."""
 
     every: float
-    """Of all of them, idle or not."""
+    """Those of all of them, idle or not."""
     busy: float
-    """Of every program, and of other guests of the same host."""
+    """Those of every program, and of other guests of the same host."""
     own: float
-    """Of this process."""
+    """Those of this process."""
 
 
 def usage() -> Usage | None:

@@ -27,7 +27,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("stolen", "own", "share"), [(0, 1, 0.0), (0, 0, 0.05), (4, 1, 0.2), (0, 1.02, 0.0)])
 def test_others_are_all_that_is_busy_but_this_process(stolen: float, own: float, share: float, counted):
-    """Of 20 seconds of all processors, 1 of which somebody used, idle ones and those that wait for a disk among them."""
+    """All processors together have 20 seconds; idle ones, and those that wait for a disk, count as free."""
     counted(5, 0, 1, 50, 3, 0, 0, 2, own=7)
     before = load.usage()
     counted(5.5, 0.2, 1.2, 60 - stolen, 12, 0.05, 0.05, 2 + stolen, own=7 + own)
