@@ -4,7 +4,7 @@ Weights are random, sizes are those of small published models. Every way compute
 was in float64. Models with torch's own layers are taken with torch's fast path on and off, those of `transformers` with each attention that
 they have: a ratio is to the fastest of these. What is compared is the least CPU time of one thread, of calls that take turns, which other
 programs disturb less than the clock on the wall. It writes `bench/results/adoption.json`, in which models that are not named keep their
-rows, and the table of docs/use_it_in.md.
+rows; `--page` writes the table of docs/use_it_in.md from it.
 """
 
 from __future__ import annotations
@@ -321,13 +321,16 @@ def _line(seconds: Mapping[tuple[str, str, str], float], key: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.adoption", description="Measures models of other packages with ours in them.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(SUBJECTS)}; all if none is named")
+    parser.add_argument("--page", action="store_true", help="measure nothing, and write the table of docs/use_it_in.md")
     options = parser.parse_args()
     if unknown := set(options.models) - SUBJECTS.keys():
         parser.error(f"MODEL: got {', '.join(sorted(unknown))}, expected {', '.join(SUBJECTS)}")
+    if options.page:
+        PAGE.write_text(put(PAGE.read_text(), table(json.loads(RESULTS.read_text())), BEGIN, END, PAGE.name))
+        return
     if provenance.dirty():
         raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
-    found = measured(options.models or list(SUBJECTS), json.loads(RESULTS.read_text()) if RESULTS.exists() else {})
-    PAGE.write_text(put(PAGE.read_text(), table(found), BEGIN, END, PAGE.name))
+    write_json(RESULTS, measured(options.models or list(SUBJECTS), json.loads(RESULTS.read_text())))
 
 
 def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,9 +351,7 @@ def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
             rows += list(rows_of(key))
             told = (f"{row['pass']}, {row['implementation']}: {1e3 * row['seconds']:.3g} ms" for row in rows if row["model"] == key)
             print(key, *told, sep="\n  ", flush=True)
-    found = {"date": provenance.now(), **head, "rows": rows}
-    write_json(RESULTS, found)
-    return found
+    return {"date": provenance.now(), **head, "rows": rows}
 
 
 if __name__ == "__main__":
