@@ -20,6 +20,7 @@ from cmab_kernels.measure import Task, interleave, peak_memory
 
 from .devices import device, threads
 from .floors import floors, rounded
+from .load import others_since, usage
 from .rates import rates_of
 from .runs import FAULTS, Row, Spread, fastest, of_this_package
 from .scans.case import COLD_BYTES, COMPILED, IN_TF32, Case, Implementation, Results
@@ -72,9 +73,11 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
         if examined:
             copies = [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))]
             calls = {name: timed_call(case.implementations[name], copies, capture and name not in case.uncaptured) for name in examined}
+            before = usage()
             samples, repeats = take_samples(calls, budget)
+            others = others_since(before)
             group.samples = {name: [sample / case.steps.get(name, 1) for sample in samples[name]] for name in calls}
-            group.rows = _rows(case, examined, group.samples, repeats)
+            group.rows = {name: replace(row, others=others) for name, row in _rows(case, examined, group.samples, repeats).items()}
     return group
 
 

@@ -59,8 +59,8 @@ def commit() -> str:
 
 
 def dirty() -> bool:
-    """True if the checkout has changes that are in no commit."""
-    return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") != "unknown"
+    """True if the checkout has changes that are in no commit, other than results, which a run writes before the next begins."""
+    return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") != "unknown"
 
 
 COMPILED = ROOT / "bench" / "results" / "compiled"

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .load import NOISY
+
 FORMAT = 2
 """The number under `cmab_kernels_bench` in the files that this code writes and reads."""
 
@@ -86,6 +88,8 @@ class Row:
     """Seconds that the machine needs at least."""
     bound: str | None = None
     """What the floor's time goes to: exponentials, matrix or memory."""
+    others: float | None = None
+    """The share of all processors that other programs took while the group was timed; None where the system does not tell."""
 
     @property
     def ours(self) -> bool:
@@ -95,6 +99,11 @@ class Row:
     def peer(self) -> bool:
         """Nothing of this package: its time changes only with the machine and the software around it."""
         return not self.ours and self.implementation != DEFINITION
+
+    @property
+    def noisy(self) -> bool:
+        """Other programs took so much of the machine meanwhile that its ratio is no verdict."""
+        return self.others is not None and self.others > NOISY
 
     @property
     def threads(self) -> int:
@@ -209,7 +218,7 @@ def beyond_results(row: Row) -> str:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------------------------
 
-OF_GROUP = ("group", "scan", "parameters", "baseline")
+OF_GROUP = ("group", "scan", "parameters", "baseline", "others")
 """Fields that the rows of a group share: they stand in the group's line."""
 
 
@@ -323,6 +332,8 @@ def _row(number: int, raw: Any, groups: Mapping[str, Any]) -> Row:
         _check(raw, ROW)
         if raw["group"] not in groups:
             raise _Damage(f"{raw['group']} is no group of this file")
+        if not isinstance(groups[raw["group"]].get("others"), (*NUMBER, type(None))):
+            raise _Damage(f"others is {groups[raw['group']]['others']!r:.40}")
         spreads = {name: _spread(name, raw[name]) for name in SPREADS if name in raw}
         if "floor" in raw and not _positive(raw["floor"]):
             raise _Damage(f"floor is {raw['floor']!r:.40}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Mapping
 
@@ -10,13 +11,17 @@ import torch
 from . import provenance
 from .devices import measure_on
 from .harness import Group, measure
+from .load import NOISY, others
 from .report.table import brief, table
-from .runs import DEFINITION, Run
+from .runs import DEFINITION, Row, Run
 from .scans import all_cases
 from .scans.intention_state import errors_of_additions
 
 BUDGET = {True: 1.0, False: 1.5}
 """Seconds of timing a group, for a quick run and for a full one."""
+
+LOOK = 0.5
+"""Seconds in which a run looks at the machine before it begins."""
 
 THREADS = 2
 """Threads where neither a case nor the caller says how many, if torch has as many."""
@@ -33,6 +38,7 @@ def measured(
     every = not scans and not groups
     cases = [case for case in all_cases() if (every or case.scan in scans or case.name in groups) and (case.quick or not quick)]
     found: dict[str, Group] = {}
+    _warn_of_others()
     start = time.monotonic()
     for case in cases:
         found[case.name] = measure(case, [name for name in case.implementations if name != DEFINITION], BUDGET[quick])
@@ -52,7 +58,7 @@ def measured(
         versions=versions,
         rates=provenance.rates(device, {row.threads for row in rows}),
         figures=figures,
-        notes=[],
+        notes=_notes(rows),
         not_measured={f"{name}-{which}": why for name, group in found.items() for which, why in group.problems.items()},
         rows=rows,
     )
@@ -66,6 +72,25 @@ def _errors_of_a_million_additions() -> Mapping[str, float]:
     return {f"relative error of K'K after 1,000,000 additions of one key, {name}": error for name, error in found.items()}
 
 
+def _warn_of_others() -> None:
+    """Says before anything is measured that the machine is busy."""
+    share = others(LOOK)
+    if share is not None and share > NOISY:
+        print(
+            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as noisy, and counts "
+            "neither as gain nor as loss: end them, and measure again.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _notes(rows: Collection[Row]) -> list[str]:
+    """What a reader must know of the run."""
+    noisy = {row.group for row in rows if row.noisy}
+    told = f"{len(noisy)} of {len({row.group for row in rows})} groups were timed while other programs took more than {NOISY:.0%}"
+    return [f"{told} of the machine's processors: they are noisy, and count neither as gain nor as loss."] if noisy else []
+
+
 def _tell_progress(name: str, group: Group, done: str, left: float) -> None:
     """A line for a group: how far the run is, and what came out."""
     waiting = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"
@@ -76,3 +101,5 @@ def _tell_results(run: Run, groups: Mapping[str, Group]) -> None:
     print(*table(run.groups, {name: group.problems for name, group in groups.items() if group.problems}), sep="\n")
     for name, figure in run.figures.items():
         print(f"\n{name}: {figure:.1e}")
+    for note in run.notes:
+        print(f"\n{note}")

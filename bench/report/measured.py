@@ -1,8 +1,8 @@
-"""docs/measured.md, the headline table of the README and the plots: `python -m bench.report.measured [page|avx2]` writes them.
+"""docs/measured.md, its plots, the headline of the README, the table of docs/when_not.md: `python -m bench.report.measured` writes them.
 
-The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. They come from two runs in
-bench/results: `page.json` has all that is shown, `avx2.json` the headline with both sides held to AVX2. Named as an argument, a run is
-measured anew first, on a quiet machine in about ten minutes and two.
+The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. All come from runs in
+bench/results: `page.json` has what measured.md shows, `short.json` the short calls of when_not.md, `avx2.json` and `short_avx2.json` the
+headline and the short calls with both sides held to AVX2. `python -m bench.report.measured RUN` measures one of them anew, from a commit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from cmab_kernels.measure import readable
 
 from .. import provenance, session
 from ..runs import Row, Run, Spread, beyond_results, load, save
+from ..scans.attention import short_cases
 from . import plots
 from .marks import put
+from .page import clearly_slower
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -25,10 +27,15 @@ README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "measured.md"
 PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
 """Operators whose curves are drawn -> the plot of each."""
+WHEN_NOT = ROOT / "docs" / "when_not.md"
 WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
 """The run of all that is shown; the run of which the headline shows ratios beside those, both sides held to AVX2."""
+SHORT, NARROW_SHORT = RESULTS / "short.json", RESULTS / "short_avx2.json"
+"""Short calls, of which when_not.md shows where they lose; the same held to AVX2."""
 BEGIN, END = "<!-- headline table: begin -->", "<!-- headline table: end -->"
 """The marks in the README between which the headline table stands."""
+SHORT_BEGIN, SHORT_END = "<!-- short calls: begin -->", "<!-- short calls: end -->"
+"""The marks in when_not.md between which the table of short calls stands."""
 
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
 """The text of the page: what stands before the first heading, and a table under each. The first is the headline of the README."""
@@ -41,15 +48,17 @@ def shown(tables: Sequence[str]) -> set[str]:
     return {place for table in tables for place in PLACE.findall(table) if place != "narrow" and not place.startswith("where")}
 
 
-def measure(name: str) -> None:
-    """Measures a run of the page anew: `page` or `avx2`."""
-    if name == WHOLE.stem:
-        save(session.measured(scans=PLOTS, groups=shown(TABLES)), WHOLE)
-        return
+def measure(path: Path) -> None:
+    """Measures one of the runs anew: what is published is what a commit does."""
+    if provenance.dirty():
+        raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
     held = {side: str(provenance.machine()[f"{side}_instruction_set"]).lower() for side in ("native", "torch")}
-    if set(held.values()) != {"avx2"}:
+    if path in (NARROW, NARROW_SHORT) and set(held.values()) != {"avx2"}:
         raise SystemExit(f"{held}, where both must be avx2: set CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2")
-    save(session.measured(groups=shown(TABLES[:1])), NARROW)
+    if path == WHOLE:
+        save(session.measured(scans=PLOTS, groups=shown(TABLES)), path)
+    else:
+        save(session.measured(groups=shown(TABLES[:1]) if path == NARROW else {case.name for case in short_cases()}), path)
 
 
 def page(run: Run, narrow: Run) -> str:
@@ -76,7 +85,8 @@ def filled(table: str, run: Run, narrow: Run | None = None) -> str:
                 continue
             ours, theirs = pair
             threads.add(ours.threads)
-            line = line.replace(place[0], f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}")
+            noisy = ", noisy" if ours.noisy else ""
+            line = line.replace(place[0], f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}{noisy}")
             if narrow is not None:
                 line = line.replace("{narrow}", _narrow_ratio(narrow.groups.get(place[1], ())))
         line = line.replace("{where}", _where(run, sorted(threads)))
@@ -116,7 +126,26 @@ def _where(run: Run, threads: Sequence[int]) -> str:
     """The machine and the day; the commit stands in the file."""
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     machine = f"{run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
-    return f"{machine}, {run.when[:10]}, `{run.path.name}`."
+    dirty = " **with changes that are in no commit**" if run.dirty else ""
+    return f"{machine}, {run.when[:10]}, commit {run.commit[:10]}{dirty}, `{run.path.name}`."
+
+
+def short_calls(run: Run, narrow: Run) -> str:
+    """The table of when_not.md: ratios of short calls by queries and keys, losses in bold by the rule of the benchmark's report."""
+    found: dict[tuple[int, ...], dict[tuple[str, int], str]] = {}
+    for source, rows in (("", run.rows), ("AVX2", narrow.rows)):
+        for row in rows:
+            if row.ours and row.ratio and not row.noisy:
+                shape, width = tuple(int(row.parameters[letter]) for letter in "LNB"), int(row.parameters["D"])
+                text = f"{row.ratio.median:.2f}"
+                found.setdefault(shape, {})[source, width] = f"**{text}**" if clearly_slower(row) else text
+    columns = [(source, width) for source in ("", "AVX2") for width in (16, 64)]
+    head = " | ".join(f"4 heads of {width}{f', {source}' if source else ''}" for source, width in columns)
+    lines = [f"| queries over keys | {head} |", "|---|" + "---|" * len(columns)]
+    for (latents, keys, batch), cells in sorted(found.items()):
+        alone = " (a batch of 1)" if batch == 1 else ""
+        lines.append(f"| {latents:,} over {keys:,}{alone} | {' | '.join(cells.get(column, 'noisy') for column in columns)} |")
+    return "\n".join([*lines, "", f"{_where(run, [1])} Held to AVX2: {_where(narrow, [1])}"])
 
 
 def insert(text: str, new: str) -> str:
@@ -128,16 +157,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report.measured", description="Writes docs/measured.md, its plots and the headline."
     )
-    parser.add_argument("run", nargs="?", choices=(WHOLE.stem, NARROW.stem), help="a run to measure anew first")
+    every = {path.stem: path for path in (WHOLE, NARROW, SHORT, NARROW_SHORT)}
+    parser.add_argument("run", nargs="?", choices=every, help="measure this run anew, and write no page")
     if name := parser.parse_args().run:
-        measure(name)
+        measure(every[name])
+        return
     run, narrow = load(WHOLE), load(NARROW)
     README.write_text(insert(README.read_text(), headline(run, narrow)))
     PAGE.write_text(page(run, narrow))
+    WHEN_NOT.write_text(put(WHEN_NOT.read_text(), short_calls(load(SHORT), load(NARROW_SHORT)), SHORT_BEGIN, SHORT_END, WHEN_NOT.name))
     for operator, plot in PLOTS.items():
         plots.picture(run, operator, plot)
-    written = (README, PAGE, *PLOTS.values())
-    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {WHOLE.name} and {NARROW.name}")
+    written = (README, PAGE, WHEN_NOT, *PLOTS.values())
+    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(path.name for path in every.values())}")
 
 
 if __name__ == "__main__":

@@ -117,13 +117,16 @@ def _machine(run: Run) -> str:
         "instructions": ", ".join(sets),
         "threads": f"{run.threads}, where a row does not say otherwise",
         "versions": versions,
-        "commit": run.revision + (", with changes that are in no commit" if run.revision.endswith("+") else ""),
+        "commit": run.revision,
         "date": run.when,
         "notes": " ".join(run.notes),
         "extent": f"{'quick' if run.quick else 'full'}: {len(run.scans)} operators, {len(run.groups)} groups, {len(run.rows)} rows",
         "file": run.path.name,
     }
-    return _pairs({name: escape(value) for name, value in told.items()})
+    found = {name: escape(value) for name, value in told.items()}
+    if run.dirty:
+        found["commit"] += ", <strong>with changes that are in no commit</strong>"
+    return _pairs(found)
 
 
 def _summary(run: Run) -> str:
@@ -131,19 +134,32 @@ def _summary(run: Run) -> str:
     if not gains:
         return f"{_wrong(run)}<p>No group has a kernel of ours beside a peer.</p>"
     every = [pair for found in gains.values() for pair in found]
-    slower = [pair for pair in every if _clearly_slower(pair[0])]
-    even = [pair for pair in every if _even(pair[0])]
-    best, worst = max(every, key=lambda pair: pair[1]), min(every, key=lambda pair: pair[1])
+    judged = [pair for pair in every if not pair[0].noisy]
+    slower = [pair for pair in judged if clearly_slower(pair[0])]
+    even = [pair for pair in judged if _even(pair[0])]
     overview = plots.overview(run)
     assert overview is not None
     return f"""{_wrong(run)}
-<p>In {len(every) - len(slower) - len(even)} of {len(every)} groups with a peer, cmab_kernels is faster than the fastest of them;
-in {len(even)} the quartiles leave it open; in {len(slower)} it is slower. It gains most, {times(best[1])}, in {_where(best[0])}, and
-least, {times(worst[1])}, in {_where(worst[0])}.</p>
+<p>In {len(judged) - len(slower) - len(even)} of {len(judged)} groups with a peer, cmab_kernels is faster than the fastest of them;
+in {len(even)} the quartiles leave it open; in {len(slower)} it is slower.{_ends(judged)}{_noisy(len(every) - len(judged))}</p>
 <div class="beside"><figure>{svg(overview)}</figure>
 {_table("Speed-up of each operator", SUMMARY, _summary_rows(gains))}</div>
 <h3>Where cmab_kernels is slower</h3>
 {_slower([row for row, _ in slower], [row for row, gain in even if gain < 1])}"""
+
+
+def _ends(judged: Sequence[tuple[Row, float]]) -> str:
+    """Where it gains most, and where least."""
+    if not judged:
+        return ""
+    best, worst = max(judged, key=lambda pair: pair[1]), min(judged, key=lambda pair: pair[1])
+    return f""" It gains most, {times(best[1])}, in {_where(best[0])}, and
+least, {times(worst[1])}, in {_where(worst[0])}."""
+
+
+def _noisy(count: int) -> str:
+    """Says how many groups count for nothing."""
+    return f" <strong>{count} more groups are noisy</strong>, and count neither as gain nor as loss." if count else ""
 
 
 SUMMARY = ("operator", "groups", "least", "median", "most", "beside")
@@ -169,7 +185,8 @@ def _even(row: Row) -> bool:
     return row.ratio is not None and row.ratio.low <= 1 <= row.ratio.high
 
 
-def _clearly_slower(row: Row) -> bool:
+def clearly_slower(row: Row) -> bool:
+    """A loss: more than the time of the fastest peer, and the quartiles say so too."""
     return row.ratio is not None and row.ratio.median > 1 and not _even(row)
 
 
@@ -184,7 +201,7 @@ def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
         f"<li>{_where(row)}: perhaps, {row.ratio.median:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
         for row in perhaps
     ]
-    return f'<ul class="columns">{"".join(lines)}</ul>' if lines else "<p>In no group.</p>"
+    return f'<ul class="columns">{"".join(lines)}</ul>' if lines else "<p>In no group of this run.</p>"
 
 
 def _quartiles(row: Row) -> str:
@@ -261,6 +278,8 @@ def _rows(run: Run) -> str:
 
 def _group(label: str, members: Sequence[Row]) -> Iterator[str]:
     title = f"{escape(label)} <code>{escape(members[0].group)}</code>"
+    if members[0].noisy:
+        title += f" <strong>noisy: other programs took {members[0].others:.0%} of the processors</strong>"
     yield f'<tr><th class="group" colspan="{len(HEAD)}" scope="rowgroup"><span>{title}</span></th></tr>'
     best = fastest(members)
     for row in members:

@@ -14,7 +14,10 @@ def table(groups: Mapping[str, Sequence[Row]], problems: Mapping[str, Mapping[st
     for group in dict.fromkeys((*groups, *problems)):
         yield ""
         yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
-        for row in groups.get(group, ()):
+        rows = groups.get(group, ())
+        if any(row.noisy for row in rows):
+            yield f"  noisy: other programs took {rows[0].others:.0%} of the processors"
+        for row in rows:
             yield f"  {row.implementation:<62}{_figures(row)}"
         for name, problem in problems.get(group, {}).items():
             yield f"  {name:<62}-- {problem}"
@@ -33,7 +36,8 @@ def brief(rows: Sequence[Row], problems: Mapping[str, str]) -> str:
     ours = next((row for row in rows if row.ours), None)
     if ours is None:
         return next(iter(problems.values()), "")
-    return f"{readable(ours.seconds.median)}{f', {ours.ratio.median:.3g} of {ours.baseline}' if ours.ratio else ''}"
+    ratio = f", {ours.ratio.median:.3g} of {ours.baseline}" if ours.ratio else ""
+    return f"{readable(ours.seconds.median)}{ratio}{', noisy' if ours.noisy else ''}"
 
 
 def _figures(row: Row) -> str:

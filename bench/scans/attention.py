@@ -15,6 +15,7 @@ from cmab_kernels import AttentionState, attention_state, latent_attention, merg
 
 from ..devices import device, generator, normal
 from ..floors import BYTES, Work, attention_work
+from ..runs import of_this_package
 from . import plain_attention
 from .case import (
     COMPILED,
@@ -179,7 +180,7 @@ def attention(
         inputs=inputs,
         implementations={name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names() if in_reach(name)},
         oracle=lambda i: exact(*i[:3], i.dout if backward else None),
-        baselines=(SDPA,),
+        baselines=tuple(name for name in names() if in_reach(name) and not of_this_package(name) and IN_TF32 not in name),
         work=works,
         counted={FLEX: SDPA, FLEX_IN_TF32: SDPA} | {name: name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
         refusal=refusal,
@@ -315,6 +316,22 @@ WIDTHS = ((8, 8), (4, 16), (1, 64))
 NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
 
+SHORT = (
+    *((latents, keys, 4) for latents in (1, 16, 128) for keys in (128, 256, 1024)),
+    *((latents, 64, 4) for latents in (1, 64)),
+    *((1, keys, 1) for keys in (4096, 65_536)),
+)
+"""(queries, keys, batch) of calls that share little work, among which this package loses."""
+
+
+def short_cases() -> Iterator[Case]:
+    """Attention at `SHORT`, in heads of 16 and 64, on one thread."""
+    for latents, keys, batch in SHORT:
+        yield from (
+            attention(4, width, keys, batch, latents, threads=1, quick=latents < 128 and keys == 256 and width == 64) for width in (16, 64)
+        )
+
+
 def cases() -> Iterator[Case]:
     half, wide, double = torch.bfloat16, torch.float32, torch.float64
     yield from (attention(keys=keys, quick=True, every_peer=keys == 100_000) for keys in NUMBERS)
@@ -330,6 +347,7 @@ def cases() -> Iterator[Case]:
     yield from (attention(width=width) for width in (8, 32, 64, 128))
     yield from (attention(latents=latents, backward=backward) for latents in (8, 32, 512) for backward in (False, True))
     yield from (attention(threads=1, backward=backward) for backward in (False, True))
+    yield from short_cases()
     yield from (attention(keys=197, batch=batch, backward=True, quick=batch == 100) for batch in (1, 10, 100))
     yield from (attention(keys=197, batch=batch) for batch in (1, 10, 100))
     yield attention(keys=197, batch=100, backward=True, transposed=True)

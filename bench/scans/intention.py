@@ -37,7 +37,7 @@ from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_
 CHUNKED = "torch, in chunks"
 SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
-"""Rows up to which Intention stands beside attention, which computes something else; beyond, beside torch's best form."""
+"""Rows up to which attention, which computes something else, is shown beside Intention and its peer, torch's best form."""
 
 
 def _inverse(key: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward
         name=f"intention-{way(backward)}-{named}-{heads}x{width}-N{length}{f'-B{batch}' if batch > 1 else ''}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "D": width},
         inputs=lambda seed: Operands(*drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype)),
-        baselines=(SDPA,) if short else (CHUNKED,),
+        baselines=(CHUNKED,),
         uncaptured=(CHUNKED,),
         others=(SDPA,),
         work=regression_work(batch * heads, length, width, named, backward),

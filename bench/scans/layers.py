@@ -205,5 +205,5 @@ def cases() -> Iterator[Case]:
         yield from (attention_layer(keys=keys, backward=backward, quick=keys == 128) for keys in (8, 128, 512, 2048))
         yield attention_layer(batch=1, backward=backward)
         yield stack(backward=backward, quick=True)
-        yield stack(32, 32, depth=2, backward=backward, quick=True)
-        yield stack(8, 16, heads=1, depth=4, backward=backward, quick=True)
+        yield stack(32, 32, depth=2, backward=backward)
+        yield stack(8, 16, heads=1, depth=4, backward=backward)

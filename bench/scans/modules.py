@@ -241,8 +241,8 @@ def self_attention(
     more: Mapping[str, int] | None = None,
     smallest: int = 256,
 ) -> Case:
-    """A module beside torch's own, which computes something else, and beside peers that compute the same: `attend` in eager torch between
-    the same projections, and `peers`, made from torch's weights."""
+    """A module beside peers that compute the same, `attend` in eager torch between the same projections, and `peers`, made from torch's
+    weights; torch's own module, which computes something else, is shown beside them."""
     ours, more, short, named = f"cmab_kernels.{scan}", more or {}, length <= LONGEST, dtype_name(dtype)
     like = {"batch_first": True, "device": device()}
     makers: dict[str, Callable[[nn.MultiheadAttention], Attend]] = {
@@ -265,7 +265,7 @@ def self_attention(
         name=f"{scan.removeprefix('nn.')}-{way(backward)}-{named}-B{batch}-{heads}-heads-C{features}-N{length}"
         + "".join(f"-{letter}{size}" for letter, size in more.items()),
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "C": features, **more},
-        baselines=(THEIRS,) if short else (EAGER,),
+        baselines=(EAGER, *(peers or {})),
         others=(THEIRS,),
         work=None if backward else replace(attention_work, bytes=0.0) + read,
         refusal=lambda name: missing(name) or lacking_memory(100 * batch * length * features),

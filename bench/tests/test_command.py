@@ -195,6 +195,7 @@ def cases_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]
         return Group({names[0]: row}, problems=dict.fromkeys(names[1:], "wrong: as planted"))
 
     monkeypatch.setattr(session, "measure", instead)
+    monkeypatch.setattr(session, "others", lambda seconds: None)
     return seen
 
 
@@ -211,6 +212,17 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
     assert run.wrong.keys() == {f"{name}-{which}" for name, names in cases_measured for which in names[1:]}
     told = capsys.readouterr().out
     assert f"[1/{len(wanted)}] {wanted[0].name} " in told and "wrong: as planted" in told and "left" in told
+
+
+@pytest.mark.parametrize(("share", "said"), [(None, False), (0.02, False), (0.4, True)])
+def test_a_session_says_that_the_machine_is_busy(share: float | None, said: bool, cases_measured, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Before it measures, and at its end which of the groups that concerns."""
+    monkeypatch.setattr(session, "others", lambda seconds: share)
+    run = session.measured(["iterative_pinv"], quick=True)
+    assert ("Other programs take 40% of this machine's processors" in capsys.readouterr().err) == said and not run.notes
+    rows = tuple(replace(row, group=f"{number}", others=share) for number, row in enumerate(run.rows))
+    told = f"{len(rows)} of {len(rows)} groups were timed while other programs took more than 5% of the machine's processors"
+    assert [note.partition(": ")[0] for note in session._notes(rows)] == [told] * said
 
 
 def test_a_session_measures_scans_and_groups(cases_measured):

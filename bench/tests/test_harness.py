@@ -165,6 +165,14 @@ def test_threads_are_those_of_the_case_while_it_is_measured(monkeypatch: pytest.
     assert set(seen) == {before + 1} == {group.rows[NAIVE].threads} and torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(("others", "noisy"), [(None, False), (0.05, False), (0.06, True)])
+def test_rows_that_were_timed_beside_other_programs_are_noisy(others: float | None, noisy: bool, clock, monkeypatch: pytest.MonkeyPatch):
+    clock({NAIVE: 3.0, SDPA: 1.0})
+    monkeypatch.setattr(harness, "others_since", lambda before: others)
+    rows = harness.measure(FORWARD, [NAIVE, SDPA], budget=0.01).rows.values()
+    assert {(row.others, row.noisy) for row in rows} == {(others, noisy)}
+
+
 def test_ratios_are_to_the_fastest_baseline_and_speed_ups_over_peers(clock):
     clock({NAIVE: 3.0, SDPA: 1.0, "native": 0.5})
     for baselines in ((NAIVE, SDPA), (SDPA, NAIVE)):

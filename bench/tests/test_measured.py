@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from bench.report import measured, plots
-from bench.runs import Run, beyond_results, load
+from bench.runs import Run, Spread, beyond_results, load
 from bench.scans import all_cases
+from bench.scans.attention import short_cases
 from cmab_kernels.nystrom.costs import executed_on_average, paper_operations
 
 from . import synthetic
@@ -49,6 +50,11 @@ def test_the_readme_has_the_headline_of_the_committed_runs(whole: Run, narrow: R
     assert measured.insert(text, measured.headline(whole, narrow)) == text, STALE
 
 
+def test_the_page_of_losses_has_the_short_calls_of_the_committed_runs():
+    table = measured.short_calls(load(measured.SHORT), load(measured.NARROW_SHORT))
+    assert f"{measured.SHORT_BEGIN}\n{table}\n{measured.SHORT_END}" in measured.WHEN_NOT.read_text(), STALE
+
+
 @pytest.mark.parametrize(("operator", "path"), measured.PLOTS.items())
 def test_plots_are_of_the_committed_run(operator: str, path: Path, whole: Run):
     with Image.open(path) as plot:
@@ -58,7 +64,10 @@ def test_plots_are_of_the_committed_run(operator: str, path: Path, whole: Run):
 def test_every_row_of_a_table_is_in_the_committed_runs(whole: Run, narrow: Run):
     text = measured.page(whole, narrow)
     assert text.count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
-    assert whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() == measured.shown(measured.TABLES[:1])
+    narrowed = [line for line in measured.TABLES[0].splitlines() if "{narrow}" in line]
+    assert (
+        whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() >= measured.shown(narrowed) and len(narrowed) == 6
+    )
 
 
 def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatch):
@@ -67,14 +76,20 @@ def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measured.session, "measured", lambda **what: asked.append(what))
     monkeypatch.setattr(measured, "save", lambda run, path: asked[-1].update(path=path.name))
     monkeypatch.setattr(measured.provenance, "machine", lambda: sets)
-    with pytest.raises(SystemExit, match=r"torch': 'avx512'.* CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2"):
-        measured.measure("avx2")
+    monkeypatch.setattr(measured.provenance, "dirty", lambda: True)
+    with pytest.raises(SystemExit, match="changes that are in no commit"):
+        measured.measure(measured.WHOLE)
+    monkeypatch.setattr(measured.provenance, "dirty", lambda: False)
+    for path in (measured.NARROW, measured.NARROW_SHORT):
+        with pytest.raises(SystemExit, match=r"torch': 'avx512'.* CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2"):
+            measured.measure(path)
     sets["torch_instruction_set"] = "AVX2"
-    measured.measure("avx2")
-    measured.measure("page")
-    narrow, page = asked
-    assert narrow["path"] == "avx2.json" and page["path"] == "page.json" and set(page["scans"]) == set(plots.TITLES)
-    assert narrow["groups"] < page["groups"] <= {case.name for case in all_cases()}
+    for path in (measured.NARROW, measured.WHOLE, measured.SHORT, measured.NARROW_SHORT):
+        measured.measure(path)
+    narrow, page, short, narrow_short = asked
+    assert [what["path"] for what in asked] == ["avx2.json", "page.json", "short.json", "short_avx2.json"]
+    assert narrow["groups"] < page["groups"] <= {case.name for case in all_cases()} and set(page["scans"]) == set(plots.TITLES)
+    assert short["groups"] == narrow_short["groups"] == {case.name for case in short_cases()}
 
 
 def test_labels_say_how_many_operations_are_saved():
@@ -101,8 +116,27 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
     assert rows == [
         f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
     ]
-    assert caption == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, `some.json`."
+    assert (
+        caption
+        == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit 0123456789, `some.json`."
+    )
+    assert "commit 0123456789 **with changes that are in no commit**, `" in measured.filled(TABLE, replace(run, dirty=True))
+    assert measured.filled(TABLE, replace(run, rows=tuple(replace(row, others=0.5) for row in run.rows))).count("), noisy |\n") == 1
     assert measured.filled(TABLE.replace(GROUP, "absent"), run) == ""
+
+
+def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
+    """A loss is in bold, what the quartiles leave open is not, and what is noisy has no figure."""
+
+    def made(*ratios: tuple[float, float, float], others: float = 0.0) -> Run:
+        case, row = next(short_cases()), next(row for row in whole.rows if row.implementation == "native")
+        parameters = [{**case.parameters, "D": width} for width in (16, 64)]
+        rows = [replace(row, ratio=Spread(*ratio), parameters=each, others=others) for ratio, each in zip(ratios, parameters, strict=True)]
+        return replace(whole, rows=tuple(rows))
+
+    text = measured.short_calls(made((0.9, 0.8, 0.95), (1.2, 1.1, 1.3)), made((1.04, 0.98, 1.1), (1.3, 1.2, 1.4)))
+    assert "\n| 1 over 128 | 0.90 | **1.20** | 1.04 | **1.30** |\n" in text
+    assert "| noisy | noisy |" in measured.short_calls(made((0.9, 0.8, 0.95), (1.2, 1.1, 1.3)), made((1, 1, 1), (1, 1, 1), others=0.3))
 
 
 def test_a_column_of_another_run(tmp_path: Path):

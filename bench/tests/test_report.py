@@ -86,7 +86,22 @@ def test_what_is_wrong_and_what_is_slower_is_said_plainly(page: str):
 
 def test_a_run_without_losses_says_so(run: runs.Run):
     told = text_of(section(page_of(synthetic.only(run, lambda row: row.scan == "latent_attention")), "summary"))
-    assert "in 0 it is slower" in told and "In no group." in told and "wrong" not in told
+    assert "in 0 it is slower" in told and "In no group of this run." in told and "wrong" not in told
+
+
+def test_noisy_groups_count_neither_as_gain_nor_as_loss(run: runs.Run):
+    noisy = replace(run, rows=tuple(replace(row, others=0.3 if row.group.endswith("n4096") else 0.01) for row in run.rows))
+    page = page_of(noisy)
+    told = text_of(section(page, "summary"))
+    assert "In 19 of 19 groups" in told and "in 0 it is slower" in told and "2 more groups are noisy" in told and "In no group of" in told
+    assert section(page, "rows").count("noisy: other programs took 30% of the processors") == 2
+    every = text_of(section(page_of(replace(run, rows=tuple(replace(row, others=0.3) for row in run.rows))), "summary"))
+    assert "In 0 of 0 groups" in every and "21 more groups are noisy" in every and "gains most" not in every
+
+
+def test_a_run_of_changes_without_a_commit_says_so_in_bold(run: runs.Run):
+    assert "in no commit" not in page_of(run)
+    assert "0123456789+, <strong>with changes that are in no commit</strong>" in section(page_of(replace(run, dirty=True)), "run")
 
 
 def test_a_ratio_whose_quartiles_hold_one_is_left_open(run: runs.Run):

@@ -99,6 +99,7 @@ BAD = {
     "time of nothing": (lambda raw: damaged(raw, "rows", seconds=[0.0, 1.0, 1.0]), r"D16-N1000\): seconds is \[0.0"),
     "time that is none": (lambda raw: damaged(raw, "rows", seconds=[float("nan"), 1.0, 1.0]), r"seconds is \[nan"),
     "no quartiles": (lambda raw: damaged(raw, "rows", ratio=[1.0]), r"ratio is \[1.0\]"),
+    "others as text": (lambda raw: damaged(raw, "groups", others="many"), "others is 'many'"),
     "a floor below nothing": (lambda raw: damaged(raw, "rows", floor=-1.0), "floor is -1.0"),
     "error as text": (lambda raw: damaged(raw, "rows", error="small"), "error is 'small'"),
     "a field that is unknown": (lambda raw: damaged(raw, "rows", colour="red"), "colour"),

@@ -232,9 +232,13 @@ def test_peers_are_peers():
     """What computes something else has no share of the floor; a baseline is as exact as we are, and the fastest form that was found."""
     million, short = intention.layer(1_000_000), intention.layer(16_384)
     assert million.baselines == (CHUNKED,) and SDPA not in million.implementations and "reference" not in million.implementations
-    assert short.baselines == short.others == (SDPA,) and "reference" in short.implementations
+    assert short.baselines == (CHUNKED,) and short.others == (SDPA,) and "reference" in short.implementations
     assert INVERSE not in intention.solve(8, 8, 5).baselines and INVERSE in intention.inverse(8, 5).baselines
-    assert THEIRS in modules.intention_module().others and set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
+    assert all(
+        THEIRS in module.others and THEIRS not in module.baselines for module in (modules.intention_module(), modules.nystrom_module())
+    )
+    assert attention.attention(every_peer=True).baselines == (SDPA, NAIVE, f"{SDPA}, math", attention.NAIVE_COMPILED, attention.FLEX)
+    assert set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
     steps = continual.beside_full(20, calls=30).steps
     assert steps == {"native": 30, continual.EXACT: 30, SDPA: 1, continual.EXPLICIT: 1}
 

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import has_kernel
+from ..backends import has_kernel, is_free
 from ..dtypes import FLOATING
-from ..tracing import has_values
+from ..tracing import has_values, is_differentiated
+
+FEW, FEW_KEYS, WIDE = 16, 1024, 64
+"""Fewer queries than this share too little work, over fewer keys than that or in heads as wide as this: torch's function is faster then."""
 
 _torchs = torch.nn.functional.scaled_dot_product_attention  # as it is now: a program may put ours in its place
 
@@ -32,7 +35,8 @@ def scaled_dot_product_attention(
 
     Everything else is computed by torch, with its results, speed, random numbers and errors: dropout, `is_causal`, masks that depend on
     the query or the head, masks of other numbers, float masks on a GPU or under a compiler, where their numbers are not read, and what no
-    kernel is there for. A query that sees no key gets 0.
+    kernel is there for; on a CPU also fewer than 16 queries a key head, if they need no gradient, have no mask, and read fewer than 1,024
+    keys or are 64 wide and more, for which torch is faster (`use_impl` overrules that). A query that sees no key gets 0.
 
     >>> from cmab_kernels.integrations import scaled_dot_product_attention
     >>> latents, points = torch.randn(2, 8, 16, 4), torch.randn(2, 2, 1000, 4)
@@ -56,6 +60,8 @@ def fused_attention(
         return None if out is None else out.squeeze(1)
     if not _fit(query, key, value, enable_gqa) or not has_kernel("attention", query, key, value):
         return None
+    if attn_mask is None and _share_too_little(query, key, value):
+        return None
     ignore = None
     if attn_mask is not None:
         row = _common_row(attn_mask, query, key)
@@ -78,6 +84,14 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
         return False
     heads, groups = query.shape[1], key.shape[1]
     return all(each.numel() for each in tensors) and (heads == groups or (enable_gqa and heads % groups == 0))
+
+
+def _share_too_little(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether torch's function is faster, as few queries read each key. It has no second gradient: with one the operator runs."""
+    if query.device.type != "cpu" or not is_free("attention", "auto") or is_differentiated(query, key, value):
+        return False
+    queries = query.shape[1] // key.shape[1] * query.shape[2]
+    return queries < FEW and (key.shape[2] < FEW_KEYS or query.shape[3] >= WIDE)
 
 
 def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:

@@ -29,7 +29,8 @@ def register_transformers() -> None:
 
     Attention that looks at all keys, or at all but the padding of each batch element, runs on `cmab_kernels.latent_attention`. Everything
     else is computed by the implementation "sdpa" of `transformers`, with its results, speed and errors: causal attention, masks that
-    depend on the query, masks to be added to logits, a position bias, dropout in training. A query whose keys are all padding gets 0.
+    depend on the query, masks to be added to logits, a position bias, dropout in training, and without gradients the few queries of which
+    `scaled_dot_product_attention` says that torch is faster, as a token that is decoded. A query whose keys are all padding gets 0.
     `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it. A model with attention
     sinks, such as GPT-OSS, which "sdpa" does not support, is a `ValueError` at its first call.
 

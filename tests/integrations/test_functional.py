@@ -96,6 +96,34 @@ def test_what_has_no_kernel_is_torchs(fused: list[str]) -> None:
     assert fused == ["_torchs"] * len(cases)
 
 
+FEW = functional.FEW, functional.FEW_KEYS, functional.WIDE
+# queries, keys, width, key heads of 2, and whether the operator runs
+COUNTS = {
+    "few over few": (FEW[0] - 1, FEW[1] - 1, 8, 2, False),
+    "few over many": (FEW[0] - 1, FEW[1], 8, 2, True),
+    "few and wide": (FEW[0] - 1, FEW[1], FEW[2], 2, False),
+    "enough": (FEW[0], 7, FEW[2], 2, True),
+    "enough for each key head": (FEW[0] // 2, 7, FEW[2], 1, True),
+}
+
+
+@pytest.mark.parametrize("queries, keys, width, groups, is_fused", COUNTS.values(), ids=COUNTS)
+def test_few_queries_without_gradients_are_torchs(
+    queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]
+) -> None:
+    """Since it is faster; with a gradient, a mask or a named implementation the operator runs all the same."""
+    query, (key, value) = torch.randn(1, 2, queries, width), torch.randn(2, 1, groups, keys, width)
+    given: dict[str, Any] = {"enable_gqa": True}
+    out = scaled_dot_product_attention(query, key, value, **given)
+    torch.testing.assert_close(out, theirs(query, key, value, **given))
+    assert fused == ["latent_attention" if is_fused else "_torchs"]
+    scaled_dot_product_attention(query.clone().requires_grad_(), key, value, **given)
+    scaled_dot_product_attention(query, key, value, torch.ones(keys, dtype=torch.bool)[None], **given)
+    with cmab_kernels.use_impl("native"):
+        scaled_dot_product_attention(query, key, value, **given)
+    assert fused[1:] == ["latent_attention"] * 3
+
+
 @pytest.mark.parametrize("wrong", ["heads", "dtype", "length", "mask"])
 def test_errors_are_torchs(wrong: str) -> None:
     query, key, value = heads(groups=2 if wrong == "heads" else HEADS)

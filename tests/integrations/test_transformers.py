@@ -175,10 +175,13 @@ def test_training_with_dropout_is_that_of_sdpa(fused: list[tuple[int, ...]]) -> 
 
 @torch.no_grad()
 def test_generation(fused: list[tuple[int, ...]]) -> None:
-    """Generation works: one new query sees all keys, two query heads share a key head, and the first prompt is padded on the left."""
+    """Generation works: one new query sees all keys, two query heads share a key head, and the second prompt is padded on the left.
+
+    Without padding so few queries are torch's, which is faster.
+    """
     model, inputs = llama()
     causal = transformers.LlamaForCausalLM(model.config).eval()
-    for mask in (torch.ones(2, 9, dtype=torch.long), PADDED.flip(0, 1)):
+    for mask, calls in ((torch.ones(2, 9, dtype=torch.long), 0), (PADDED.flip(0, 1), 2 * 4)):
         fused.clear()
         tokens, scores = [], []
         for name in ("sdpa", "cmab"):
@@ -189,8 +192,8 @@ def test_generation(fused: list[tuple[int, ...]]) -> None:
             scores.append(torch.stack(generated.scores))
         assert torch.equal(*tokens)
         torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
-        assert len(fused) == 2 * 4
-        assert {shape[1:3] for shape in fused} == {(2, 2)}
+        assert len(fused) == calls
+        assert {shape[1:3] for shape in fused} <= {(2, 2)}
 
 
 # ---- the function itself, beside that of transformers
