@@ -237,7 +237,7 @@ def test_peers_are_peers():
     assert all(
         THEIRS in module.others and THEIRS not in module.baselines for module in (modules.intention_module(), modules.nystrom_module())
     )
-    assert attention.attention(every_peer=True).baselines == (SDPA, NAIVE, f"{SDPA}, math", attention.NAIVE_COMPILED, attention.FLEX)
+    assert attention.attention(every_peer=True).baselines == (SDPA, NAIVE, f"{SDPA}, math", NAIVE + attention.COMPILED, attention.FLEX)
     assert set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
     steps = continual.beside_full(20, calls=30).steps
     assert steps == {"native": 30, continual.EXACT: 30, SDPA: 1, continual.EXPLICIT: 1}
