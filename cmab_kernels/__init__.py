@@ -1,4 +1,4 @@
-"""Attention that never stores what it has read: fused kernels with a mergeable, streaming state."""
+"""Attention over any number of keys, in memory that does not grow with them: fused kernels with a mergeable, streaming state."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the three demos share. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws them."""
+"""The three demos. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws them."""
 
 from __future__ import annotations
 
