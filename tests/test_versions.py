@@ -38,6 +38,7 @@ UNPROMISED = {
     "torch._assert_async",
     "torch._dynamo.reset",
     "torch.cuda._DeviceGuard",
+    "torch.nn.TransformerEncoderLayer._ff_block",
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.module._global_forward_hooks",
