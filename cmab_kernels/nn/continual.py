@@ -218,7 +218,7 @@ class Continual(MultiheadProjections):
 
     def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return heads in the module's dtype, which autocast may have changed."""
-        dtype: Any = self._modules["out_proj"].weight.dtype  # type: ignore[union-attr]  # torch types parts loosely
+        dtype: Any = self._modules["out_proj"].weight.dtype  # type: ignore[union-attr, unused-ignore]  # torch types parts loosely
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
@@ -235,9 +235,9 @@ class Continual(MultiheadProjections):
         """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
-        weight = self._modules["out_proj"].weight  # type: ignore[union-attr]  # torch types parts loosely
+        weight = self._modules["out_proj"].weight  # type: ignore[union-attr, unused-ignore]  # torch types parts loosely
         for name, features in token.items():
-            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)  # type: ignore[arg-type]  # the same
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)  # type: ignore[arg-type, unused-ignore]  # the same
             dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
