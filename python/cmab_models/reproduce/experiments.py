@@ -1,4 +1,4 @@
-"""What `make reproduce` trains. Steps are chosen so that the whole takes less than an hour on two cores; they are the tasks' own, by
+"""What `make reproduce` trains. Steps are chosen so that the whole takes one to two hours on two cores; they are the tasks' own, by
 system, where an experiment says nothing."""
 
 from __future__ import annotations

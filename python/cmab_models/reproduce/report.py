@@ -47,7 +47,7 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
         "# Results",
         _summed_up(verdicts),
         "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
-        "models and few steps, so that it takes an hour on two cores; the papers' sizes are the models' defaults. A score with ± is a "
+        "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score with ± is a "
         "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
