@@ -42,7 +42,8 @@ class CMANP(NeuralProcess):
         embedding_depth: linear layers of the two embeddings, at least 2.
         bound_std: standard deviations of at least 0.05.
         num_block_latents: L_B, latents of each block that attend to the points; None means num_latents.
-        residual: what a layer adds its result to. "normed": its normed input, as in the authors' code; "input": its input.
+        residual: what a layer adds its result to. "normed": its normed input, as in the authors' code; "input": its input. Small models
+            learn functions better with the first (`RESULTS.md`), and a bandit with the second (`python/examples/forgetful_bandit.py`).
 
     The state of a context has out (K, B, num_heads, L_B, dim / num_heads) and lse without the last axis.
 
