@@ -10,6 +10,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,19 @@ Learner = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """From examples X (N, D) and y (N,) to what was predicted at X before they were learned."""
 
 
-def ridge(fit_intercept: bool) -> Learner:
-    model = OnlineRidge(ALPHA, fit_intercept=fit_intercept)
+def of_estimator(model: Any, fitted: str) -> Learner:
+    """A learner of an estimator with the methods of scikit-learn, which has the attribute `fitted` when it has learned something."""
 
     def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        guess = model.predict(x) if hasattr(model, "n_features_in_") else np.zeros(len(x))
+        guess = model.predict(x) if hasattr(model, fitted) else np.zeros(len(x))
         model.partial_fit(x, y)
         return guess
 
     return learn
+
+
+def ridge(fit_intercept: bool) -> Learner:
+    return of_estimator(OnlineRidge(ALPHA, fit_intercept=fit_intercept), "n_features_in_")
 
 
 def recursive_least_squares(width: int) -> Learner:
@@ -49,14 +54,7 @@ def recursive_least_squares(width: int) -> Learner:
 def stochastic_gradient_of_sklearn() -> Learner:
     from sklearn.linear_model import SGDRegressor
 
-    model = SGDRegressor(learning_rate="constant", eta0=0.01)
-
-    def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        guess = model.predict(x) if hasattr(model, "coef_") else np.zeros(len(x))
-        model.partial_fit(x, y)
-        return guess
-
-    return learn
+    return of_estimator(SGDRegressor(learning_rate="constant", eta0=0.01), "coef_")
 
 
 def of_river(name: str) -> Learner:
