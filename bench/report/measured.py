@@ -58,7 +58,7 @@ def measure(path: Path) -> None:
     if path == WHOLE:
         save(session.measured(scans=PLOTS, groups=shown(TABLES)), path)
     else:
-        save(session.measured(groups=shown(TABLES[:1]) if path == NARROW else {case.name for case in short_cases()}), path)
+        save(session.measured(groups=shown(TABLES) if path == NARROW else {case.name for case in short_cases()}), path)
 
 
 def page(run: Run, narrow: Run) -> str:
@@ -74,7 +74,8 @@ def headline(run: Run, narrow: Run) -> str:
 def filled(table: str, run: Run, narrow: Run | None = None) -> str:
     """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty if it has none.
 
-    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was.
+    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was. Where torch was faster in that run, a
+    row shows its time there, and our ratio to it: a ratio is to the fastest torch that this machine has.
     """
     lines, threads = [], set()
     for line in table.rstrip().split("\n"):
@@ -85,10 +86,9 @@ def filled(table: str, run: Run, narrow: Run | None = None) -> str:
                 continue
             ours, theirs = pair
             threads.add(ours.threads)
-            noisy = ", noisy" if ours.noisy else ""
-            line = line.replace(place[0], f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}{noisy}")
-            if narrow is not None:
-                line = line.replace("{narrow}", _narrow_ratio(narrow.groups.get(place[1], ())))
+            held = _pair(narrow.groups.get(place[1], ())) if narrow else None
+            line = line.replace(place[0], _cells(ours, theirs, held[1] if held else None))
+            line = line.replace("{narrow}", _ratio(held[0].ratio.median) if held and held[0].ratio else "")
         line = line.replace("{where}", _where(run, sorted(threads)))
         lines.append(line if narrow is None else line.replace("{where narrow}", _where(narrow, sorted(threads))))
     return "\n".join(lines) + "\n" if threads else ""
@@ -101,9 +101,17 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
     return (ours, theirs) if ours and theirs else None
 
 
-def _narrow_ratio(group: Sequence[Row]) -> str:
-    pair = _pair(group)
-    return _ratio(pair[0].ratio.median) if pair and pair[0].ratio else ""
+FASTER = 0.95
+"""Held to AVX2, torch counts as faster if it takes less than this share of its time: two runs differ by more than two ways in one."""
+
+
+def _cells(ours: Row, theirs: Row, held: Row | None) -> str:
+    """The cells of torch's figures, of ours and of the ratio; `held` are torch's figures where it is held to AVX2."""
+    if held is None or held.seconds.median >= FASTER * theirs.seconds.median:
+        return f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}{', noisy' if ours.noisy else ''}"
+    ratio = ours.seconds.median / held.seconds.median
+    assert ours.ratio is not None
+    return f"{_figures(held)}, held to AVX2 | {_figures(ours)} | **{_ratio(ratio)}** (else {_ratio(ours.ratio.median)})"
 
 
 def _figures(row: Row) -> str:
