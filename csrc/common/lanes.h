@@ -74,6 +74,15 @@ CMAB_INLINE V square_root(V x) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The mask of the first `count` lanes of elements of type T: all bits set in each.
+template <class T>
+CMAB_INLINE __m256i first_lanes(int64_t count) {
+  static constexpr int32_t kSet[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kSet + 8 - count * int64_t(sizeof(T) / 4)));
+}
+#endif
+
 // Loads `count` elements, 1 <= count <= lanes, from an unaligned address; the other lanes are 0. Memory past them is
 // not touched.
 template <class V, class T>
@@ -83,6 +92,16 @@ CMAB_INLINE V load_first(const T* from, int64_t count) {
     return _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
   else
     return _mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+#elif defined(__AVX2__)
+  if (count == lanes<V>()) {
+    V x;
+    __builtin_memcpy(&x, from, sizeof x);
+    return x;
+  }
+  if constexpr (sizeof(T) == 4)
+    return _mm256_maskload_ps(from, first_lanes<T>(count));
+  else
+    return _mm256_maskload_pd(from, first_lanes<T>(count));
 #else
   V x{};
   if (count == lanes<V>())
@@ -101,6 +120,13 @@ CMAB_INLINE void store_first(T* to, V x, int64_t count) {
     _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), x);
   else
     _mm512_mask_storeu_pd(to, __mmask8((1u << count) - 1), x);
+#elif defined(__AVX2__)
+  if (count == lanes<V>())
+    __builtin_memcpy(to, &x, sizeof x);
+  else if constexpr (sizeof(T) == 4)
+    _mm256_maskstore_ps(to, first_lanes<T>(count), x);
+  else
+    _mm256_maskstore_pd(to, first_lanes<T>(count), x);
 #else
   if (count == lanes<V>())
     __builtin_memcpy(to, &x, sizeof x);
