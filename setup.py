@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp", "continual/next_state.cpp")
+BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp")
 """The sources that both extensions share: they read tensors and states passed from Python."""
 OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 """Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything each time."""

@@ -13,7 +13,6 @@
 #include "common/tensor_view.cpp"
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
-#include "continual/next_state.cpp"
 #include "gram/cuda_binding.cpp"
 #include "solve/cuda_binding.cpp"
 

@@ -228,9 +228,9 @@ std::atomic<bool> forked{false};
 }  // namespace
 
 bool TensorView::contiguous() const {
+  if (std::count(shape, shape + dims, 0)) return true;  // whatever its strides: NumPy's are 0
   int64_t step = 1;
   for (int i = dims - 1; i >= 0; --i) {
-    if (shape[i] == 0) return true;
     if (shape[i] != 1 && stride[i] != step) return false;
     step *= shape[i];
   }
@@ -264,15 +264,6 @@ NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, in
   const dlpack::Table* table = torch().table;
   const int64_t shape[kMaxDims] = {batch, heads, rows, columns};
   return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
-}
-
-Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  return make_tensor(python::attribute(like, "new_empty").get(), dtype, {batch, heads, rows, columns});
-}
-
-// Looked up at each call, as methods of tensors are: who replaces the function is asked.
-Object empty_like(PyObject* tensor) {
-  return Object::owned(PyObject_CallOneArg(python::attribute(torch().module, "empty_like").get(), tensor));
 }
 
 int torch_threads() { return forked ? 1 : int(python::to_integer(python::call(torch().get_num_threads).get())); }

@@ -52,13 +52,6 @@ struct NewTensor {
 // A contiguous, uninitialised CPU tensor of a floating type, of shape (batch, heads, rows, columns).
 NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
-// The same, from torch's allocator, on the device of `like`.
-python::Object new_tensor_like(PyObject* like, DType dtype, int64_t batch, int64_t heads, int64_t rows,
-                               int64_t columns);
-
-// torch.empty_like(tensor).
-python::Object empty_like(PyObject* tensor);
-
 // torch.get_num_threads(); 1 in the child of a fork, where OpenMP would wait for threads that the fork has not copied.
 int torch_threads();
 

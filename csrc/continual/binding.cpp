@@ -218,7 +218,7 @@ PyObject* nystrom_step(PyObject* const* given) {
   stream.sums = sums, stream.iterations = int(iterations), stream.fixed = fixed;
   Step step(arguments, fields, shape, multiplications(stream));
   if (!step.finite(stream)) return none();
-  NextState next(arguments.state(), fields, NextState::Memory::kOnCpu);
+  NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, m, m, spare);
   step.choose_landmarks(next, stream);
   return step.result(next, stream);
@@ -236,7 +236,7 @@ PyObject* attention_step(PyObject* const* given) {
   stream.sums = rows ? sums : nullptr;
   Step step(arguments, fields, shape, multiplications(stream));
   if (!step.finite(stream)) return none();
-  NextState next(arguments.state(), fields, NextState::Memory::kOnCpu);
+  NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, rows, shape.retroactive ? shape.window : 0, spare);
   return step.result(next, stream);
 }
@@ -264,6 +264,13 @@ PyObject* owns_alone(PyObject*, PyObject* state) {
   return python::guarded([&] { return PyBool_FromLong(is_sole_owner(state, fields_of(state))); });
 }
 
+PyObject* remember_state(PyObject*, PyObject* state) {
+  return python::guarded([&] {
+    remember(state, fields_of(state));
+    return none();
+  });
+}
+
 }  // namespace
 
 void bind_continual(PyObject* module) {
@@ -272,7 +279,9 @@ void bind_continual(PyObject* module) {
   define_step<nystrom_step>(module, "continual_nystrom_step");
   define_step<attention_step>(module, "continual_attention_step");
   static PyMethodDef sole = {"is_sole_owner", owns_alone, METH_O, nullptr};
+  static PyMethodDef remembers = {"remember", remember_state, METH_O, nullptr};
   python::add_function(module, sole);
+  python::add_function(module, remembers);
 }
 
 }  // namespace cmab

@@ -3,7 +3,6 @@
 #include "common/cuda_bindings.h"
 #include "continual/attention_step.cuh"
 #include "continual/fields.h"
-#include "continual/next_state.h"
 #include "continual/nystrom_step.cuh"
 
 namespace cmab::cuda {
@@ -125,35 +124,6 @@ void attention(Arguments& in) {
   attention_step(call, on);
 }
 
-// Makes the next state, whose memory a step is to fill. New landmarks are always allocated: the stream's position, and
-// so whether a landmark is replaced, is known on the GPU only.
-python::Object next_state(Arguments& in) {
-  PyObject* const state = in.object("state");
-  const Fields& fields = fields_of(state);
-  const auto field = [&](int index, const char* name, const char* dims, Types types) {
-    return in.read(PyTuple_GET_ITEM(state, index), name, dims, types);
-  };
-  const TensorView keys = field(fields.keys, "state.keys", "BHCD", kFloating);
-  const TensorView values = field(fields.values, "state.values", "BHCE", keys.dtype);
-  const TensorView sums = field(fields.sums, "state.sums", "BHRS", kWide);
-  cpu::StreamShape shape{};
-  shape.dtype = keys.dtype;
-  shape.batch = keys.shape[0], shape.heads = keys.shape[1], shape.capacity = keys.shape[2];
-  shape.key_width = int(keys.shape[3]), shape.value_width = int(values.shape[3]);
-  shape.window = python::to_integer(PyTuple_GET_ITEM(state, fields.window));
-  shape.tokens = in.integer("tokens");
-  const bool retroactive = in.flag("retroactive"), has_landmarks = fields.inverse >= 0;
-  const int64_t rows = has_landmarks ? sums.shape[2] : retroactive ? shape.window : 0;
-
-  NextState next(state, fields, NextState::Memory::kOfTorch);
-  void *queries, *of_keys, *inverse;
-  next.choose_rings(shape, queries, of_keys, inverse);
-  next.choose_sums(shape, sums.shape[2], rows, nullptr);
-  if (has_landmarks) next.new_landmarks(shape, rows, queries, of_keys, inverse);
-  next.set_position(empty_like(PyTuple_GET_ITEM(state, fields.position)));
-  return next.make();
-}
-
 // The bytes of shared memory of a block of a step, for tokens in float64 if `wide`; 0 landmarks in exact attention.
 int step_bytes(int value_width, int landmarks, bool wide) {
   return wide ? step_shared_bytes<double>(value_width, landmarks) : step_shared_bytes<float>(value_width, landmarks);
@@ -168,7 +138,6 @@ void bind_continual(PyObject* module) {
   python::define_of_numbers<step_bytes>(module, "step_shared_bytes");
   define<nystrom>(module, "nystrom_step");
   define<attention>(module, "attention_step");
-  define<next_state>(module, "next_state");
 }
 
 }  // namespace cmab::cuda

@@ -1,17 +1,34 @@
 // Ownership of a state's tensors, and construction of the next state (next_state.h).
 #include "continual/next_state.h"
 
+#include <algorithm>
+#include <array>
+
+#include "common/ownership.h"
 #include "common/tensor_view.h"
 
 namespace cmab {
 
+namespace {
+
+// The indices of the fields that a step may write to.
+std::array<int, 5> written(const Fields& fields) {
+  return {fields.queries, fields.keys, fields.values, fields.sums, fields.spare};
+}
+
+}  // namespace
+
 bool is_sole_owner(PyObject* state, const Fields& fields) {
-  const int written[] = {fields.queries, fields.keys, fields.values, fields.sums, fields.spare};
-  for (const int field : written)
-    if (Py_REFCNT(PyTuple_GET_ITEM(state, field)) != 1) return false;
-  for (const int field : written)
-    if (requires_grad(PyTuple_GET_ITEM(state, field))) return false;
-  return true;
+  const auto alone = [state](int field) {
+    PyObject* const tensor = PyTuple_GET_ITEM(state, field);
+    return is_unshared(tensor) && !requires_grad(tensor);
+  };
+  const std::array<int, 5> all = written(fields);
+  return std::all_of(all.begin(), all.end(), alone);
+}
+
+void remember(PyObject* state, const Fields& fields) {
+  for (const int field : written(fields)) remember(PyTuple_GET_ITEM(state, field));
 }
 
 python::Object NextState::make() {
@@ -24,12 +41,8 @@ python::Object NextState::make() {
 }
 
 void* NextState::allocate(int field, DType dtype, const cpu::StreamShape& shape, int64_t rows, int64_t columns) {
-  if (memory_ == Memory::kOfTorch) {
-    set(field,
-        new_tensor_like(PyTuple_GET_ITEM(before_, fields_.keys), dtype, shape.batch, shape.heads, rows, columns));
-    return nullptr;
-  }
   NewTensor made = new_tensor(dtype, shape.batch, shape.heads, rows, columns);
+  remember(made.object.get());
   set(field, std::move(made.object));
   return made.data;
 }

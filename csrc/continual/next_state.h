@@ -1,4 +1,5 @@
-// Makes the state after a step and decides, for every device, which memory of the state before it is reused.
+// Makes the state after a step on the CPU and decides which memory of the state before it is reused; next_state of
+// nystrom/continual/state.py has the same rule for the other devices.
 //
 // A state that is the sole owner of its tensors is stepped in place: new tokens go to free rows of its rings, and its
 // sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
@@ -13,21 +14,22 @@
 
 namespace cmab {
 
-// Whether only the state holds the tensors that a step writes to, and none of them requires a gradient.
+// Whether this library made the tensors that a step writes to, only the state holds them and their memory
+// (common/ownership.h), and none of them requires a gradient.
 bool is_sole_owner(PyObject* state, const Fields&);
+
+// Remembers that this library made the tensors of a state that a step may write to.
+void remember(PyObject* state, const Fields&);
 
 // Builds the next state; fields that are not set are taken over. When it is constructed, the caller must hold no
 // references of its own to the state's tensors: they would count as another owner.
 class NextState {
  public:
-  // Who allocates: this extension, on the CPU, or torch, on the device of the state.
-  enum class Memory { kOnCpu, kOfTorch };
-
-  NextState(PyObject* before, const Fields& fields, Memory memory)
-      : before_(before), fields_(fields), memory_(memory), sole_(is_sole_owner(before, fields)) {}
+  NextState(PyObject* before, const Fields& fields)
+      : before_(before), fields_(fields), sole_(is_sole_owner(before, fields)) {}
 
   // Chooses rings with room for the new tokens. True if new ones are allocated: shape.capacity and the pointers are
-  // then set to theirs (null pointers where torch allocates).
+  // then set to theirs.
   bool choose_rings(cpu::StreamShape& shape, void*& queries, void*& keys, void*& values) {
     if (sole_ && shape.capacity >= shape.window + shape.tokens) return false;
     shape.capacity = shape.window + (shape.tokens < shape.window ? shape.tokens : shape.window);
@@ -37,8 +39,8 @@ class NextState {
     return true;
   }
 
-  // Chooses the memory for `rows` rows of sums, and returns it; null where torch allocates. The state has `before`
-  // rows, and spare memory of the same size.
+  // Chooses the memory for `rows` rows of sums, and returns it. The state has `before` rows, and spare memory of the
+  // same size.
   void* choose_sums(const cpu::StreamShape& shape, int64_t before, int64_t rows, void* spare) {
     if (rows == 0 && before == 0) return nullptr;
     if (sole_ && rows == before) {
@@ -69,7 +71,6 @@ class NextState {
 
   PyObject* const before_;
   const Fields& fields_;
-  const Memory memory_;
   const bool sole_;
   python::Object changed_[kMostFields];
 };

@@ -24,7 +24,7 @@ import torch
 
 from . import server
 
-SEPARATE = ("is_sole_owner",)
+SEPARATE = ("is_sole_owner", "remember")
 """Functions that are asked of the extension here, as they look at Python's counts of references."""
 
 

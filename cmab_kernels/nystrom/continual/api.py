@@ -17,7 +17,7 @@ from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
-from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, ring_of
+from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, remembered, ring_of
 
 OUTPUTS = ("single", "retroactive")
 FAST = ("auto", "native")
@@ -73,7 +73,7 @@ def continual_nystrom_init(
         own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))  # the caller's may change
         given: Any = (*own, inverse.contiguous())
         counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
-        return ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts])
+        return remembered(ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts]))
 
 
 def continual_nystrom_step(
@@ -86,9 +86,9 @@ def continual_nystrom_step(
     peak). So the error stays bounded for finite logits of any size and streams of any length.
 
     Args:
-        state: from `continual_nystrom_init` or an earlier step. It stays valid while you keep it. A step whose state shares no tensor with
-            an older one that you keep (reference counts tell) reuses its memory, else it copies the window; so drop older states, and clone
-            a tensor that you take out of one.
+        state: from `continual_nystrom_init` or an earlier step. It stays as it is while you keep it, or a view of a tensor of it. A step
+            reuses the memory of a state that the library made and that only the caller's state holds (torch counts who holds a tensor, and
+            its storage); else it copies the window. So drop older states, and clone a tensor that you take out of one.
         query: (B, H, t, D), in the dtype of the state's window, any strides.
         key: (B, H, t, D).
         value: (B, H, t, E).
@@ -132,7 +132,8 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
     query, key, value = _window(query, key, value)
     with as_they_are(key.device):
         none = key.new_zeros(*key.shape[:2], 0, value.shape[-1] + EXTRA_SUMS, dtype=state_dtype(key.dtype))
-        return ContinualAttentionState._make([*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key)])
+        parts = [*_rings(query, key, value), none, none.clone(), *_counts(_scale(scale, key), key)]
+        return remembered(ContinualAttentionState._make(parts))
 
 
 def continual_attention_step(

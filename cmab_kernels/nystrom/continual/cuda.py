@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...cuda_launch import CUDA, gpu_problem, launch
 from ...dtypes import FLOATING
-from .state import ContinualAttentionState, ContinualNystromState, State, refuse_other_output
+from .state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
@@ -47,11 +47,9 @@ def continual_attention_step(
 
 
 def _step(kernel: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
-    """Return (out, state). csrc decides which memory the new state shares with the old one; a captured step writes in place."""
+    """Return (out, state); a captured step writes in place."""
     tokens = key.shape[2]
-    after = state
-    if not torch.cuda.is_current_stream_capturing():
-        after = CUDA.next_state(state=state, tokens=tokens, retroactive=retroactive)
+    after = state if torch.cuda.is_current_stream_capturing() else next_state(state, tokens, retroactive)
     out = query.new_empty(*query.shape[:2], state.window if retroactive else tokens, value.shape[-1])
     launch(kernel, key.device, state=state, after=after, query=query, key=key, value=value, retroactive=retroactive, out=out)
     return out, after

@@ -19,7 +19,7 @@ from ...flops import flop_formula
 from ...tracing import extent, is_batched_gradient, is_differentiated, is_plain
 from ..costs import executed_attention_operations, executed_operations
 from .reference import attention_step_reference, nystrom_step_reference
-from .state import ContinualAttentionState, ContinualNystromState, own_memory
+from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 _RINGS = "Tensor queries, Tensor keys, Tensor values, Tensor sums"
@@ -62,7 +62,6 @@ def _clock(state: Any, like: Tensor) -> Tensor:
 
 
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
-    """Clones of the tensors, to which only the new state will refer, so that its step does not copy them again."""
     return (tensor.clone() for tensor in tensors)
 
 
@@ -71,7 +70,7 @@ def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
     queries, keys, values, sums, *landmarks = fields
     counts = (scale, position if clock is None else clock.clone(), window, iterations, fixed)
     state = ContinualNystromState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *_copies(*landmarks), *counts])
-    out, new = run_step("continual_nystrom_step", impl, state, query, key, value, retroactive)
+    out, new = run_step("continual_nystrom_step", impl, remembered(state), query, key, value, retroactive)
     return out, *new[:4], *new[5:8], _clock(new, out)
 
 
@@ -80,7 +79,7 @@ def _attention_body(*args: Any) -> tuple[Tensor, ...]:
     queries, keys, values, sums = fields
     counts = (scale, position if clock is None else clock.clone(), window)
     state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *counts])
-    out, new = run_step("continual_attention_step", impl, state, query, key, value, retroactive)
+    out, new = run_step("continual_attention_step", impl, remembered(state), query, key, value, retroactive)
     return out, *new[:4], _clock(new, out)
 
 

@@ -1,15 +1,14 @@
 """The state of continual attention between steps: a ring that holds the tokens of the window, and a few sums over them.
 
-A step returns a new state, and the state that it was given stays valid. This needs no copy if nothing else refers to the state's tensors:
-the step then writes only to memory that the given state does not read, a free row of the ring and `spare`.
+A step returns a new state, and the state that it was given stays valid. This needs no copy if the library made the state's tensors and
+nothing else can reach their memory: the step then writes only to what the given state does not read, a free row of the ring and `spare`.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ...checks import check_dense, device_of, is_dense, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
+from ...extension import load
 
 
 class ContinualNystromState(NamedTuple):
@@ -112,13 +112,23 @@ else:
 
 
 def tokens_seen(state: ContinualState) -> int:
-    """The position as an int; this synchronises with a GPU. Where it has no value (an empty batch, the meta device) it is the window."""
+    """The position as an int; this synchronises with a GPU. Where it has no value (an empty batch, the meta device) it is the window.
+
+    `ValueError` if rows of the batch are at different positions.
+    """
     position = state.position
     if isinstance(position, Tensor):
-        if position.is_meta:
-            return state.window
-        return int(position.flatten()[0]) if position.numel() else state.window
+        return state.window if position.is_meta else _common_position("state.position", position, state.window)
     return position
+
+
+def _common_position(name: str, positions: Tensor, window: int) -> int:
+    """The position that all rows share; the window if there is none."""
+    found = positions.unique().tolist()
+    if len(found) > 1:
+        allowed = "one position for all is needed here; a step of a kernel on a GPU takes one for each row"
+        raise ValueError(wrong(name, f"is {' and '.join(map(str, found[:2]))} in rows of one batch", allowed))
+    return int(found[0]) if found else window
 
 
 def window_of(ring: Tensor, position: int, window: int) -> Tensor:
@@ -228,7 +238,7 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     problem = "" if state.sums.is_meta else unlikely_totals(f"{name}['sums']", state.sums)
     if problem:
         raise ValueError(problem)
-    return state
+    return remembered(state)
 
 
 def unlikely_totals(name: str, sums: Tensor) -> str:
@@ -282,20 +292,32 @@ def _owned(field: Any) -> Any:
 _WRITTEN = 5
 """How many fields of a state a step may write to: they come first."""
 
-_requires_grad = attrgetter("requires_grad")
-_HELD = tuple(object() for _ in range(_WRITTEN + 1))
-_SOLE = [*map(sys.getrefcount, _HELD[:_WRITTEN])]
-"""What `sys.getrefcount` gives for fields that a state alone holds."""
+
+@functools.cache
+def _ownership() -> Any:
+    """The native extension, which counts who holds a tensor (csrc/common/ownership.h); None if it was not built: then all is copied."""
+    try:
+        return load()
+    except ImportError:
+        return None
+
+
+def remembered(state: State) -> State:
+    """The state itself, whose tensors are new and have memory of their own: steps may write to it while nothing else can reach it."""
+    ownership = _ownership()
+    if ownership is not None:
+        ownership.remember(state)
+    return state
 
 
 def next_state(state: State, tokens: int, retroactive: bool) -> State:
-    """The state after a step of this number of tokens, on any device, whose memory the step is to fill.
+    """The state after a step of this number of tokens on a GPU, whose memory the step is to fill.
 
     The rule is that of csrc/continual/next_state.h. A state that alone holds its tensors is stepped in place: new tokens go to free rows of
     its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
     """
+    sole = _ownership() is not None and _ownership().is_sole_owner(state)
     fields: tuple[Any, ...] = state
-    sole = [*map(sys.getrefcount, fields[:_WRITTEN])] == _SOLE and not any(map(_requires_grad, fields[:_WRITTEN]))
     queries, keys, values, sums, spare = fields[:_WRITTEN]
     batch, heads, capacity, _ = keys.shape
     window = state.window
@@ -313,7 +335,7 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     position = torch.empty_like(state.position) if isinstance(state.position, Tensor) else state.position
     counts: Any = fields[-3 if followed else -1 :]
     made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts)
-    return type(state)._make(made)
+    return remembered(type(state)._make(made))
 
 
 def _sent(state: State) -> tuple[Any, ...]:

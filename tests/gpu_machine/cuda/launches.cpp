@@ -7,7 +7,6 @@
 #include "continual/attention_step.cu"
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
-#include "continual/next_state.cpp"
 #include "continual/nystrom_step.cu"
 #include "gram/cuda_binding.cpp"
 #include "gram/ridge_solve.cu"
