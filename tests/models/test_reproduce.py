@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cmab_models.pictures.context import Cost
-from cmab_models.reproduce import judging, report, runner
+from cmab_models.reproduce import judging, openings, report, runner
 from cmab_models.reproduce.__main__ import PAGE, main
 from cmab_models.reproduce.claims import CLAIMS
 from cmab_models.reproduce.experiments import EXPERIMENTS
@@ -267,7 +267,7 @@ def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_result_is_older_than_its_system() -> None:
-    """`make reproduce` trains anew what this names."""
+    """`python -m cmab_models.reproduce --confirm` lets those stand that begin as before; `make reproduce` trains the others anew."""
     told = PAGE.with_suffix(".json")
     assert told.exists(), f"{told.name} is not there: the digests of the code of all results are missing; run make reproduce"
     known = json.loads(told.read_text())["code"]
@@ -277,7 +277,24 @@ def test_no_result_is_older_than_its_system() -> None:
         for system in each.systems
         if known.get(each.name, {}).get(system) != Run(system, TASKS[each.task].for_system(system), PAGE.parent).recorded()["code"]
     ]
-    assert not older, f"results that are older than the code of their systems: {', '.join(older)}; run make reproduce"
+    assert not older, (
+        f"results that are older than the code of their systems: {', '.join(older)}; run python -m cmab_models.reproduce --confirm"
+    )
+
+
+def test_a_result_stands_for_changed_code_that_begins_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = next(each for each in EXPERIMENTS if each.name == "target")
+    monkeypatch.setattr(openings, "EXPERIMENTS", [replace(each, systems=("mlp", "attention"))])
+    file = tmp_path / "RESULTS.json"
+    file.write_text(json.dumps({"code": {"target": {"mlp": "old", "attention": "old"}}}))
+    openings.record(file, lambda told: None)
+    told = json.loads(file.read_text())
+    told["openings"]["target"]["mlp"]["loss 7"] += 0.01
+    file.write_text(json.dumps(told))
+    assert openings.confirm(file, lambda told: None) == ["mlp in target: another loss 7"]
+    told = json.loads(file.read_text())
+    assert told["code"]["target"]["mlp"] == "old" != told["code"]["target"]["attention"]
+    assert told["confirmed"] == {"target": {"attention": "old"}}
 
 
 def test_an_experiment_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..pictures import context
 from ..training import Run
+from . import openings
 from .experiments import EXPERIMENTS
 from .pictures import drawn
 from .report import write
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="the page to write (default: RESULTS.md of the package; in FOLDER with --share or EXPERIMENT)"
     )
+    parser.add_argument("--confirm", action="store_true", help="train nothing: let results stand for changed code that begins as before")
     asked = parser.parse_args()
+    if asked.confirm:
+        sys.exit("\n".join(openings.confirm(PAGE.with_suffix(".json"), print)) or 0)
     if unknown := [name for name in asked.experiments if name not in NAMES]:
         parser.error(f"there is no experiment {unknown[0]!r}")
     chosen = [each for each in EXPERIMENTS if each.name in (asked.experiments or NAMES)]
@@ -43,6 +47,8 @@ def main() -> None:
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])
     results = Results(by_experiment, costs)
     write(page, results, drawn(by_experiment, costs, page.parent / "pictures_of_results"), failed, asked.share)
+    if page == PAGE:
+        openings.record(page.with_suffix(".json"), print)
     print(f"wrote {page}")
     sys.exit(1 if failed else 0)
 

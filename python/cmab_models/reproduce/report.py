@@ -49,6 +49,8 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
         "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
         "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score with ± is a "
         "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
+        "Code that has changed since a result was trained is confirmed by `python -m cmab_models.reproduce --confirm`: the losses of the "
+        "first 10 steps and the scores after them, of one seed, must be as before to 0.001. RESULTS.json has the digests of both.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
     ]

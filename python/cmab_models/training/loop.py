@@ -103,6 +103,13 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     return model, seconds()
 
 
+def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
+    """Return the model after the first steps of a run, and their losses."""
+    model = run.model().train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=run.task.learning_rate, fused=True)
+    return model, [_step(model, optimizer, run, done) for done in range(steps)]
+
+
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait until the end of the block: an optimiser that is stopped half-way has updated some of the weights."""
