@@ -64,8 +64,8 @@ class CircularPositionalEncoding(Keeper[int]):
         if learned:
             self.encodings = nn.Parameter(0.02 * torch.randn(self.period, embed_dim, device=device, dtype=dtype))
         else:
-            waves = _waves(self.period, embed_dim).to(device, dtype or torch.get_default_dtype())
-            self.register_buffer("encodings", waves, persistent=False)
+            like = torch.empty(0, device=device, dtype=dtype)
+            self.register_buffer("encodings", _waves(self.period, embed_dim).to(like), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return a window with its encodings added."""
@@ -128,7 +128,7 @@ class CircularPositionalEncoding(Keeper[int]):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self._learned and self.encodings.is_meta and local_metadata.get("assign_to_params_buffers"):
-            self.encodings = _waves(*self.encodings.shape).to(self.encodings.dtype)
+            self.encodings = _waves(*self.encodings.shape).to(torch.empty(0, dtype=self.encodings.dtype))
 
     def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
@@ -163,9 +163,13 @@ class CircularPositionalEncoding(Keeper[int]):
 
 
 def _waves(period: int, width: int) -> Tensor:
-    """Return a float64 matrix (period, width) with alternating columns of sines and cosines, each with a whole number of periods."""
+    """Return a float64 matrix (period, width) with alternating columns of sines and cosines, each with a whole number of periods.
+
+    It is on the CPU, whatever the default device: that may be meta, and all devices get the same bits.
+    """
     pairs = (width + 1) // 2
     fastest = max(period // 2, 1)
     turns = [round(fastest ** (pair / max(pairs - 1, 1))) for pair in range(pairs)]
-    angles = torch.arange(period, dtype=torch.float64)[:, None] * torch.tensor(turns, dtype=torch.float64) * (2 * math.pi / period)
+    place = torch.arange(period, dtype=torch.float64, device="cpu")[:, None]
+    angles = place * torch.tensor(turns, dtype=torch.float64, device="cpu") * (2 * math.pi / period)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]

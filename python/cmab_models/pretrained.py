@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
+from collections.abc import Container
+from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import HfApi, PyTorchModelHubMixin, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from torch import nn
+
+from cmab_kernels.checks import wrong
 
 if TYPE_CHECKING:
     from typing import Self
+
+NAME = "pretrained_model_name_or_path"
+"""What huggingface_hub calls the folder or repository of `from_pretrained`."""
 
 
 class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
@@ -24,11 +33,14 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a `RuntimeError`, unless
     `from_pretrained` is given `strict=False`; a `config.json` that holds no JSON object is a `ValueError`. What the constructor's
     annotations promise is checked before anything is made: a `ValueError` for a size that is not a positive int, a number that is not
-    finite, or heads that do not divide the width.
+    finite, or heads that do not divide the width, and a `TypeError` for an option that is missing or not known.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
-    ValueError: depth is 0; an int >= 1 is needed
+    ValueError: `depth` is 0: an int >= 1 is needed
+    >>> cmab_models.CNP(dim_x=1, dim_y=1, dims=16)
+    Traceback (most recent call last):
+    TypeError: `dims` is not known to CNP: did you mean dim? It takes dim_x, dim_y, dim, depth, bound_std
     """
 
     before: ClassVar[dict[str, Any]] = {}
@@ -41,8 +53,17 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
-        """Return the model of a folder, or of a repository on the Hugging Face Hub; the arguments are huggingface_hub's."""
-        _check_config(Path(pretrained_model_name_or_path) / "config.json")
+        """Return the model of a folder, or of a repository `owner/name` on the Hugging Face Hub; the arguments are huggingface_hub's.
+
+        `FileNotFoundError` for a folder that does not exist or holds no model, and for a repository that is neither on the Hub nor, if the
+        Hub does not answer, in its cache on this machine.
+        """
+        folder = Path(pretrained_model_name_or_path)
+        if folder.is_dir():
+            _check_folder(cls, folder, kwargs)
+        elif not _on_hub(name := _repository(pretrained_model_name_or_path), kwargs):
+            _check_cached(name, kwargs)
+            kwargs["local_files_only"] = True
         loaded: Self = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         return loaded
 
@@ -56,24 +77,73 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         return loaded
 
 
-def _check_config(path: Path) -> None:
-    """Raise if the file is there and holds no JSON object: huggingface_hub reads it as one, whatever it is."""
-    if not path.is_file():
-        return
-    config = json.loads(path.read_text(encoding="utf-8"))
+def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -> None:
+    """Raise unless a folder holds parameters, and a configuration that is a JSON object: huggingface_hub reads whatever is there."""
+    path = folder / "config.json"
+    needed = {"model.safetensors": True, path.name: bool(_missing(kind, given))}
+    lacks = [name for name, is_needed in needed.items() if is_needed and not (folder / name).is_file()]
+    if lacks:
+        allowed = "a folder that save_pretrained wrote is needed"
+        raise FileNotFoundError(wrong(NAME, f"is {str(folder)!r}, a folder without {' and '.join(lacks)}", allowed))
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {shorten(repr(config), 50)}; a JSON object, the arguments of the constructor, is needed")
 
 
-def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise unless the arguments of a constructor are what its annotations say; those that are missing are the constructor's to name.
+def _repository(given: str | Path) -> str:
+    """Return what can be the name of a repository; `FileNotFoundError` for what can only be a folder: there is none."""
+    if isinstance(given, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", given):
+        return given
+    what = "a file, not a folder" if Path(given).is_file() else "and there is no such folder"
+    allowed = "a folder that save_pretrained wrote, or owner/name of a repository on the Hub, is needed"
+    raise FileNotFoundError(wrong(NAME, f"is {str(given)!r}, {what}", allowed))
 
-    A constructor of another package, in a class derived from one of ours, takes what it likes.
+
+def _on_hub(name: str, options: dict[str, Any]) -> bool:
+    """Whether the Hub answers, which is asked once: a download tries for 23 seconds. `FileNotFoundError` if it has no such repository."""
+    if options.get("local_files_only"):
+        return False
+    try:
+        HfApi().model_info(name, revision=options.get("revision"), token=options.get("token"), timeout=10.0)
+    except RepositoryNotFoundError as error:
+        allowed = "the Hub has no such repository that you may read, and there is no such folder here"
+        raise FileNotFoundError(wrong(NAME, f"is {name!r}", allowed)) from error
+    except HfHubHTTPError:
+        return True  # the download says what is wrong
+    except Exception:  # whatever the HTTP library of the installed version raises without a network
+        return False
+    return True
+
+
+def _check_cached(name: str, options: dict[str, Any]) -> None:
+    """Raise `FileNotFoundError` unless the cache of this machine has the repository."""
+    found = try_to_load_from_cache(name, "config.json", options.get("cache_dir"), options.get("revision"))
+    if not isinstance(found, str):
+        allowed = "the Hub does not answer or is not to be asked, its cache has no such repository, and there is no such folder here"
+        raise FileNotFoundError(wrong(NAME, f"is {name!r}", allowed))
+
+
+def _missing(kind: type[Pretrained], given: Container[str]) -> list[str]:
+    """The names of the arguments without a default that are not given."""
+    named = [each for each in _parameters(kind) if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return [each.name for each in named if each.default is each.empty and each.name not in given]
+
+
+def _parameters(kind: type[Pretrained]) -> list[inspect.Parameter]:
+    return list(inspect.signature(kind.__init__).parameters.values())[1:]
+
+
+def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise unless the arguments of a constructor are what its annotations say.
+
+    A constructor of another package, in a class derived from one of ours, takes what it likes. A copy is made without arguments.
     """
     if not kind.__init__.__module__.startswith(f"{__package__}."):
         return
-    _, *parameters = inspect.signature(kind.__init__).parameters.values()
+    parameters = _parameters(kind)
     given = dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    if given:
+        _check_names(kind, [each.name for each in parameters], given)
     values = {each.name: given.get(each.name, each.default) for each in parameters}
     for each in parameters:
         value, kinds = values[each.name], set(each.annotation.split(" | "))
@@ -81,10 +151,21 @@ def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict
             continue
         what = _needed(value, kinds)
         if what:
-            raise ValueError(f"{each.name} is {value!r}; {what} is needed")
+            raise ValueError(wrong(each.name, f"is {value!r}", f"{what} is needed"))
     heads = values.get("num_heads")
     if heads is not None and values["dim"] % heads:
-        raise ValueError(f"num_heads is {heads}; a divisor of dim = {values['dim']} is needed")
+        raise ValueError(wrong("num_heads", f"is {heads}", f"a divisor of dim = {values['dim']} is needed"))
+
+
+def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]) -> None:
+    """Raise `TypeError` for an argument that is not known, or one that is missing."""
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            meant = f"did you mean {close[0]}? It" if close else "it"
+            raise TypeError(wrong(name, f"is not known to {kind.__name__}", f"{meant} takes {', '.join(known)}"))
+    for name in _missing(kind, given):
+        raise TypeError(wrong(name, "is missing", f"{kind.__name__} takes {', '.join(known)}"))
 
 
 def _needed(value: Any, kinds: set[str]) -> str:

@@ -178,22 +178,22 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
     model, (times, marks) = made(kind), some_events()
     state = model.observe(None, times[:, 1], marks[:, 1])
     for call, said in (
-        (lambda: model.log_prob(times.flip(1), marks), "times are not in order"),
-        (lambda: model.log_prob(times, marks, end=times[:, 4]), "times are not in order"),
-        (lambda: model.observe(state, times[:, 0], marks[:, 0]), "times are not in order"),
-        (lambda: model.log_prob(times, marks + 1), "marks are .* from 1 to 4"),
-        (lambda: model.log_prob(times, marks.double()), "marks are torch.float64"),
+        (lambda: model.log_prob(times.flip(1), marks), "`times` is before"),
+        (lambda: model.log_prob(times, marks, end=times[:, 4]), "`end` is before"),
+        (lambda: model.observe(state, times[:, 0], marks[:, 0]), "`time` is before"),
+        (lambda: model.log_prob(times, marks + 1), "`marks` is .* from 1 to 4"),
+        (lambda: model.log_prob(times, marks.double()), "`marks` is torch.float64"),
         (lambda: model.log_prob(times, marks[:, 1:]), "times, marks have shapes"),
         (lambda: model.observe(None, times, marks), "time, mark have shapes"),
-        (lambda: model.observe(state, times[:1, 2], marks[:1, 2]), "time has batch 1; the state has 3"),
-        (lambda: model.log_prob(times, marks, LENGTHS + 1), r"lengths are torch.int64 \(3,\) from 2 to 14"),
-        (lambda: model.log_prob(times, marks, LENGTHS - 2), "lengths are .* from -1 to 11"),
-        (lambda: model.log_prob(times, marks, LENGTHS[:2]), r"lengths are torch.int64 \(2,\)"),
-        (lambda: model.log_prob(times, marks, LENGTHS.double()), "lengths are torch.float64"),
-        (lambda: model.log_prob(times, marks, end=times[:, -1:] + 1), r"end has shape \(3, 1\); \(batch,\) = \(3,\)"),
-        (lambda: model.log_prob(times[:, :0], marks[:, :0].float()), "marks are torch.float32; int64"),
-        (lambda: model.log_prob(times.masked_fill(times == times[:, -1:], torch.inf), marks), "times are not in order"),
-        (lambda: model.observe(None, times[:, 0] * torch.inf, marks[:, 0]), "times are not in order"),
+        (lambda: model.observe(state, times[:1, 2], marks[:1, 2]), "`time` has batch 1: the state has 3"),
+        (lambda: model.log_prob(times, marks, LENGTHS + 1), r"`lengths` is torch.int64 \(3,\) from 2 to 14"),
+        (lambda: model.log_prob(times, marks, LENGTHS - 2), "`lengths` is .* from -1 to 11"),
+        (lambda: model.log_prob(times, marks, LENGTHS[:2]), r"`lengths` is torch.int64 \(2,\)"),
+        (lambda: model.log_prob(times, marks, LENGTHS.double()), "`lengths` is torch.float64"),
+        (lambda: model.log_prob(times, marks, end=times[:, -1:] + 1), r"`end` has shape \(3, 1\): \(batch,\) = \(3,\)"),
+        (lambda: model.log_prob(times[:, :0], marks[:, :0].float()), "`marks` is torch.float32: int64"),
+        (lambda: model.log_prob(times.masked_fill(times == times[:, -1:], torch.inf), marks), "`times` is .* infinite"),
+        (lambda: model.observe(None, times[:, 0] * torch.inf, marks[:, 0]), "`time` is .* infinite"),
     ):
         with pytest.raises(ValueError, match=said):
             call()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from cmab_models.systems import SYSTEMS
@@ -41,13 +43,13 @@ def least(system: str) -> dict[str, Any]:
 def test_every_argument_is_checked(system: str) -> None:
     for name, each in arguments(system).items():
         for value in WRONG[each.annotation]:
-            with pytest.raises(ValueError, match=rf"^{name} is .* needed$"):
+            with pytest.raises(ValueError, match=rf"^`{name}` is .* needed$"):
                 SYSTEMS[system](**(least(system) | {name: value}))
 
 
 @pytest.mark.parametrize("system", [each for each in SYSTEMS if "num_heads" in arguments(each)])
 def test_heads_divide_the_width(system: str) -> None:
-    with pytest.raises(ValueError, match=r"^num_heads is 3; a divisor of dim = 8 is needed"):
+    with pytest.raises(ValueError, match=r"^`num_heads` is 3: a divisor of dim = 8 is needed"):
         SYSTEMS[system](**(least(system) | {"num_heads": 3}))
 
 
@@ -66,7 +68,7 @@ def test_numbers_of_a_point_process(system: str, changes: dict[str, Any], messag
 
 
 def test_arguments_by_place_are_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"^dim is 0; "):
+    with pytest.raises(ValueError, match=r"^`dim` is 0: "):
         SYSTEMS["cnp"](1, 1, 0)
     with pytest.raises(TypeError, match="dim_y"):
         SYSTEMS["cnp"](1)
@@ -104,3 +106,75 @@ def test_a_configuration_that_is_no_object_is_named(text: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json holds .*; a JSON object, .* is needed"):
         SYSTEMS["cnp"].from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_option_that_is_missing_or_misspelt_is_named(system: str) -> None:
+    given, kind = least(system), SYSTEMS[system]
+    first, takes = next(iter(given)), rf"takes {', '.join(arguments(system))}$"
+    with pytest.raises(TypeError, match=rf"^`{first}s` is not known to {kind.__name__}: did you mean {first}\? It {takes}"):
+        kind(**{name: value for name, value in given.items() if name != first}, **{f"{first}s": given[first]})
+    with pytest.raises(TypeError, match=rf"^`xyz` is not known to {kind.__name__}: it {takes}"):
+        kind(**given, xyz=1)
+    last = next(name for name, each in arguments(system).items() if each.default is inspect.Parameter.empty)
+    with pytest.raises(TypeError, match=rf"^`{last}` is missing: {kind.__name__} {takes}"):
+        kind(**{name: value for name, value in given.items() if name != last})
+
+
+class Refused(Exception):
+    """What an HTTP library raises without a network."""
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let every question to the Hub fail, and return what was asked."""
+    asked: list[Any] = []
+
+    def refuse(*question: Any, **_: Any) -> None:
+        asked.append(question)
+        raise Refused
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", refuse)
+    return asked
+
+
+@pytest.mark.parametrize("place", ["./no/such/folder", "no/such/folder", "/no/such", "cmanp", "~/cmanp", "../cmanp", Path("of/mine")])
+def test_a_folder_that_does_not_exist_is_named_at_once(place: str | Path, no_network: list[Any]) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(f"is {str(place)!r}, and there is no such folder")):
+        SYSTEMS["cmanp"].from_pretrained(place)
+    assert not no_network
+
+
+@pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
+def test_the_hub_is_asked_once(options: dict[str, Any], no_network: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"is 'of/nobody': the Hub does not answer"):
+        SYSTEMS["cmanp"].from_pretrained("of/nobody", cache_dir=tmp_path, **options)
+    assert len(no_network) == (0 if options else 1)
+
+
+def test_without_a_network_the_cache_of_the_hub_is_read(no_network: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--of--mine" / "snapshots" / ("0" * 40)
+    saved = SYSTEMS["cnp"](**least("cnp"))
+    saved.save_pretrained(snapshot)
+    refs = tmp_path / "models--of--mine" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", huggingface_hub.hf_hub_download)
+    loaded = SYSTEMS["cnp"].from_pretrained("of/mine", cache_dir=tmp_path)
+    assert len(no_network) == 1
+    for mine, other in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    kind = SYSTEMS["cnp"]
+    with pytest.raises(FileNotFoundError, match=r"a folder without model\.safetensors and config\.json"):
+        kind.from_pretrained(tmp_path)
+    kind(**least("cnp")).save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"config\.json', a file, not a folder"):
+        kind.from_pretrained(tmp_path / "config.json")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a folder without config\.json"):
+        kind.from_pretrained(tmp_path)
+    assert kind.from_pretrained(tmp_path, **least("cnp")).dim_x == 1

@@ -159,7 +159,12 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
 
 
 def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="the loss of step 1 is"):
+    with pytest.raises(Diverged, match="the loss of step 2 is nan"):
+        train(Run("cnp", toy(steps=2, learning_rate=1e30), tmp_path))
+
+
+def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`context_y` holds a NaN or an infinity"):
         train(Run("cnp", toy(slope=float("inf")), tmp_path))  # type: ignore[call-arg]
 
 
@@ -267,7 +272,7 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--seed", "-1"), "argument --seed: the seed is '-1'"),
         (("train", "cnp", "--seed", "one"), "argument --seed: the seed is 'one'"),
         (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
-        (("train", "cnp", "--set", "model.dim=wide"), "dim is 'wide'; an int >= 1 is needed"),
+        (("train", "cnp", "--set", "model.dim=wide"), "`dim` is 'wide': an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
         (("train", "cnp", "--folder", "a file"), "Not a directory"),

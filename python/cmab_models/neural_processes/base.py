@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
+from cmab_kernels.checks import check_count, kind_of, refuse_not_finite, wrong
+from cmab_kernels.nn.layers import check_features
+
+from ..precision import in_single
 from ..pretrained import Pretrained
 
 
@@ -31,7 +35,10 @@ class NeuralProcess(Pretrained):
     `condition` reads points into a state, in pieces if they come in pieces, and `predict` answers from the state. The state of a new
     context is None before the first point. What a state is differs: of constant size for `CMANP` and `CNP`, all points for the others.
 
-    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype; a wrong one is a `ValueError`.
+    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape is a `ValueError`, a wrong
+    dtype or anything but a tensor a `TypeError`. On a CPU a NaN or an infinity is a `ValueError` too, but for points that are masked: a
+    target whose value is missing has no likelihood. On a GPU values are not read, since the program would wait; there a NaN makes the
+    predictions or likelihoods of its function NaN. Those of a model in bfloat16 or float16 are float32.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=2, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> x, y, target_x, target_y = torch.randn(3, 50, 1), torch.randn(3, 50, 2), torch.randn(3, 7, 1), torch.randn(3, 7, 2)
@@ -41,6 +48,8 @@ class NeuralProcess(Pretrained):
 
     dim_x: int
     dim_y: int
+    state_type: ClassVar[type[tuple[Any, ...]]]
+    """What `condition` returns."""
     block_size: int | None = None
     """How many targets are predicted jointly where likelihoods and samples are autoregressive; None: all at once."""
 
@@ -73,13 +82,13 @@ class NeuralProcess(Pretrained):
 
         With a `block_size`, or the model's own, targets are predicted that many at a time, and each block becomes context of the next.
         """
-        self._check(context_x, context_y)
-        self._check(target_x, target_y, batch=len(context_x))
+        self._check(context_x, context_y, of="context_")
+        self._check(target_x, target_y, batch=len(context_x), of="target_")
         targets = target_x.shape[1]
         size = self._block_size(block_size, targets)
         if size >= targets:
             return joint_log_prob(self(context_x, context_y, target_x), target_y) / targets
-        state, total = self.condition(context_x, context_y), target_y.new_zeros(target_y.shape[0])
+        state, total = self.condition(context_x, context_y), in_single(target_y.new_zeros(target_y.shape[0]))
         for first in range(0, targets, size):
             x, y = target_x[:, first : first + size], target_y[:, first : first + size]
             total = total + joint_log_prob(self.predict(state, x), y)
@@ -97,53 +106,89 @@ class NeuralProcess(Pretrained):
         for i in range(1, x.shape[1]):
             state = self.condition(x[:, i - 1 : i], y[:, i - 1 : i], state)
             found.append(joint_log_prob(self.predict(state, x[:, i : i + 1]), y[:, i : i + 1]))
-        return torch.stack(found, 1) if found else y.new_zeros(y.shape[0], 0)
+        return torch.stack(found, 1) if found else in_single(y.new_zeros(y.shape[0], 0))
 
     @torch.no_grad()
     def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
         """Return one draw (B, M, dim_y) of the values at the targets, blocks of them given the blocks before."""
-        self._check(context_x, context_y)
-        self._check(target_x, batch=len(context_x))
+        self._check(context_x, context_y, of="context_")
+        self._check(target_x, batch=len(context_x), of="target_")
         state, targets, drawn = self.condition(context_x, context_y), target_x.shape[1], []
         for x in target_x.split(self._block_size(block_size, targets), 1):
-            drawn.append(self.predict(state, x).sample().view(*x.shape[:2], self.dim_y))
+            drawn.append(self.predict(state, x).sample().view(*x.shape[:2], self.dim_y).to(x.dtype))
             state = self.condition(x, drawn[-1], state)
         return torch.cat(drawn, 1)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean negative log-likelihood of a batch, all targets at once."""
+        batch = Batch(*batch)
+        self._check(batch.target_x, of="target_")
         return -self.log_prob(*batch, block_size=batch.target_x.shape[1]).mean()
 
     def _block_size(self, asked: int | None, targets: int) -> int:
-        size = self.block_size or max(targets, 1) if asked is None else asked
-        if size < 1:
-            raise ValueError(f"block_size is {size}; at least one target is predicted at a time")
-        return size
+        return check_count("block_size", self.block_size or max(targets, 1) if asked is None else asked)
 
-    def _check(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, batch: int | None = None) -> None:
-        """Raise unless x is (B, N, dim_x), and y and mask, if given, (B, N, dim_y) and (B, N) bool; `batch`: B of a state or a context."""
-        if x.dim() != 3 or x.shape[-1] != self.dim_x:
-            raise ValueError(f"x has shape {tuple(x.shape)}; (batch, points, dim_x = {self.dim_x}) is needed")
-        if y is not None and y.shape != (*x.shape[:2], self.dim_y):
-            raise ValueError(f"y has shape {tuple(y.shape)}; {(*x.shape[:2], self.dim_y)}, as x has, is needed")
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-            raise ValueError(f"mask is {mask.dtype} of shape {tuple(mask.shape)}; torch.bool of {tuple(x.shape[:2])}, as x has, is needed")
+    def _known(self, state: Any) -> Any:
+        """Return a state; raise `TypeError` for what `condition` does not return."""
+        if not isinstance(state, self.state_type):
+            raise TypeError(wrong("state", f"is {kind_of(state)}", f"what `condition` returns is needed, of {self.state_type.__name__}"))
+        return state
+
+    def _check(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        mask: Tensor | None = None,
+        batch: int | None = None,
+        *,
+        of: str = "",
+        values: bool = True,
+    ) -> None:
+        """Raise unless x is (B, N, dim_x), y (B, N, dim_y) and mask (B, N) bool, and values are finite.
+
+        `batch` is B of a state or a context, and `of` says what x and y belong to. `values=False` leaves these to `without_masked`, which
+        knows the points that count, and in `CMANP` gets them in chunks.
+        """
+        given = {f"{of}x": x} | ({} if y is None else {f"{of}y": y})
+        weight = next(self.parameters())
+        check_features(f"{of}x", x, "(batch, points, dim_x)", (3,), self.dim_x, weight)
+        if y is not None:
+            check_features(f"{of}y", y, "(batch, points, dim_y)", (3,), self.dim_y, weight)
+            if y.shape[:2] != x.shape[:2]:
+                allowed = f"{(*x.shape[:2], self.dim_y)} is needed, as {of}x has shape {tuple(x.shape)}"
+                raise ValueError(wrong(f"{of}y", f"has shape {tuple(y.shape)}", allowed))
+        if mask is not None:
+            _check_mask(mask, x)
         if batch not in (None, len(x)):
-            raise ValueError(f"x has shape {tuple(x.shape)}; what it goes with has batch {batch}")
+            raise ValueError(wrong(f"{of}x", f"has shape {tuple(x.shape)}", f"what it goes with has batch {batch}"))
+        if values:
+            refuse_not_finite(**given)
+
+
+def _check_mask(mask: Tensor, x: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(wrong("mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2] or mask.device != x.device:
+        given = f"is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+        raise ValueError(wrong("mask", given, f"torch.bool of {tuple(x.shape[:2])} on {x.device}, as x, is needed"))
 
 
 def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return points with zeros for those that are ignored: a NaN times a weight of 0, or a gradient of 0, would be a NaN."""
-    if mask is None:
-        return x, y
-    ignored = mask.unsqueeze(-1)
-    return x.masked_fill(ignored, 0.0), y.masked_fill(ignored, 0.0)
+    """Return points with zeros for those that are ignored: a NaN times a weight of 0, or a gradient of 0, would be a NaN.
+
+    On a CPU a NaN or an infinity in the others is a `ValueError`.
+    """
+    if mask is not None:
+        ignored = mask.unsqueeze(-1)
+        x, y = x.masked_fill(ignored, 0.0), y.masked_fill(ignored, 0.0)
+    refuse_not_finite(x=x, y=y)
+    return x, y
 
 
 def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
     """Return the log-density (B,) of all values y (B, M, dim_y), 0 where there are none, of which torch's may raise."""
     if not y.numel():
-        return y.new_zeros(len(y))
+        return in_single(y.new_zeros(len(y)))
     if isinstance(predicted, MultivariateNormal):
         return predicted.log_prob(y.flatten(1))
     return predicted.log_prob(y).flatten(1).sum(1)

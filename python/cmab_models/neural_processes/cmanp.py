@@ -58,6 +58,7 @@ class CMANP(NeuralProcess):
     """
 
     before: ClassVar = {"residual": "input"}
+    state_type = AttentionState
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class CMANP(NeuralProcess):
 
         Under `torch.no_grad()` points are embedded a chunk at a time, so that memory does not depend on their number.
         """
-        self._check(x, y, mask)
+        self._check(x, y, mask, values=False)
         if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
             return self.blocks.read(self._embedded(*without_masked(x, y, mask)), state, key_padding_mask=mask)
         xs, ys = x.split(CHUNK, 1), y.split(CHUNK, 1)
@@ -111,6 +112,7 @@ class CMANP(NeuralProcess):
 
         Where that loses more than half of the digits, a `RuntimeWarning` says so: condition anew on the points that are left.
         """
+        self._known(state)
         self._check(x, y)
         left = self.blocks.unread(self._embedded(x, y), state)
         if not left.reliable.all():
@@ -119,12 +121,13 @@ class CMANP(NeuralProcess):
         return left.state
 
     def predict(self, state: AttentionState, target_x: Tensor) -> Distribution:
-        self._check(target_x)
+        self._known(state)
+        self._check(target_x, of="target_")
         return self._decoded(target_x, self.blocks.retrieve(self.latents, state, all_blocks=True))
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
-        self._check(context_x, context_y)
-        self._check(target_x, batch=len(context_x))
+        self._check(context_x, context_y, of="context_")
+        self._check(target_x, batch=len(context_x), of="target_")
         return self._decoded(target_x, self.blocks(self._embedded(context_x, context_y), self.latents, all_blocks=True))
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:

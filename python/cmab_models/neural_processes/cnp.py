@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
+from ..precision import in_single
 from .base import NeuralProcess, without_masked
 from .parts import NormalHead, point_embedding
 
@@ -16,9 +17,9 @@ class Total(NamedTuple):
     """The sum of the embeddings of a context, and how many they are."""
 
     features: Tensor
-    """(B, dim)"""
+    """(B, dim), in float32 at least"""
     points: Tensor
-    """(B, 1)"""
+    """(B, 1), likewise: a half type cannot count beyond 2,048"""
 
 
 class CNP(NeuralProcess):
@@ -39,6 +40,8 @@ class CNP(NeuralProcess):
     True
     """
 
+    state_type = Total
+
     def __init__(self, dim_x: int, dim_y: int, dim: int = 128, depth: int = 4, bound_std: bool = False) -> None:
         super().__init__()
         self.dim_x, self.dim_y = dim_x, dim_y
@@ -51,20 +54,21 @@ class CNP(NeuralProcess):
         return new if state is None else Total(state.features + new.features, state.points + new.points)
 
     def forget(self, state: Total, x: Tensor, y: Tensor) -> Total:
+        self._known(state)
         old = self._total(x, y, None, state)
         return Total(state.features - old.features, state.points - old.points)
 
     def predict(self, state: Total, target_x: Tensor) -> Normal:
-        self._check(target_x, batch=len(state.points))
-        mean = state.features / state.points.clamp(min=1)
+        self._check(target_x, batch=len(self._known(state).points), of="target_")
+        mean = (state.features / state.points.clamp(min=1)).to(target_x.dtype)
         context = mean.unsqueeze(1).expand(-1, target_x.shape[1], -1)
         result: Normal = self.head(self.decoder(torch.cat([target_x, context], -1)).relu())
         return result
 
     def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
         """Return the total of the points x, y, which can be added to `state` or taken out of it."""
-        self._check(x, y, mask, None if state is None else len(state.points))
-        features = self.embedding(torch.cat(without_masked(x, y, mask), -1))
+        self._check(x, y, mask, None if state is None else len(self._known(state).points), values=False)
+        features = in_single(self.embedding(torch.cat(without_masked(x, y, mask), -1)))
         if mask is None:
-            return Total(features.sum(1), x.new_full((x.shape[0], 1), x.shape[1]))
-        return Total(features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(x.dtype))
+            return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))
+        return Total(features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(features.dtype))

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from cmab_kernels.tracing import has_values
+
 from .base import NeuralProcess, without_masked
 from .parts import NormalHead, perceptron, point_embedding
 
@@ -66,6 +68,8 @@ class IncTNP(NeuralProcess):
     True
     """
 
+    state_type = Cache
+
     def __init__(
         self,
         dim_x: int,
@@ -86,7 +90,7 @@ class IncTNP(NeuralProcess):
         self.head = NormalHead(dim, hidden, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Cache | None = None, mask: Tensor | None = None) -> Cache:
-        self._check(x, y, mask, None if state is None else len(state.ignored))
+        self._check(x, y, mask, None if state is None else len(self._known(state).ignored), values=False)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         before = 0 if state is None else state.ignored.shape[1]
         if state is not None:
@@ -110,8 +114,8 @@ class IncTNP(NeuralProcess):
         raise RuntimeError("points of an IncTNP cannot be forgotten: later points have seen them; condition anew on those that are left")
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(state.ignored))
-        if state.ignored.all(1).any():
+        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        if has_values(state.ignored) and state.ignored.all(1).any():
             raise ValueError("state holds no points; this model needs at least one")
         return self._answered(state, target_x, ~state.ignored[:, None, None, :])
 

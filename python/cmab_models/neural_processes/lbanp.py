@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from cmab_kernels.nn import CrossAttention, LatentLayer
+from cmab_kernels.tracing import has_values
 
 from . import official
 from .parts import Decoder, NormalHead, point_embedding
@@ -60,9 +61,9 @@ class LBANP(KeepsPoints):
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(state.ignored))
+        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
         embedded = self.embedding(torch.cat([state.x, state.y], -1))
-        mask = state.ignored if state.ignored.any() else None
+        mask = None if has_values(state.ignored) and not state.ignored.any() else state.ignored
         latents, every = self.latents.expand(embedded.shape[0], -1, -1), []
         for layer in cast("list[LatentLayer]", list(self.layers)):
             latents = layer.after_context(_attended(layer.cross_attention, latents, embedded, mask))

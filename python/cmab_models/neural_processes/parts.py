@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
+from cmab_kernels.checks import as_they_are
 from cmab_kernels.nn import CrossAttention, FeedForward
+
+from ..precision import in_single
 
 
 def perceptron(inputs: int, hidden: int, outputs: int, depth: int) -> nn.Sequential:
@@ -83,7 +86,7 @@ class NormalHead(nn.Module):
         self.bound_std = bound_std
 
     def forward(self, features: Tensor) -> Normal:
-        mean, raw = self.layers(features).chunk(2, -1)
+        mean, raw = in_single(self.layers(features)).chunk(2, -1)
         return Normal(mean, 0.05 + 0.95 * F.softplus(raw) if self.bound_std else raw.exp(), validate_args=False)
 
 
@@ -103,9 +106,10 @@ class JointHead(nn.Module):
         self.rank, self.bound_std = rank, bound_std
 
     def forward(self, features: Tensor) -> MultivariateNormal:
-        mean = self.mean(features).flatten(1)
-        rows = self.projection(encoded(self.encoder, features)).view(*mean.shape, self.rank)
-        factor = (rows @ rows.mT).tril()
+        mean = in_single(self.mean(features)).flatten(1)
+        rows = in_single(self.projection(encoded(self.encoder, features))).view(*mean.shape, self.rank)
+        with as_they_are(rows.device):  # there is no triangular solve in half types
+            factor = (rows @ rows.mT).tril()
         if self.bound_std:
             diagonal = factor.diagonal(dim1=-2, dim2=-1)
             factor = factor - torch.diag_embed(diagonal) + torch.diag_embed(0.05 + 0.95 * diagonal.tanh())

@@ -24,15 +24,17 @@ class Points(NamedTuple):
 class KeepsPoints(NeuralProcess):
     """Base class of models whose state is the context itself: memory and time of `predict` grow with it."""
 
+    state_type = Points
+
     def condition(self, x: Tensor, y: Tensor, state: Points | None = None, mask: Tensor | None = None) -> Points:
-        self._check(x, y, mask, None if state is None else len(state.ignored))
+        self._check(x, y, mask, None if state is None else len(self._known(state).ignored), values=False)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         new = Points(*without_masked(x, y, mask), ignored)
         return new if state is None else Points(*(torch.cat(parts, 1) for parts in zip(state, new, strict=True)))
 
     def forget(self, state: Points, x: Tensor, y: Tensor) -> Points:
         """Return the state without the points x, y; one that is not part of it is a `ValueError`."""
-        self._check(x, y, batch=len(state.ignored))
+        self._check(x, y, batch=len(self._known(state).ignored))
         ignored = state.ignored.clone()
         for i in range(x.shape[1]):
             same = (state.x == x[:, i : i + 1]).all(-1) & (state.y == y[:, i : i + 1]).all(-1) & ~ignored

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from cmab_kernels.tracing import has_values
+
 from .parts import JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points
 
@@ -45,9 +47,9 @@ class TNPD(KeepsPoints):
         self.head: nn.Module = NormalHead(dim, hidden, dim_y, bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(state.ignored))
+        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
         points, targets = state.x.shape[1], target_x.shape[1]
-        if state.ignored.all(1).any():
+        if has_values(state.ignored) and state.ignored.all(1).any():
             raise ValueError("state holds no points; this model needs at least one")
         asked = torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1)
         tokens = self.embedding(torch.cat([torch.cat([state.x, state.y], -1), asked], 1))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..pretrained import Pretrained
-from .parts import EventEmbedding, EventHead, NextEvent
+from cmab_kernels.checks import check_dense, kind_of, wrong
+from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.tracing import has_values
 
-SHORTEST = 1e-10
-"""The least time between events: published data has events at the same time, of which the density would be infinite."""
+from ..pretrained import Pretrained
+from .mixture import SHORTEST
+from .parts import EventEmbedding, EventHead, NextEvent
 
 
 class LogProb(NamedTuple):
@@ -36,8 +38,10 @@ class PointProcess(Pretrained):
     `observe` reads an event into a state, and `next_event` predicts the next from it. The state before the first event is None.
     `log_prob` predicts every event of sequences from those before it, all at once, as they would be predicted one by one.
 
-    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`; others are a `ValueError`. Times are best
-    kept in float64, whatever the model's dtype: the differences between late times lose digits in float32.
+    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`; others are a `ValueError`, and anything
+    but a tensor a `TypeError`. A time that is NaN or infinite is a `ValueError` too. All this is checked on a GPU as well, for which the
+    program waits. Times are best kept in float64, whatever the model's dtype: the differences between late times lose digits in float32.
+    Likelihoods are float64 in a float64 model and else float32, finite also where events are at the same time.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))
@@ -49,6 +53,8 @@ class PointProcess(Pretrained):
     True
     """
 
+    state_type: ClassVar[type[tuple[Any, ...]]]
+    """What `observe` returns."""
     num_marks: int
     embedding: EventEmbedding
     head: EventHead
@@ -70,18 +76,19 @@ class PointProcess(Pretrained):
 
     def observe(self, state: Any, time: Tensor, mark: Tensor) -> Any:
         """Return the state after one more event of each sequence: time (B,), not before that of the event before, and mark (B,) int64."""
+        self._check(time=time, mark=mark)
         if time.dim() != 1 or mark.shape != time.shape:
             raise ValueError(f"time, mark have shapes {tuple(time.shape)}, {tuple(mark.shape)}; both must be (batch,)")
-        if state is not None and state.time.shape != time.shape:
-            raise ValueError(f"time has batch {len(time)}; the state has {len(state.time)}")
+        if state is not None and self._known(state).time.shape != time.shape:
+            raise ValueError(wrong("time", f"has batch {len(time)}", f"the state has {len(state.time)}"))
         time = time.double()
-        gap = _checked(time if state is None else time - state.time)
-        self._check_marks(mark)
+        gap = _checked("time", time if state is None else time - state.time)
+        self._check_marks("mark", mark)
         return self._read(state, time, self.embedding(*(part.unsqueeze(1) for part in (time, gap, mark))))
 
     def next_event(self, state: Any) -> NextEvent:
         """Return what is predicted after the events in `state`; for None, before any event, with a batch of 1."""
-        result: NextEvent = self.head(self._summary(state))
+        result: NextEvent = self.head(self._summary(None if state is None else self._known(state)))
         return result
 
     def log_prob(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None, end: Tensor | None = None) -> LogProb:
@@ -92,17 +99,18 @@ class PointProcess(Pretrained):
             lengths: (B,) int64, the number of events of each sequence, whose padding does not matter; None: N for all.
             end: (B,), until when each sequence was observed, not before its last event; None: until its last event.
         """
+        self._check(times=times, marks=marks, **({} if end is None else {"end": end}))
         if times.dim() != 2 or marks.shape != times.shape:
             raise ValueError(f"times, marks have shapes {tuple(times.shape)}, {tuple(marks.shape)}; both must be (batch, events)")
         batch, longest = times.shape
         lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
         _check_lengths(lengths, batch, longest)
         if end is not None and end.shape != (batch,):
-            raise ValueError(f"end has shape {tuple(end.shape)}; (batch,) = ({batch},) is needed")
+            raise ValueError(wrong("end", f"has shape {tuple(end.shape)}", f"(batch,) = ({batch},) is needed"))
         there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
         times, marks = times.double().where(there, 0.0), marks.where(there, 0)
-        gaps = _checked(times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
-        self._check_marks(marks)
+        gaps = _checked("times", times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
+        self._check_marks("marks", marks)
 
         features = self._summaries(self.embedding(times, gaps, marks), there).flatten(0, 1)  # the first of each sequence: of no events
         before = F.pad(there, (0, 1)).flatten().nonzero().squeeze(1)  # heads on padding would only cost time
@@ -111,42 +119,73 @@ class PointProcess(Pretrained):
         def padded(values: Tensor) -> Tensor:
             return values.new_zeros(there.shape).masked_scatter(there, values)
 
-        survival = features.new_zeros(batch)
+        dtype = state_dtype(features.dtype)
+        survival = features.new_zeros(batch, dtype=dtype)
         if end is not None:
-            wait = _checked(end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
+            wait = _checked("end", end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
             last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
-            survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(features))
-        time, correct = predicted.time.log_prob(gaps[there].to(features)), predicted.mark.logits.argmax(-1) == came
+            survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(dtype))
+        time, correct = predicted.time.log_prob(gaps[there].to(dtype)), predicted.mark.logits.argmax(-1) == came
         return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
         """Return the intensity (M,) of any event at each of the times `at` (M,), given the events before it among times, marks (N,)."""
+        self._check(times=times, marks=marks, at=at)
+        if times.dim() != 1 or marks.shape != times.shape or at.dim() != 1:
+            shapes = ", ".join(str(tuple(each.shape)) for each in (times, marks, at))
+            raise ValueError(f"times, marks, at have shapes {shapes}; (events,), (events,) and (any,) are needed")
         times, at = times.double(), at.double()
         starts = torch.cat([times.new_zeros(1), times])
-        gaps = _checked(starts.diff()).unsqueeze(0)
-        self._check_marks(marks)
+        gaps = _checked("times", starts.diff()).unsqueeze(0)
+        self._check_marks("marks", marks)
         features = self._summaries(self.embedding(times.unsqueeze(0), gaps, marks.unsqueeze(0)), gaps > 0)
         before = torch.searchsorted(times, at)
-        result: Tensor = self.head(features[0, before]).time.intensity(_checked(at - starts[before]).to(features))
+        result: Tensor = self.head(features[0, before]).time.intensity(_checked("at", at - starts[before]).to(state_dtype(features.dtype)))
         return result
 
-    def _check_marks(self, marks: Tensor) -> None:
-        if marks.dtype != torch.int64 or (marks.numel() and not 0 <= marks.min() <= marks.max() < self.num_marks):
-            values = f" from {marks.min()} to {marks.max()}" if marks.numel() else ""
-            raise ValueError(f"marks are {marks.dtype}{values}; int64 from 0 to {self.num_marks - 1} are needed")
+    def _known(self, state: Any) -> Any:
+        """Return a state; raise `TypeError` for what `observe` does not return."""
+        if not isinstance(state, self.state_type):
+            raise TypeError(
+                wrong("state", f"is {kind_of(state)}", f"None, or what `observe` returns, is needed, {self.state_type.__name__}")
+            )
+        return state
+
+    def _check(self, **given: Tensor) -> None:
+        """Raise unless these are dense tensors of real numbers on the device of the model."""
+        device = self.embedding.gap.weight.device
+        for name, each in given.items():
+            if not isinstance(each, Tensor):
+                raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
+            check_dense(name, each)
+            if each.is_complex() or each.dtype == torch.bool:
+                raise TypeError(wrong(name, f"is {each.dtype}", "a torch.Tensor of real numbers is needed"))
+            if each.device != device:
+                raise ValueError(wrong(name, f"is on {each.device}", f"the model is on {device}; move them together"))
+
+    def _check_marks(self, name: str, marks: Tensor) -> None:
+        inside = marks.dtype == torch.int64
+        values = ""
+        if marks.numel() and has_values(marks):
+            least, most = marks.min().item(), marks.max().item()
+            inside, values = inside and 0 <= least <= most < self.num_marks, f" from {least} to {most}"
+        if not inside:
+            raise ValueError(wrong(name, f"is {marks.dtype}{values}", f"int64 from 0 to {self.num_marks - 1} is needed"))
 
 
 def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(wrong("lengths", f"is {kind_of(lengths)}", "a torch.Tensor of int64 is needed"))
     fits = lengths.shape == (batch,) and not lengths.is_floating_point()
     if not fits or (batch and not 0 <= lengths.min() <= lengths.max() <= longest):
         values = f" from {lengths.min()} to {lengths.max()}" if lengths.numel() else ""
-        raise ValueError(
-            f"lengths are {lengths.dtype} {tuple(lengths.shape)}{values}; int64 ({batch},) from 0 to {longest}, the events, are needed"
-        )
+        given = f"is {lengths.dtype} {tuple(lengths.shape)}{values}"
+        raise ValueError(wrong("lengths", given, f"int64 ({batch},) from 0 to {longest}, the events, is needed"))
 
 
-def _checked(gaps: Tensor) -> Tensor:
+def _checked(name: str, gaps: Tensor) -> Tensor:
     """Return times between events, which must be finite and not negative, and none shorter than the shortest."""
-    if gaps.numel() and not 0 <= gaps.min() <= gaps.max() < math.inf:
-        raise ValueError("times are not in order: one is before the event before it, or before 0, or is infinite or NaN")
+    if gaps.numel() and has_values(gaps) and not 0 <= gaps.min() <= gaps.max() < math.inf:
+        given = "is before 0 or before an event before it, or is infinite or NaN"
+        raise ValueError(wrong(name, given, "finite times from 0 on, in order, are needed"))
     return gaps.clamp(min=SHORTEST)

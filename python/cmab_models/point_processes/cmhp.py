@@ -64,6 +64,8 @@ class CMHP(PointProcess):
     (torch.Size([1]), torch.Size([1, 5]), torch.Size([1]))
     """
 
+    state_type = CMHPState
+
     def __init__(
         self,
         num_marks: int,

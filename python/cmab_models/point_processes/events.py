@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ class Events(NamedTuple):
     """(B,) float64, not before the last event"""
 
     @staticmethod
-    def pad(times: Sequence[Tensor], marks: Sequence[Tensor], end: Sequence[float] | Tensor) -> Events:
-        """Return sequences of any lengths as one batch; `ValueError` for none, and names one that is not as it should be."""
-        if not times:
+    def pad(times: Sequence[Any], marks: Sequence[Any], end: Sequence[float] | Tensor) -> Events:
+        """Return sequences of any lengths as one batch; `ValueError` for none, and names one that is not as it should be.
+
+        A sequence of times or marks is a tensor (events,), or an array or a list, as `torch.as_tensor` takes them.
+        """
+        if not len(times):
             raise ValueError("times is empty; at least one sequence is needed")
+        times, marks = [torch.as_tensor(each) for each in times], [torch.as_tensor(each) for each in marks]
         for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
             if time.dim() != 1 or mark.shape != time.shape:
                 raise ValueError(f"sequence {i} has times {tuple(time.shape)} and marks {tuple(mark.shape)}; both must be (events,)")
@@ -48,7 +52,7 @@ class Events(NamedTuple):
     @property
     def there(self) -> Tensor:
         """(B, N) bool: True at events, False at padding."""
-        return torch.arange(self.times.shape[1]) < self.lengths.unsqueeze(1)
+        return torch.arange(self.times.shape[1], device=self.lengths.device) < self.lengths.unsqueeze(1)
 
     def gaps(self) -> Tensor:
         """Return the times (B, N) from one event to the next, the first from time 0; 0 at padding."""

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, LogNormal, MixtureSameFamily
 
+from ..precision import in_single
+
+SHORTEST = 1e-10
+"""The least time between events: published data has events at the same time, of which the density would be infinite."""
+
 
 class LogNormalMixture(MixtureSameFamily):
     """A mixture of K log-normal distributions, with what a point process asks of it: survival and intensity.
@@ -18,17 +23,31 @@ class LogNormalMixture(MixtureSameFamily):
     Args:
         logits: (..., K), the logarithms of the weights, up to a constant.
         loc, scale: (..., K), mean and standard deviation of the logarithm of each component.
+
+    Parameters in bfloat16 or float16 become float32. A gap of 0, of events at the same time, counts as `SHORTEST`, 1e-10.
     """
 
     def __init__(self, logits: Tensor, loc: Tensor, scale: Tensor) -> None:
+        logits, loc, scale = in_single(logits), in_single(loc), in_single(scale)
         super().__init__(Categorical(logits=logits, validate_args=False), LogNormal(loc, scale, validate_args=False), validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-density of a gap `value`, in float32 at least."""
+        result: Tensor = super().log_prob(_longer_than_none(value))
+        return result
 
     def log_survival(self, gap: Tensor) -> Tensor:
         """Return the log-probability that the next event has not come after a `gap`, exactly also where that is nearly impossible."""
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
-        standardised = (gap.log().unsqueeze(-1) - components.loc) / components.scale
+        standardised = (_longer_than_none(gap).log().unsqueeze(-1) - components.loc) / components.scale
         return torch.logsumexp(weights.logits + torch.special.log_ndtr(-standardised), -1)
 
     def intensity(self, gap: Tensor) -> Tensor:
         """Return the intensity f / S after a `gap` without events: the rate of the next event, given that it has not come yet."""
         return (self.log_prob(gap) - self.log_survival(gap)).exp()
+
+
+def _longer_than_none(gap: Tensor) -> Tensor:
+    """Return gaps in float32 at least, which holds the shortest, and that for 0."""
+    gap = in_single(gap)
+    return gap.masked_fill(gap == 0, SHORTEST)

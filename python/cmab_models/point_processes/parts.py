@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from ..precision import in_single
 from .mixture import LogNormalMixture
 
 LOG_SCALES = (-5.0, 3.0)
@@ -40,6 +42,9 @@ class EventEmbedding(nn.Module):
     The time is encoded by sines and cosines with periods of `period` / 8, / 4, / 2, 1, 2, 4, ..., so that what recurs with the period
     looks alike, and the longest, of dim / 2 in all, tell early events from late ones. `ValueError` for an odd dim, and for a period or a
     spread of gaps that is not positive.
+
+    The periods are float64 whatever the weights are cast to: float16 does not hold them, and bfloat16 shifts late events by whole periods.
+    They follow from the arguments and are not saved; a module from the meta device gets them together with its weights.
     """
 
     periods: Tensor
@@ -54,7 +59,22 @@ class EventEmbedding(nn.Module):
         self.mark = nn.Embedding(num_marks, dim)
         self.gap = nn.Linear(1, dim)
         self.log_gaps = log_gaps
-        self.register_buffer("periods", period * 2.0 ** torch.arange(-3, dim // 2 - 3, dtype=torch.float64), persistent=False)
+        self.period = period
+        self.register_buffer("periods", self._periods(self.gap.weight.device), persistent=False)
+        self.register_load_state_dict_post_hook(_with_periods)
+
+    def _periods(self, device: torch.device) -> Tensor:
+        """Return the periods (dim / 2,) float64, of the same bits on every device."""
+        powers = torch.arange(-3, self.gap.out_features // 2 - 3, dtype=torch.float64, device="cpu")
+        return (self.period * 2.0**powers).to(device)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> EventEmbedding:
+        """Cast or move the module. The periods are computed anew: a cast rounds them, and `to_empty` gives memory without values."""
+        before = self.periods
+        super()._apply(fn, recurse)
+        if self.periods is not before:
+            self.periods = self._periods(self.periods.device)
+        return self
 
     def forward(self, times: Tensor, gaps: Tensor, marks: Tensor) -> Tensor:
         """Return features (B, N, dim) of events at times (B, N) float64, gaps (B, N) after those before, with marks (B, N) int64."""
@@ -63,6 +83,12 @@ class EventEmbedding(nn.Module):
         gap = self.gap(self.log_gaps.standardise(gaps).to(dtype).unsqueeze(-1))
         result: Tensor = self.mark(marks) + gap + torch.cat([phases.sin(), phases.cos()], -1)
         return result
+
+
+def _with_periods(embedding: EventEmbedding, _: Any) -> None:
+    """Let the periods follow weights that were loaded with `assign=True`, which leave the meta device."""
+    if embedding.periods.device != embedding.gap.weight.device:
+        embedding.periods = embedding._periods(embedding.gap.weight.device)
 
 
 class EventHead(nn.Module):
@@ -77,7 +103,7 @@ class EventHead(nn.Module):
 
     def forward(self, features: Tensor) -> NextEvent:
         features = self.norm(features)
-        logits, loc, log_scale = self.time(features).chunk(3, -1)
+        logits, loc, log_scale = in_single(self.time(features)).chunk(3, -1)
         mean, std = self.log_gaps
         time = LogNormalMixture(logits, mean + std * loc, std * log_scale.clamp(*LOG_SCALES).exp())
-        return NextEvent(time, Categorical(logits=self.mark(features), validate_args=False))
+        return NextEvent(time, Categorical(logits=in_single(self.mark(features)), validate_args=False))

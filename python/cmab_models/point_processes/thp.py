@@ -39,6 +39,8 @@ class THP(PointProcess):
     torch.Size([3, 20])
     """
 
+    state_type = THPState
+
     def __init__(
         self,
         num_marks: int,

@@ -6,22 +6,33 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from cmab_kernels.checks import refuse_not_finite, wrong
+from cmab_kernels.nn.layers import check_features
+
 from ..pretrained import Pretrained
 
 
 class Regressor(Pretrained):
-    """Base class of models that answer queries (B, M, dim_key) from keys (B, N, dim_key) and values (B, N, dim_value)."""
+    """Base class of models that answer queries (B, M, dim_key) from keys (B, N, dim_key) and values (B, N, dim_value).
+
+    All have the model's dtype. A wrong shape is a `ValueError`, a wrong dtype or anything but a tensor a `TypeError`, and on a CPU a NaN or
+    an infinity a `ValueError`. On a GPU values are not read, since the program would wait; a NaN reaches the answers of its batch element.
+    """
 
     dim_key: int
     dim_value: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the answers (B, M, dim_out); a wrong shape is a `ValueError`."""
-        points, asked = key.shape[:2], (*key.shape[:1], *query.shape[1:2])
-        wanted = {"key": (key, points, self.dim_key), "query": (query, asked, self.dim_key), "value": (value, points, self.dim_value)}
-        for name, (given, extents, width) in wanted.items():
-            if given.shape != (*extents, width):
-                raise ValueError(f"{name} has shape {tuple(given.shape)}; {(*extents, width)} is needed")
+        """Return the answers (B, M, dim_out)."""
+        weight = next(self.parameters())
+        check_features("key", key, "(B, N, dim_key)", (3,), self.dim_key, weight)
+        check_features("query", query, "(B, M, dim_key)", (3,), self.dim_key, weight)
+        check_features("value", value, "(B, N, dim_value)", (3,), self.dim_value, weight)
+        for name, given, extents in (("query", query, 1), ("value", value, 2)):
+            if given.shape[:extents] != key.shape[:extents]:
+                allowed = f"{tuple(key.shape[:extents])} is needed first, as key has shape {tuple(key.shape)}"
+                raise ValueError(wrong(name, f"has shape {tuple(given.shape)}", allowed))
+        refuse_not_finite(query=query, key=key, value=value)
         return self._answer(query, key, value)
 
     @abstractmethod

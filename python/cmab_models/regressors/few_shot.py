@@ -41,6 +41,11 @@ class FewShot(Regressor):
         self.log_alpha = nn.Parameter(torch.zeros(()))
         self.log_scale = nn.Parameter(torch.ones(()))
 
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the scores (B, M, dim_value); the values, which tell the class, may be of any dtype."""
+        tensors = isinstance(query, Tensor) and isinstance(value, Tensor)
+        return super().forward(query, key, value.to(query.dtype) if tensors else value)
+
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = self.embedding(query), self.embedding(key)
         return self.log_scale.exp() * ESTIMATORS[self.estimator](query, key, value, self.log_alpha.exp())

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.checks import kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
+from cmab_kernels.nn.layers import check_features
 from cmab_kernels.nn.stream import extent, follow_weights
 
 from ..pretrained import Pretrained
@@ -40,6 +42,9 @@ class StreamClassifier(Pretrained):
     were the newest of their windows, where `forward` computes all of them from one window. The `state_dict` holds the streams while there
     are any, and loading weights alone ends them.
 
+    Tokens have the model's dtype. A wrong shape is a `ValueError`, a wrong dtype or anything but a tensor a `TypeError`, and on a CPU a NaN
+    or an infinity a `ValueError`. On a GPU values are not read, since the program would wait; scores are NaN there.
+
     Args:
         layers: of width `dim`, batch first, and without dropout: layers over a window (B, n, dim), and last one of these or a
             `cmab_kernels.nn.ContinualEncoderLayer`.
@@ -66,7 +71,7 @@ class StreamClassifier(Pretrained):
 
         In training, windows begin at a random place of the positional encoding; in eval mode, at the stream's place.
         """
-        self._check(tokens, (self.sequence_len, self.dim_in))
+        self._check_window(tokens)
         return self.forward_stream(tokens)[:, 0]
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
@@ -76,8 +81,9 @@ class StreamClassifier(Pretrained):
         In training, streams begin at a random place of the positional encoding; in eval mode, at the stream's place. The stream stays as it
         is. Layers before the last compute every window: they take T - n + 1 times as long as in `forward`.
         """
-        if tokens.dim() != 3 or tokens.shape[1] < self.sequence_len or tokens.shape[2] != self.dim_in:
-            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, T >= {self.sequence_len}, {self.dim_in}) is needed")
+        self._check("tokens", tokens, f"(batch, T >= {self.sequence_len}, dim_in)", 3)
+        if tokens.shape[1] < self.sequence_len:
+            raise ValueError(wrong("tokens", f"has {tokens.shape[1]} tokens", f"at least a window, {self.sequence_len}, is needed"))
         features = self.positions.forward_stream(self.embedding(tokens))
         if self._over_window:
             windows = features.unfold(1, self.sequence_len, 1).mT
@@ -94,15 +100,15 @@ class StreamClassifier(Pretrained):
     def forward_step(self, token: Tensor) -> Tensor | None:
         """Take the next token (B, C) of B streams, and return their scores (B, num_classes), or None before the window is full.
 
-        A token of a wrong shape or batch, or on a CPU one that is not finite, or not when it is embedded, is a `ValueError` and leaves the
-        streams as they were.
+        An error leaves the streams as they were: also that of a token of another batch, or on a CPU of one that is not finite when it is
+        embedded.
         """
-        self._check(token, (self.dim_in,))
+        self._check("token", token, "(batch, dim_in)", 2)
         if self._batch not in (None, token.shape[0]):
-            raise ValueError(f"token has batch {token.shape[0]}; there are {self._batch} streams, which clean_state() ends")
+            raise ValueError(wrong("token", f"has batch {token.shape[0]}", f"there are {self._batch} streams, which clean_state() ends"))
         embedded = self.positions.forward_step(self.embedding(token), update_state=False).unsqueeze(1)
         if embedded.device.type == "cpu" and not embedded.isfinite().all():
-            raise ValueError("token holds a NaN or an infinity, or has one when it is embedded; every element must be finite")
+            raise ValueError(wrong("token", "has a NaN or an infinity when it is embedded", "every feature must be finite"))
         window = self._window_with(embedded) if self._over_window else None
         newest = embedded if window is None else self._read(window)
         if newest is not None and self._is_continual:
@@ -124,6 +130,8 @@ class StreamClassifier(Pretrained):
 
     def set_state(self, state: StreamState | None) -> None:
         """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
+        if state is not None and not isinstance(state, StreamState):
+            raise TypeError(wrong("state", f"is {kind_of(state)}", "None, or what `get_state` returns, is needed, a StreamState"))
         place, window, last, _ = (None,) * 4 if state is None else state
         misfit = self._misfit({"state.window": window, "state.last": getattr(last, "queries", None)}, "state.window", "state.last")
         if misfit:
@@ -200,6 +208,13 @@ class StreamClassifier(Pretrained):
         scores: Tensor = self.head(self.norm(features[:, -1]))
         return scores
 
-    def _check(self, tokens: Tensor, extents: tuple[int, ...]) -> None:
-        if tokens.shape[1:] != extents or tokens.dim() != len(extents) + 1:
-            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, {', '.join(map(str, extents))}) is needed")
+    def _check_window(self, tokens: Tensor) -> None:
+        """Raise unless tokens are windows (B, n, C)."""
+        allowed = f"(batch, {self.sequence_len}, dim_in)"
+        self._check("tokens", tokens, allowed, 3)
+        if tokens.shape[1] != self.sequence_len:
+            raise ValueError(wrong("tokens", f"has shape {tuple(tokens.shape)}", f"{allowed} is needed"))
+
+    def _check(self, name: str, tokens: Tensor, allowed: str, dims: int) -> None:
+        check_features(name, tokens, allowed, (dims,), self.dim_in, self.embedding.weight)
+        refuse_not_finite(**{name: tokens})

@@ -76,7 +76,7 @@ class ContinualNystromformer(StreamClassifier):
         Each layer is fitted on the outputs of those before it, so the paper fits one layer at a time and trains on after each. The
         landmarks stay the same parameters, so an optimiser that has them goes on. The stream ends.
         """
-        self._check(tokens, (self.sequence_len, self.dim_in))
+        self._check_window(tokens)
         if not self.fixed:
             raise ValueError("landmarks are 'continual'; only fixed landmarks are fitted")
         if layer is not None and not 0 <= layer < len(self.layers):

@@ -1,0 +1,241 @@
+"""What is given to systems: half types have finite likelihoods, and what is missing, no tensor, or of another dtype is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cmab_models.neural_processes import CNP, NeuralProcess
+from cmab_models.point_processes import Events, LogNormalMixture, PointProcess
+from cmab_models.streams.base import StreamClassifier
+from cmab_models.systems import SYSTEMS
+from torch import Tensor
+
+from .cases import MARKS, TIMES, answer, inputs, made
+
+HALF = [torch.bfloat16, torch.float16]
+PROCESSES = [name for name in SYSTEMS if issubclass(SYSTEMS[name], NeuralProcess)]
+OF_EVENTS = [name for name in SYSTEMS if issubclass(SYSTEMS[name], PointProcess)]
+STREAMS = [name for name in SYSTEMS if issubclass(SYSTEMS[name], StreamClassifier)]
+
+
+# ---- half types
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_answers_in_half_types_are_finite_and_right(system: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = made(system)
+    expected = answer(model, inputs(system))
+    found = answer(model.to(dtype), inputs(system, dtype))
+    has_likelihoods = system in PROCESSES + OF_EVENTS
+    assert found.dtype == (torch.float32 if has_likelihoods else dtype)
+    rounding = 16 * torch.finfo(dtype).eps * (1 + expected.abs())
+    assert ((found - expected).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("system", PROCESSES + OF_EVENTS)
+def test_likelihoods_under_autocast_are_finite_and_learn(system: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = made(system)
+    with torch.autocast("cpu", dtype):
+        found = answer(model, inputs(system))
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    found.sum().backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert gradients and all(bool(each.isfinite().all()) for each in gradients)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("system", PROCESSES)
+def test_a_neural_process_in_half_types_predicts_each_prefix_and_samples(system: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, given = made(system).to(dtype), inputs(system, dtype)
+    x, y, target_x, _ = given.values()
+    found = model.log_prob(**given, block_size=2), model.prefix_log_prob(x, y), model.sample(x, y, target_x, block_size=2)
+    assert all(part.isfinite().all() for part in found)
+    assert found[0].dtype == found[1].dtype == torch.float32 and found[2].dtype == dtype
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("system", OF_EVENTS)
+def test_events_at_the_same_time_have_a_likelihood(system: str, dtype: torch.dtype) -> None:
+    """At once, one by one, until an end, and in half types of times too."""
+    torch.manual_seed(0)
+    model = made(system, dim=32, period=24.0).to(dtype)
+    for times in (TIMES, TIMES.to(dtype)):
+        found = model.log_prob(times, MARKS, end=times[:, -1] + 0.5)
+        state, last = None, torch.zeros(2, dtype=times.dtype)
+        for i in range(3):
+            predicted = model.next_event(state)
+            for mine, other in (
+                (predicted.time.log_prob(times[:, i] - last), found.time[:, i]),
+                (predicted.mark.log_prob(MARKS[:, i]), found.mark[:, i]),
+            ):
+                torch.testing.assert_close(
+                    mine, other, rtol=32 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps, check_dtype=False
+                )
+            state, last = model.observe(state, times[:, i], MARKS[:, i]), times[:, i]
+        at = torch.tensor([0.5, 1.5, 2.0, 99.0]).to(dtype)
+        parts = (*found[:3], model.intensity(times[0], MARKS[0], at))
+        assert all(part.isfinite().all() and part.dtype == (dtype if dtype == torch.float64 else torch.float32) for part in parts)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_mixture_of_half_types_is_float32(dtype: torch.dtype) -> None:
+    parameters = torch.randn(3, 4, 5), torch.randn(4, 5), torch.rand(4, 5) + 0.1
+    mixture = LogNormalMixture(*(part.to(dtype) for part in (parameters[0][0], *parameters[1:])))
+    for gap in (torch.tensor(0.0, dtype=dtype), torch.tensor(2.0, dtype=dtype)):
+        for part in (mixture.log_prob(gap), mixture.log_survival(gap), mixture.intensity(gap)):
+            assert part.dtype == torch.float32 and part.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_cnp_in_half_types_counts_its_points() -> None:
+    torch.manual_seed(0)
+    model, x = CNP(1, 1, dim=8), torch.randn(1, 70_000, 1)
+    expected = model.predict(model.condition(x, x), x[:, :3]).mean
+    state = model.half().condition(x.half(), x.half())
+    assert int(state.points) == 70_000
+    torch.testing.assert_close(model.predict(state, x[:, :3].half()).mean, expected, rtol=1e-2, atol=1e-2)
+
+
+# ---- what is missing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_value_that_is_missing_is_named(system: str, bad: float) -> None:
+    model, given = made(system), inputs(system)
+    for name, part in given.items():
+        if not part.is_floating_point():
+            continue
+        broken = part.clone()
+        broken[1, -1] = bad
+        with pytest.raises(ValueError, match=f"`{name}` .*NaN"):
+            answer(model, given | {name: broken})
+    assert answer(model, given).isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", PROCESSES)
+def test_a_missing_value_is_named_by_every_method(system: str) -> None:
+    model, (x, y, target_x, _) = made(system), inputs(system).values()
+    broken, mask = x.clone(), torch.zeros(x.shape[:2], dtype=torch.bool)
+    broken[0, 2] = torch.nan
+    state = model.condition(x, y)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.condition(broken, y),
+        lambda: model.condition(broken, y, mask=mask),
+        lambda: model.prefix_log_prob(x, broken),
+        lambda: model.sample(broken, y, target_x),
+        lambda: model(x, broken, target_x),
+        lambda: model.predict(state, broken),
+    ]
+    if system != "inctnp":
+        calls.append(lambda: model.forget(state, broken, y))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"[xy]` holds a NaN"):
+            call()
+    mask[0, 2] = True
+    assert model.predict(model.condition(broken, y, mask=mask), target_x).mean.isfinite().all()
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in OF_EVENTS])  # these look for padding
+def test_values_are_not_read_where_there_are_none(system: str) -> None:
+    """Checks of values must not stand in the way of the meta device, for which shapes follow as for others."""
+    model, given = made(system).to("meta"), {name: part.to("meta") for name, part in inputs(system).items()}
+    assert answer(model, given).is_meta
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", OF_EVENTS)
+def test_missing_times_and_wrong_marks_are_named(system: str) -> None:
+    model, nan = made(system), torch.tensor([0.5, torch.nan])
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("time", lambda: model.observe(None, nan, MARKS[:, 0])),
+        ("end", lambda: model.log_prob(TIMES, MARKS, end=nan)),
+        ("times", lambda: model.intensity(nan, MARKS[:, 0], nan)),
+        ("at", lambda: model.intensity(TIMES[0], MARKS[0], nan)),
+        ("mark", lambda: model.observe(None, TIMES[:, 0], MARKS[:, 0] + 3)),
+        ("marks", lambda: model.intensity(TIMES[0], MARKS[0] - 1, TIMES[0])),
+        ("marks", lambda: model.log_prob(TIMES, TIMES * torch.nan)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"^`{name}` "):
+            call()
+
+
+# ---- what is no tensor, or of another dtype
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("other", [lambda part: part.numpy(), lambda part: part.tolist()], ids=["array", "list"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_no_tensor_is_named(system: str, other: Callable[[Tensor], Any]) -> None:
+    model, given = made(system), inputs(system)
+    for name, part in given.items():
+        with pytest.raises(TypeError, match=rf"^`{name}` is an? (ndarray|list): a torch\.Tensor is needed"):
+            answer(model, given | {name: other(part)})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in OF_EVENTS])
+def test_another_dtype_is_named(system: str) -> None:
+    model, given = made(system), inputs(system)
+    for name, part in given.items():
+        if (system, name) == ("few-shot", "value"):  # of any dtype, as it only tells classes
+            continue
+        with pytest.raises(TypeError, match=rf"^`{name}` is torch\.float64: the module is torch\.float32; cast them alike"):
+            answer(model, given | {name: part.double()})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", PROCESSES + OF_EVENTS + STREAMS)
+def test_other_arguments_that_are_no_tensors_and_states_of_another_kind_are_named(system: str) -> None:
+    model, given = made(system), inputs(system)
+    calls: dict[str, list[Callable[[], Any]]] = {}
+    if system in PROCESSES:
+        x, y, target_x, _ = given.values()
+        calls["state"] = [lambda: model.predict([x], target_x), lambda: model.predict(None, target_x)]
+        calls["mask"] = [lambda: model.condition(x, y, mask=[[False] * 6] * 2)]
+        calls["target_x"] = [lambda: model.loss((x, y, target_x.numpy(), y))]
+        if system != "inctnp":
+            calls["state"].append(lambda: model.forget((x, y), x, y))
+    elif system in OF_EVENTS:
+        calls["state"] = [lambda: model.next_event([1]), lambda: model.observe({}, TIMES[:, 0], MARKS[:, 0])]
+        calls["lengths"] = [lambda: model.log_prob(TIMES, MARKS, [3, 3])]
+        calls["end"] = [lambda: model.log_prob(TIMES, MARKS, end=[3.0, 3.0])]
+        calls["time"] = [lambda: model.observe(None, np.ones(2), MARKS[:, 0])]
+        calls["at"] = [lambda: model.intensity(TIMES[0], MARKS[0], 3.0)]
+    else:
+        calls["state"] = [lambda: model.set_state([1])]
+        calls["token"] = [lambda: model.forward_step(given["tokens"][:, 0].numpy())]
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(TypeError, match=f"^`{name}` is "):
+                call()
+
+
+def test_a_few_shot_takes_classes_of_any_dtype() -> None:
+    model, (query, key, value) = made("few-shot", dim_value=2), inputs("few-shot").values()
+    classes = (value > 0).expand(-1, -1, 2) != torch.tensor([True, False])
+    assert torch.equal(model(query, key, classes), model(query, key, classes.float()))
+
+
+def test_events_may_come_as_arrays_and_lists() -> None:
+    expected = Events.pad([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([0, 1]), torch.tensor([2])], [2.0, 3.0])
+    for ours in (
+        Events.pad([np.array([1.0, 2.0]), [3.0]], [[0, 1], np.array([2])], np.array([2.0, 3.0])),
+        Events.pad(([1, 2], [3]), ([0, 1], [2]), torch.tensor([2.0, 3.0])),
+    ):
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, expected, strict=True))
