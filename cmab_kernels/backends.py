@@ -114,7 +114,25 @@ def imported(family: str, impl: str) -> ModuleType | None:
 
 def is_available(family: str, impl: str) -> bool:
     """Whether an implementation can be imported, and `use_impl` names no other."""
+    if impl == "native":
+        _tells_what_is_missing(family)
     return current_impl() in ("auto", impl) and imported(family, impl) is not None
+
+
+_TOLD: list[str] = []
+"""Why there is no native code, once a call has said so."""
+
+
+@traced_as_constant
+def _tells_what_is_missing(family: str) -> bool:
+    """Warn if native code is missing, at the first call of all that would run it; whether this is that call."""
+    problem = _import_problem(FAMILIES[family]["native"])
+    if not problem or _TOLD:
+        return False
+    _TOLD.append(problem)
+    advice = "on a CPU PyTorch runs in their place, more slowly; docs/install.md says what a build needs"
+    warnings.warn(f"cmab_kernels has no native kernels: {problem}; {advice}", RuntimeWarning, stacklevel=5)
+    return True
 
 
 def implementation(family: str, impl: str) -> ModuleType:
@@ -217,6 +235,8 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         if reason is None:
             return impl
         reasons[impl] = reason
+    if tensors[0].device.type == "cpu" and _tells_what_is_missing(family):
+        return "reference"
     if family in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
@@ -225,7 +245,11 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
 
 def has_kernel(family: str, *tensors: Tensor) -> bool:
     """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen what runs: else "auto" would take the reference."""
-    return not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family])
+    if not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family]):
+        return True
+    if tensors[0].device.type == "cpu":
+        _tells_what_is_missing(family)
+    return False
 
 
 def is_free(family: str, impl: str) -> bool:

@@ -254,6 +254,44 @@ print(cmab_kernels.explain("latent_attention", q, k, k)[0].usable, len(caught))
     assert _run(code).strip() == "False 1"
 
 
+FIRST_CALLS = {
+    "attention": "ck.latent_attention(q, k, k)",
+    "a merge": "ck.merge_states(state, state)",
+    "a solve": "ck.regularised_solve(torch.eye(3), torch.ones(3, 1), 0.1)",
+    "Nyström": "ck.nystrom_attention(k, k, k, 2)",
+    "a layer": "ck.feed_forward_layer(torch.randn(1, 9, 8), torch.randn(32, 8), torch.randn(8, 16))",
+    "a step": "ck.continual_attention_step(ck.continual_attention_init(k, k, k), k[:, :, :1], k[:, :, :1], k[:, :, :1])",
+    "torch's function": "integrations.scaled_dot_product_attention(q, k, k)",
+    "a module": "nn.CMAB(16, 4, 2)(torch.randn(1, 9, 16), torch.randn(1, 3, 16))",
+    "attention of torch's form": "nn.MultiheadAttention(16, 2)(*torch.randn(3, 9, 1, 16), need_weights=False)",
+    "compiled": "torch.compile(lambda a, b: ck.regularised_solve(a, b, 0.1), fullgraph=True, backend='eager')(torch.eye(3), torch.eye(3))",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_without_the_extension_the_first_call_says_so_once(name: str) -> None:
+    """And no call that runs no native code anyway: by its own choice, on another device, or one that asks."""
+    code = f"""
+import sys, warnings
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels as ck
+from cmab_kernels import info, integrations, nn
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ck.explain("latent_attention", q, k, k)
+    assert "cannot be loaded" in info.report() or "not built" in info.report()
+    state = ck.attention_state(q, k, k, impl="reference")
+    ck.regularised_solve(torch.eye(3, device="meta"), torch.ones(3, 1, device="meta"), 0.1)
+    before = len(caught)
+    for _ in range(3):
+        {FIRST_CALLS[name]}
+said = ["has no native kernels" in str(warning.message) for warning in caught]
+print(before, said[0], sum(said))
+"""
+    assert _run(code).strip() == "0 True 1"
+
+
 def test_without_the_extension_the_choice_can_still_be_traced() -> None:
     code = """
 import sys, warnings
