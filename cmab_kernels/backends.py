@@ -136,8 +136,10 @@ def _tells_what_is_missing(family: str) -> bool:
 
 
 def implementation(family: str, impl: str) -> ModuleType:
-    """The module of an implementation returned by `choose`."""
-    _import_problem(FAMILIES[family][impl])
+    """The module of an implementation returned by `choose`, or named by a graph that was compiled or exported: perhaps elsewhere."""
+    problem = _import_problem(FAMILIES[family][impl])
+    if problem:
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", problem))
     return _MODULES[FAMILIES[family][impl]][0]
 
 

@@ -292,6 +292,20 @@ print(before, said[0], sum(said))
     assert _run(code).strip() == "0 True 1"
 
 
+def test_without_the_extension_an_exported_graph_says_what_it_needs() -> None:
+    code = """
+import sys
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+try:
+    torch.ops.cmab.attention(q, k, k, None, None, None, None, 1.0, "native")
+except RuntimeError as error:
+    print(error)
+"""
+    assert re.search("`impl` is 'native', which cannot run here.*native extension is not there", _run(code))
+
+
 def test_without_the_extension_the_choice_can_still_be_traced() -> None:
     code = """
 import sys, warnings
