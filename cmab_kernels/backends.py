@@ -220,9 +220,9 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
         check_name(family, impl)
         return "reference"
     if impl == "auto":
-        if is_free(family, impl):
-            return _first_usable(family, tensors)
         impl = current_impl()
+        if impl not in _names(family):
+            return _first_usable(family, tensors)
     check_name(family, impl)
     reason = _unsupported(family, impl, tensors)
     if reason is not None:
