@@ -3,13 +3,16 @@
 Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
 build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. CMAB_KERNELS_CUDA says the same
 of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME or on the PATH; 1: an error without nvcc, too.
+CMAB_KERNELS_WERROR=1 makes warnings errors, for CI: with a compiler newer than this code they would cost users their kernels.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +20,7 @@ import sysconfig
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
@@ -34,7 +37,8 @@ WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is told
 CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
-FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra -Werror"
+STRICT = os.environ.get("CMAB_KERNELS_WERROR") == "1"
+FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra{' -Werror' if STRICT else ''}"
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
 BF16 = f"{AVX512} -mavx512bf16"
 VECTORS = {
@@ -55,7 +59,8 @@ GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
 sm_100 on 10.3 and that of sm_120 on 12.1."""
 PTX = "100"
 """The compute capability whose PTX is added, for GPUs that no machine code is for: the driver compiles it there."""
-NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Werror"
+NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
+NVCC_FLAGS += " -Xcompiler -Werror -Werror all-warnings" if STRICT else ""
 
 
 def cpu_sources() -> list[tuple[Path, str]]:
@@ -81,28 +86,46 @@ def flags(instruction_set: str) -> str:
     return f"-DCMAB_INSTRUCTION_SET={instruction_set} {(VECTORS | ENGINES)[instruction_set]}" if instruction_set else ""
 
 
-def find_compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
+def find_compiler() -> list[str]:
+    """The words of the command: CXX may hold a launcher before the compiler and flags after it, or a path with spaces."""
+    given = os.environ.get("CXX", "").strip()
+    words = [given] if shutil.which(given) else shlex.split(given)
+    found = words or [path for path in (shutil.which("g++"), shutil.which("clang++")) if path][:1]
+    if not found:
         raise OSError("no C++ compiler: neither g++ nor clang++ is on the PATH, and CXX is not set")
-    return compiler
+    return found
+
+
+def for_nvcc(compiler: list[str]) -> list[str]:
+    """The options by which nvcc takes a compiler and its flags. It knows no launcher before it."""
+    programs = list(itertools.takewhile(lambda word: not word.startswith("-"), compiler))
+    return ["-ccbin", programs[-1], *(word for flag in compiler[len(programs) :] for word in ("-Xcompiler", flag))]
 
 
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    return shutil.which(os.path.join(home, "bin", "nvcc") if home else "nvcc")
 
 
-def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | None) -> str:
-    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`.
+def shell_words(*command: str | Path) -> str:
+    """Words of a command, as a shell in a ninja file takes them."""
+    return shlex.join(map(str, command)).replace("$", "$$")
+
+
+def ninja_path(path: Path) -> str:
+    """A path as a ninja file has it: relative to ROOT, whose own name may then hold anything."""
+    return re.sub(r"[$ :]", r"$\g<0>", os.path.relpath(path, ROOT))
+
+
+def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: str | None) -> str:
+    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`. ninja runs in ROOT.
 
     Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all anew.
     """
-    includes = f"-I{CSRC} -I{sysconfig.get_path('include')}"
-    extra = os.environ.get("CXXFLAGS", "")
+    includes = shell_words("-Icsrc", f"-I{sysconfig.get_path('include')}")
+    extra = os.environ.get("CXXFLAGS", "").replace("$", "$$").replace("\n", " ")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     codes += f" -gencode arch=compute_{PTX},code=compute_{PTX}"
-    compile_cuda = f"{nvcc} -ccbin {compiler} {NVCC_FLAGS} -I{CSRC} {codes}"
 
     def object_file(source: Path, instruction_set: str) -> Path:
         name = source.with_stem(f"{source.stem}_{instruction_set}") if instruction_set else source
@@ -111,23 +134,26 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: str, nvcc: str | N
     def compiled(sources: list[tuple[Path, str]]) -> Iterator[str]:
         for source, name in sources:
             rule = "nvcc" if source.suffix == ".cu" else "cpp"
-            yield f"build {object_file(source, name)}: {rule} {source} | {folder / rule}.version\n  flags = {flags(name)}"
+            made = f"build {ninja_path(object_file(source, name))}: {rule} {ninja_path(source)}"
+            yield f"{made} | {ninja_path(folder / f'{rule}.version')}\n  flags = {flags(name)}"
 
     def linked(target: Path, rule: str, sources: list[tuple[Path, str]]) -> str:
-        return f"build {target}: {rule} {' '.join(str(object_file(*each)) for each in sources)}\n"
+        return f"build {ninja_path(target)}: {rule} {' '.join(ninja_path(object_file(*each)) for each in sources)}\n"
 
     lines = [
+        f"builddir = {ninja_path(folder)}",
         "rule cpp\n  deps = gcc\n  depfile = $out.d",
-        f"  command = {compiler} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
-        f"rule link\n  command = {compiler} -shared -fopenmp {extra} $in -o $out",
+        f"  command = {shell_words(*compiler)} -MMD -MF $out.d {FLAGS} {includes} $flags {extra} -c $in -o $out",
+        f"rule link\n  command = {shell_words(*compiler)} -shared -fopenmp {extra} $in -o $out",
         *compiled(cpu_sources()),
         linked(cpu, "link", cpu_sources()),
     ]
     if nvcc:
+        host = shell_words(nvcc, *for_nvcc(compiler))
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
-            f"  command = {compile_cuda} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
-            f"rule nvlink\n  command = {nvcc} -ccbin {compiler} -shared -cudart static $in -o $out",
+            f"  command = {host} {NVCC_FLAGS} -Icsrc {codes} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+            f"rule nvlink\n  command = {host} -shared -cudart static $in -o $out",
             *compiled([each for each in cuda_sources() if each not in cpu_sources()]),
             linked(cuda, "nvlink", cuda_sources()),
         ]
@@ -167,13 +193,13 @@ class NinjaBuild(build_ext):
         self.ninja = Path(BIN_DIR) / "ninja"
         compiler = find_compiler()
         nvcc = find_nvcc() if WANTED_CUDA != "0" else None
-        for rule, command in {"cpp": compiler, "nvcc": nvcc}.items():
-            if command:
-                keep(OBJECTS / f"{rule}.version", "\n".join(version(command)))
+        keep(OBJECTS / "cpp.version", "\n".join(version(*compiler)))
+        if nvcc:
+            keep(OBJECTS / "nvcc.version", "\n".join(version(nvcc)))
         (OBJECTS / "build.ninja").write_text(ninja_file(self.cpu, self.cuda, OBJECTS, compiler, nvcc))
-        self.make(self.cpu, compiler)
+        self.make(self.cpu, shlex.join(compiler))
         targets = {name for _, name in cpu_sources()} - {"", "portable", "amx_emulated"}
-        return {"compiler": version(compiler)[0], "targets": ["cpu", *sorted(targets)]}
+        return {"compiler": version(*compiler)[0], "targets": ["cpu", *sorted(targets)]}
 
     def build_cuda(self) -> dict:
         nvcc = find_nvcc()
@@ -184,15 +210,24 @@ class NinjaBuild(build_ext):
         self.make(self.cuda, nvcc)
         logs = [OBJECTS / f"{source.relative_to(ROOT)}.o.log" for source, _ in cuda_sources() if source.suffix == ".cu"]
         kernels = [kernel for log in sorted(logs) for kernel in kernels_in(log.read_text())]
-        return {"compiler": version(nvcc)[-2], "targets": list(GPUS), "kernels": kernels}
+        return {"compiler": version(nvcc)[-2:][0], "targets": list(GPUS), "kernels": kernels}
 
     def make(self, target: Path, compiler: str) -> None:
-        build = subprocess.run([self.ninja, "-C", OBJECTS, target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [self.ninja, "-C", ROOT, "-f", OBJECTS / "build.ninja", *jobs(), os.path.relpath(target, ROOT)]
+        build = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(build.stdout)
         if build.returncode:
             target.unlink(missing_ok=True)  # an earlier build would not match the sources
             reason = next((line for line in build.stdout.splitlines() if "error:" in line or "not found" in line), "see the build's output")
             raise OSError(f"{compiler} failed: {reason.strip()}")
+
+
+def jobs() -> list[str]:
+    """ninja's option for the number of compilers at once, which MAX_JOBS limits as it does in torch's builds."""
+    most = os.environ.get("MAX_JOBS", "").strip()
+    if most and not (most.isdecimal() and int(most)):
+        raise OSError(f"MAX_JOBS is {most!r}: a number of at least 1 is needed")
+    return ["-j", most] if most else []
 
 
 @contextmanager
@@ -223,9 +258,9 @@ def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
         return report | {"reason": str(error)}
 
 
-def version(compiler: str) -> list[str]:
-    """The lines that `compiler --version` prints."""
-    return subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()
+def version(*compiler: str) -> list[str]:
+    """The lines that `compiler --version` prints; one that is empty if it prints nothing."""
+    return subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines() or [""]
 
 
 # ---- the bill of materials
@@ -276,7 +311,22 @@ def material(name: str, version: str, locator: str = "") -> dict:
     return entry | {"licenseConcluded": "NOASSERTION", "licenseDeclared": "NOASSERTION", "copyrightText": "NOASSERTION"} | known
 
 
-setup(
+def warn(report: dict) -> None:
+    """Say on stderr, and on the terminal if pip keeps stderr to itself, that and why the kernels are missing, unless that was asked for."""
+    if report["built"] or WANTED == "0":
+        return
+    text = f"""
+cmab_kernels WAS BUILT WITHOUT ITS NATIVE KERNELS: {report["reason"]}
+On a CPU it runs its PyTorch definitions, which are slow. CMAB_KERNELS_BUILD=1 makes a failed build an error, with the compiler's output.
+"""
+    print(text, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        with suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(text, file=terminal)
+
+
+done = setup(
     ext_modules=[Extension("cmab_kernels._C", [], optional=WANTED != "1"), Extension("cmab_kernels._cuda", [], optional=True)],
     cmdclass={"build_ext": NinjaBuild, "bdist_wheel": BilledWheel},
 )
+warn(getattr(done.get_command_obj("build_ext", create=False), "report", {"built": True}))  # the last lines of the build

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from . import setting
 from .calls import ModuleExplanation, explain_calls
 from .checks import wrong
 from .tracing import needs_definition, traced_as_constant
@@ -113,12 +114,32 @@ def imported(family: str, impl: str) -> ModuleType | None:
 
 def is_available(family: str, impl: str) -> bool:
     """Whether an implementation can be imported, and `use_impl` names no other."""
-    return use_impl.current in ("auto", impl) and imported(family, impl) is not None
+    if impl == "native":
+        _tells_what_is_missing(family)
+    return current_impl() in ("auto", impl) and imported(family, impl) is not None
+
+
+_TOLD: list[str] = []
+"""Why there is no native code, once a call has said so."""
+
+
+@traced_as_constant
+def _tells_what_is_missing(family: str) -> bool:
+    """Warn if native code is missing, at the first call of all that would run it; whether this is that call."""
+    problem = _import_problem(FAMILIES[family]["native"])
+    if not problem or _TOLD:
+        return False
+    _TOLD.append(problem)
+    advice = "on a CPU PyTorch runs in their place, more slowly; docs/install.md says what a build needs"
+    warnings.warn(f"cmab_kernels has no native kernels: {problem}; {advice}", RuntimeWarning, stacklevel=5)
+    return True
 
 
 def implementation(family: str, impl: str) -> ModuleType:
-    """The module of an implementation returned by `choose`."""
-    _import_problem(FAMILIES[family][impl])
+    """The module of an implementation returned by `choose`, or named by a graph that was compiled or exported: perhaps elsewhere."""
+    problem = _import_problem(FAMILIES[family][impl])
+    if problem:
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", problem))
     return _MODULES[FAMILIES[family][impl]][0]
 
 
@@ -144,26 +165,49 @@ class use_impl:
     """Choose the implementation of every operator, from now on or within a `with` block.
 
     `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it,
-    and those that have no implementation of that name choose as with "auto". It holds for the process, like `torch.set_num_threads`.
+    and those that have no implementation of that name choose as with "auto".
+
+    It holds in the thread or the task of asyncio that says so. A new task begins with what its maker has chosen, a new thread with "auto",
+    as it begins with gradients after `torch.no_grad()`. A block that ends leaves nothing behind, whichever other blocks are open.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
     """
 
-    current = "auto"
+    _before: setting.Level
+    _after: setting.Level | None = None
 
     def __init__(self, impl: str) -> None:
         known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
         if impl not in known:
             raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of {', '.join(known)}"))
-        self._previous = use_impl.current
-        use_impl.current = impl
+        self._impl, self._around = impl, setting.impl
+        if is_compiling():
+            setting.impl = impl
+            return
+        self._before = setting.now()
+        setting.impl = impl  # whether a block follows is not known yet
+        self._after = setting.now()
 
     def __enter__(self) -> use_impl:
+        if is_compiling():
+            setting.impl = self._impl
+            return self
+        if setting.now() is self._after:  # the first block begins where `use_impl` was called
+            setting.back_to(self._before)
+        setting.enter(self, self._impl)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        use_impl.current = self._previous
+        if is_compiling():
+            setting.impl = self._around
+        else:
+            setting.leave(self)
+
+
+def current_impl() -> str:
+    """The implementation that `use_impl` has chosen here."""
+    return setting.impl if is_compiling() else setting.now().impl
 
 
 def choose(family: str, impl: str, *tensors: Tensor) -> str:
@@ -176,9 +220,9 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
         check_name(family, impl)
         return "reference"
     if impl == "auto":
-        if is_free(family, impl):
+        impl = current_impl()
+        if impl not in _names(family):
             return _first_usable(family, tensors)
-        impl = use_impl.current
     check_name(family, impl)
     reason = _unsupported(family, impl, tensors)
     if reason is not None:
@@ -193,7 +237,9 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
         if reason is None:
             return impl
         reasons[impl] = reason
-    if family in REFERENCE_COSTS and not torch.compiler.is_compiling() and not tensors[0].is_meta:
+    if tensors[0].device.type == "cpu" and _tells_what_is_missing(family):
+        return "reference"
+    if family in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
     return "reference"
@@ -201,12 +247,16 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
 
 def has_kernel(family: str, *tensors: Tensor) -> bool:
     """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen what runs: else "auto" would take the reference."""
-    return not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family])
+    if not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family]):
+        return True
+    if tensors[0].device.type == "cpu":
+        _tells_what_is_missing(family)
+    return False
 
 
 def is_free(family: str, impl: str) -> bool:
     """Whether the caller leaves the choice: `impl` is "auto", and `use_impl` names no implementation of the set."""
-    return impl == "auto" and use_impl.current not in _names(family)
+    return impl == "auto" and current_impl() not in _names(family)
 
 
 def check_name(family: str, impl: str) -> None:
@@ -235,8 +285,8 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments. It takes no `options` (`TypeError`).
 
     Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
-    autograd. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, and each layer of `cmab_kernels.nn` that may
-    hand work to torch: whether the call ran this package's operators, and why not.
+    autograd; compiled modules run uncompiled. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, and each layer of
+    `cmab_kernels.nn` that may hand work to torch: whether the call ran this package's operators, and why not.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

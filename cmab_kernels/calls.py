@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,12 +20,18 @@ class ModuleExplanation(NamedTuple):
 
 
 def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExplanation]:
-    """Call the model, and return a row for each attention module inside, or several where its calls differed."""
+    """Call the model, and return a row for each attention module inside, or several where its calls differed.
+
+    Compiled modules inside run uncompiled: the compiler would trace past what watches their parts.
+    """
     modules = dict(_attentions(model, "", set()))
     reasons: dict[str, list[str | None]] = {path: [] for path in modules}
     with ExitStack() as stack:
         for path, module in modules.items():
             stack.enter_context(_watched(module, reasons[path]))
+        for module in model.modules():
+            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+                stack.enter_context(_watched(module, []))
         model(*args, **kwargs)
     rows = []
     for path, module in modules.items():
@@ -45,24 +52,44 @@ def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[
         yield from _attentions(child, f"{path}.{name}".lstrip("."), seen)
 
 
+class _Watch:
+    """What `Module.__call__` runs for a module that calls of `explain` watch, in place of its `_call_impl`.
+
+    There torch puts what `Module.compile` has made, and leaves it out of copies and pickles. A hook would make torch and this package run
+    other code, and so would a `forward` of the module's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.before = module, module._compiled_call_impl
+        self.records: list[list[str | None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        why = _why_torch(self.module, *args, **kwargs)
+        for record in self.records:
+            record.append(why)
+        return getattr(self.module, "_orig_mod", self.module._call_impl)(*args, **kwargs)
+
+
+_watching = Lock()
+
+
 @contextmanager
-def _watched(module: nn.Module, reasons: list[str | None]) -> Iterator[None]:
-    """Note for each call why torch's own code ran, or None. Hooks would do so too, but with hooks torch and this package run other code."""
-    before = module.__dict__.get("forward")
-    call = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        reasons.append(_why_torch(module, *args, **kwargs))
-        return call(*args, **kwargs)
-
-    module.__dict__["forward"] = forward
+def _watched(module: nn.Module, record: list[str | None]) -> Iterator[None]:
+    """Note for each call why torch's own code ran, or None. Of threads that watch one module, the last leaves it as it was."""
+    with _watching:
+        watch = module._compiled_call_impl
+        if not isinstance(watch, _Watch):
+            watch = module._compiled_call_impl = _Watch(module)
+        watch.records = [*watch.records, record]
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+        with _watching:
+            watch.records = [each for each in watch.records if each is not record]
+            if not watch.records and watch.before is None:
+                del module._compiled_call_impl
+            elif not watch.records:
+                module._compiled_call_impl = watch.before
 
 
 def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:

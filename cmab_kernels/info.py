@@ -63,7 +63,10 @@ def _extension() -> Iterator[str]:
         yield "with a C++17 compiler (g++ or clang++), reinstall; CMAB_KERNELS_BUILD=1 makes a failed build an error"
         return
     yield f"built by {build['compiler']} for {', '.join(map(str, build['targets']))}"
-    yield f"runs {load().instruction_set()} on this processor"
+    try:
+        yield f"runs {load().instruction_set()} on this processor"
+    except ImportError as error:
+        yield f"cannot be loaded: {error}; reinstall with this Python"
 
 
 def _cuda_kernels() -> Iterator[str]:

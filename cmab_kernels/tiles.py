@@ -61,7 +61,8 @@ Table = Mapping[Key, tuple[int, ...]]
 
 def tuned(kernel: str, device: torch.device, kind: str, width: int) -> tuple[int, ...] | None:
     """The tuned tiles in the order of FIELDS; None if there is no entry and the built-in ones apply."""
-    table = _planted[-1] if _planted else _tuned()
+    table = next(reversed(_planted.values()), None)
+    table = _tuned() if table is None else table
     if not table:
         return None
     return table.get(Key(kernel, capability_of(device), kind, padded(width)))
@@ -104,18 +105,22 @@ def forget() -> None:
         choice.cache_clear()
 
 
-_planted: list[Table] = []
+_planted: dict[object, Table] = {}
 
 
 @contextlib.contextmanager
 def using(table: Table) -> Iterator[None]:
-    """A context in which `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used."""
-    _planted.append(table)
+    """A context in which `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used.
+
+    It holds for the process, since a backward pass on a GPU runs in a thread of torch's. Of contexts that overlap the newest holds.
+    """
+    own = object()
+    _planted[own] = table
     forget()
     try:
         yield
     finally:
-        _planted.pop()
+        del _planted[own]
         forget()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +72,166 @@ def test_use_impl_as_context_and_as_call() -> None:
 def test_use_impl_is_undone_by_an_exception() -> None:
     with pytest.raises(KeyError), ck.use_impl("reference"):
         raise KeyError
-    assert backends.use_impl.current == "auto"
+    assert backends.current_impl() == "auto"
+
+
+# ---- what `use_impl` chooses, where, and for how long
+
+
+def _chosen() -> str:
+    return backends.choose("attention", "auto", Q, K, K)
+
+
+def _block(impl: str) -> Iterator[str]:
+    """A generator with a block around its two steps."""
+    with ck.use_impl(impl):
+        yield _chosen()
+        yield _chosen()
+
+
+def test_threads_whose_blocks_overlap_see_their_own_and_leave_nothing() -> None:
+    together = Barrier(2, timeout=10)
+
+    def work(impl: str, first_out: bool) -> list[str]:
+        seen = [backends.current_impl()]
+        with ck.use_impl(impl):
+            together.wait()
+            seen.append(_chosen())
+            together.wait()
+            if not first_out:
+                together.wait()
+        if first_out:
+            together.wait()
+        return [*seen, backends.current_impl()]
+
+    with ck.use_impl("triton"), ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(work, impl, impl == "reference") for impl in ("reference", "native")]
+        assert [each.result() for each in results] == [["auto", "reference", "auto"], ["auto", "native", "auto"]]
+        again = threads.submit(backends.current_impl), threads.submit(backends.current_impl)
+        assert [each.result() for each in again] == ["auto", "auto"]
+        assert backends.current_impl() == "triton"
+    assert backends.current_impl() == "auto"
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["in the order of entry", "in the other order"])
+def test_generators_that_overlap_leave_nothing(first: int) -> None:
+    both = [_block("reference"), _block("native")]
+    assert [next(each) for each in both] == ["reference", "native"]
+    both[first].close()
+    assert next(both[1 - first]) == backends.current_impl() == ("native", "reference")[first]
+    both[1 - first].close()
+    assert backends.current_impl() == "auto"
+
+
+def test_tasks_that_overlap_see_their_own_and_leave_nothing() -> None:
+    async def work(impl: str, pause: float) -> list[str]:
+        seen = [backends.current_impl()]
+        with ck.use_impl(impl):
+            await asyncio.sleep(pause)
+            seen.append(_chosen())
+            seen.append(await asyncio.to_thread(_chosen))
+        ck.use_impl("native")
+        return [*seen, backends.current_impl()]
+
+    async def main() -> list[list[str]]:
+        with ck.use_impl("cuda"):  # which attention does not have
+            found = await asyncio.gather(work("reference", 0.02), work("native", 0.01), work("reference", 0.0))
+            assert backends.current_impl() == "cuda"
+        return found
+
+    assert asyncio.run(main()) == [["cuda", impl, impl, "native"] for impl in ("reference", "native", "reference")]
+    assert backends.current_impl() == "auto"
+
+
+def test_a_generator_that_ends_in_another_task_changes_nothing_there() -> None:
+    async def steps() -> Any:
+        with ck.use_impl("reference"):
+            yield
+            yield
+
+    async def main() -> str:
+        generator = steps()
+        await asyncio.create_task(anext(generator))  # the block begins in a task of its own
+        with ck.use_impl("native"):
+            await generator.aclose()
+            return backends.current_impl()
+
+    assert asyncio.run(main()) == "native"
+
+
+def test_one_object_may_be_entered_again() -> None:
+    use = ck.use_impl("reference")
+    assert _chosen() == "reference"
+    for _ in range(2):
+        with use as same:
+            assert same is use and _chosen() == "reference"
+            with ck.use_impl("native"), use:
+                assert _chosen() == "reference"
+            assert _chosen() == "reference"
+        assert _chosen() == "native" and backends.current_impl() == "auto"
+    with ThreadPoolExecutor(1) as thread, use:
+        assert thread.submit(backends.current_impl).result() == "auto"
+
+        def enter() -> list[str]:
+            with use:
+                return [_chosen()]
+
+        assert thread.submit(enter).result() == ["reference"] and thread.submit(backends.current_impl).result() == "auto"
+
+
+def test_a_call_inside_a_block_holds_until_it_ends() -> None:
+    with ck.use_impl("native"):
+        ck.use_impl("reference")
+        assert _chosen() == "reference"
+        with ck.use_impl("native"):
+            assert _chosen() == "native"
+        assert _chosen() == "reference"
+    assert backends.current_impl() == "auto"
+
+
+def test_calls_from_now_on_take_no_memory() -> None:
+    with ck.use_impl("auto"):
+        for impl in ("reference", "native") * 3:
+            ck.use_impl(impl)
+        assert backends.setting.now().below.below is None  # type: ignore[union-attr]  # the block has one below
+
+
+def test_compiled_code_follows_each_thread_and_task() -> None:
+    """Compiled code is compiled anew where another implementation is chosen, and not where it ran before."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x + {"auto": 1, "reference": 2, "native": 3}[backends.current_impl()]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with ck.use_impl("reference"):
+            y = x + {"auto": 1, "reference": 2, "native": 3}[backends.current_impl()]
+        return 10 * y + {"auto": 1, "reference": 2, "native": 3}[backends.current_impl()]
+
+    def both(impl: str) -> list[float]:
+        with ck.use_impl(impl):
+            values = [function(torch.zeros(())).item() for function in (chosen, inside)]
+            assert backends.current_impl() == impl
+            return values
+
+    expected = {"auto": [1, 21], "reference": [2, 22], "native": [3, 23]}
+
+    async def task(impl: str) -> bool:
+        await asyncio.sleep(0)
+        return both(impl) == expected[impl]
+
+    async def tasks() -> bool:
+        return all(await asyncio.gather(*(task(impl) for impl in [*expected] * 2)))
+
+    assert {impl: both(impl) for impl in expected} == expected
+    with ThreadPoolExecutor(1) as thread, ck.use_impl("native"):
+        assert thread.submit(both, "auto").result() == expected["auto"]
+        assert thread.submit(lambda: chosen(torch.zeros(())).item()).result() == 1
+    assert asyncio.run(tasks())
+
+
+# ---- what is said of the reference
 
 
 def test_the_reference_is_never_taken_silently() -> None:
@@ -89,6 +252,58 @@ with warnings.catch_warnings(record=True) as caught:
 print(cmab_kernels.explain("latent_attention", q, k, k)[0].usable, len(caught))
 """
     assert _run(code).strip() == "False 1"
+
+
+FIRST_CALLS = {
+    "attention": "ck.latent_attention(q, k, k)",
+    "a merge": "ck.merge_states(state, state)",
+    "a solve": "ck.regularised_solve(torch.eye(3), torch.ones(3, 1), 0.1)",
+    "Nyström": "ck.nystrom_attention(k, k, k, 2)",
+    "a layer": "ck.feed_forward_layer(torch.randn(1, 9, 8), torch.randn(32, 8), torch.randn(8, 16))",
+    "a step": "ck.continual_attention_step(ck.continual_attention_init(k, k, k), k[:, :, :1], k[:, :, :1], k[:, :, :1])",
+    "torch's function": "integrations.scaled_dot_product_attention(q, k, k)",
+    "a module": "nn.CMAB(16, 4, 2)(torch.randn(1, 9, 16), torch.randn(1, 3, 16))",
+    "attention of torch's form": "nn.MultiheadAttention(16, 2)(*torch.randn(3, 9, 1, 16), need_weights=False)",
+    "compiled": "torch.compile(lambda a, b: ck.regularised_solve(a, b, 0.1), fullgraph=True, backend='eager')(torch.eye(3), torch.eye(3))",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_without_the_extension_the_first_call_says_so_once(name: str) -> None:
+    """And no call that runs no native code anyway: by its own choice, on another device, or one that asks."""
+    code = f"""
+import sys, warnings
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels as ck
+from cmab_kernels import info, integrations, nn
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ck.explain("latent_attention", q, k, k)
+    assert "cannot be loaded" in info.report() or "not built" in info.report()
+    state = ck.attention_state(q, k, k, impl="reference")
+    ck.regularised_solve(torch.eye(3, device="meta"), torch.ones(3, 1, device="meta"), 0.1)
+    before = len(caught)
+    for _ in range(3):
+        {FIRST_CALLS[name]}
+said = ["has no native kernels" in str(warning.message) for warning in caught]
+print(before, said[0], sum(said))
+"""
+    assert _run(code).strip() == "0 True 1"
+
+
+def test_without_the_extension_an_exported_graph_says_what_it_needs() -> None:
+    code = """
+import sys
+sys.modules["cmab_kernels._C"] = None
+import torch, cmab_kernels
+q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+try:
+    torch.ops.cmab.attention(q, k, k, None, None, None, None, 1.0, "native")
+except RuntimeError as error:
+    print(error)
+"""
+    assert re.search("`impl` is 'native', which cannot run here.*native extension is not there", _run(code))
 
 
 def test_without_the_extension_the_choice_can_still_be_traced() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -117,14 +118,16 @@ def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str |
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
     shutil.copy(ROOT / "cmab_kernels" / "constants.py", tree / "cmab_kernels")
-    (tree / "bin").mkdir()
+    (tree / "bin").mkdir(exist_ok=True)
     for name, script in (("c++", compiler), ("nvcc", nvcc)):
         if script is not None:
             (tree / "bin" / name).write_text(script)
             (tree / "bin" / name).chmod(0o755)
     asked = {"CMAB_KERNELS_BUILD": wanted, "CMAB_KERNELS_CUDA": wanted_cuda}
     environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree), **variables}
-    run = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, env=environment, capture_output=True)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, start_new_session=True)  # no terminal
+    (tree / "stderr").write_text(run.stderr)
     report = tree / "cmab_kernels" / "_build.json"
     return run.returncode, json.loads(report.read_text()) if report.exists() else {}
 
@@ -170,14 +173,75 @@ def test_what_setup_says(
         assert part["built"] == (why == "") and why in part["reason"]
     there = {path.name.split(".")[0] for path in (tmp_path / "cmab_kernels").glob("*.so")}
     assert there == {name for name, why in (("_C", reason), ("_cuda", cuda_reason)) if why == ""}
+    last = "".join((tmp_path / "stderr").read_text().strip().splitlines()[-2:])
+    assert ("WITHOUT ITS NATIVE KERNELS" in last and reason in last) == (reason != "" and wanted != "0")
+
+
+NOTES = WORKS.replace("\n", '\necho "$(basename "$0")" "$@" >> "$(dirname "$0")/calls"\n', 1)
+"""A compiler that also notes how it was called."""
+
+
+@in_sources
+@needs_tools
+@pytest.mark.parametrize("name", ["my projects", "a$b", "a(b)", "a:b", "it's", "a|b&c;d", "$HOME", 'é#"'])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """The compiler and nvcc lie there, too, as in an environment inside a checkout. Only a quotation mark must itself be quoted in CXX."""
+    compiler = str(tmp_path / name / "bin" / "c++")
+    quoted = {"CXX": shlex.quote(compiler)} if {"'", '"'} & {*name} else {}
+    returned, report = _build(tmp_path / name, "1", "1", WORKS, WORKS, **quoted)
+    assert returned == 0 and report["built"] and report["cuda"]["built"]
+
+
+@in_sources
+@needs_tools
+@pytest.mark.parametrize("command", ["{0}/launcher {0}/c++", "{0}/c++ -m64", "{0}/launcher {0}/c++ -m64 -isystem /x", "'{0}/c++' '-m64'"])
+def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
+    """A launcher such as ccache, and flags. nvcc takes the compiler alone, and its flags by an option of its own."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "launcher").write_text('#!/bin/sh\necho launched >> "$(dirname "$0")/calls"\nexec "$@"\n')
+    (folder / "launcher").chmod(0o755)
+    returned, report = _build(tmp_path, "1", "1", NOTES, NOTES, CXX=command.format(folder))
+    calls = (folder / "calls").read_text().splitlines()
+    compiled, by_nvcc = ([call for call in calls if call.startswith(f"{name} ") and " -c " in call] for name in ("c++", "nvcc"))
+    assert returned == 0 and report["built"] and report["compiler"] == "a compiler" and len(compiled) > 20 and by_nvcc
+    assert calls.count("launched") > len(compiled) or "launcher" not in command
+    assert all(("-m64" in command) == (" -m64 " in call) for call in compiled)
+    assert all(f" -ccbin {folder}/c++ " in call for call in by_nvcc)
+    assert all(("-m64" in command) == (" -Xcompiler -m64 " in call) for call in by_nvcc)
+
+
+@in_sources
+@needs_tools
+@pytest.mark.parametrize("strict", ["", "1"])
+def test_warnings_are_errors_only_where_that_is_asked_for(tmp_path: Path, strict: str) -> None:
+    returned, _ = _build(tmp_path, "1", "1", NOTES, NOTES, CMAB_KERNELS_WERROR=strict, CXXFLAGS="-Wshadow\n'-DNAME=a $b'")
+    compiled = [call for call in (tmp_path / "bin" / "calls").read_text().splitlines() if " -c " in call]
+    assert returned == 0 and all(("-Werror" in call) == (strict == "1") for call in compiled)
+    assert all(" -Wshadow -DNAME=a $b " in call for call in compiled if call.startswith("c++ "))
+
+
+@in_sources
+@needs_tools
+def test_the_number_of_compilers_at_once_can_be_limited(tmp_path: Path) -> None:
+    alone = WORKS.replace("\n", '\nmkdir "$0.busy" || exit 1\n', 1) + 'rmdir "$0.busy"\n'
+    assert _build(tmp_path / "one", "1", "0", alone, None, MAX_JOBS="1")[0] == 0
+    returned, report = _build(tmp_path / "none", "auto", "0", WORKS, None, MAX_JOBS="0")
+    assert returned == 0 and report["reason"] == "MAX_JOBS is '0': a number of at least 1 is needed"
+
+
+@in_sources
+@needs_tools
+def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
+    returned, report = _build(tmp_path, "auto", "0", WORKS, None, CXX="no_such_compiler -m64")
+    assert returned == 0 and "no_such_compiler" in report["reason"]
 
 
 @in_sources
 @needs_tools
 def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
     """pip builds in temporary folders. Another compiler in the place of the first compiles all anew."""
-    notes = WORKS.replace("\n", '\necho "$@" >> "$(dirname "$0")/calls"\n', 1)
-    assert _build(tmp_path, "1", "0", notes, None)[0] == 0
+    assert _build(tmp_path, "1", "0", NOTES, None)[0] == 0
     compiler, calls = tmp_path / "bin" / "c++", tmp_path / "bin" / "calls"
     compiled = calls.read_text().count(" -c ")
     environment = {**os.environ, "CXX": str(compiler), "CMAB_KERNELS_CUDA": "0"}
@@ -185,7 +249,7 @@ def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
     subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert compiled > 20 and calls.read_text().count(" -c ") == compiled
     assert list((tmp_path / "lib").rglob("_C*.so"))
-    compiler.write_text(notes.replace("echo a compiler", "echo its next version"))
+    compiler.write_text(NOTES.replace("echo a compiler", "echo its next version"))
     subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert calls.read_text().count(" -c ") == 2 * compiled
 

@@ -25,7 +25,7 @@ SHARED = {"checks", "dtypes", "tracing"}
 """Shared modules that do not know the operators."""
 
 MAY = {
-    "api": {"api", "schema", "reference", "state", "dual", "backends", "public", *SHARED},
+    "api": {"api", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
     "dual": {"api", "schema", "reference", "autograd", "backends", *SHARED},
     "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},

@@ -46,6 +46,18 @@ def test_a_planted_entry_is_found_by_its_key_alone(tmp_path: Path) -> None:
         assert tuned("attention.forward", CPU, "half", 16) is None, "of another GPU"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_contexts_that_overlap_leave_nothing(first: int) -> None:
+    both = [using({KEY: (64, 32, 8, 2)}), using({KEY: (32, 32, 4, 2)})]
+    before = tuned("attention.forward", CPU, "half", 16)
+    for each in both:
+        each.__enter__()
+    both[first].__exit__(None, None, None)
+    assert tuned("attention.forward", CPU, "half", 16) == ((32, 32, 4, 2), (64, 32, 8, 2))[first]
+    both[1 - first].__exit__(None, None, None)
+    assert tuned("attention.forward", CPU, "half", 16) == before
+
+
 def test_the_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _file(tmp_path, ENTRY)
     monkeypatch.setattr(tiles, "FILE", path)
@@ -117,7 +129,7 @@ def test_what_cannot_be_read_cannot_be_written() -> None:
 # ---- what is launched
 
 
-pytest.importorskip("triton")
+pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
 
 PLANTED = {
     "attention.forward": (64, 32, 8, 2),

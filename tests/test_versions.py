@@ -20,9 +20,14 @@ SAMPLE = [
     "tests/test_info.py",
     "tests/test_backends.py",
     "tests/nn",
+    "tests/nystrom/continual",
+    "tests/integrations/test_continual.py",
+    "tests/test_saved_states.py",
     *sorted(map(str, Path("tests").glob("**/test_suite.py"))),
 ]
-NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference"]
+WHOLE = "nn or continual or saved_states or backends or info"
+"""Words of the files and folders of the sample that run as a whole: of the suites, the tests that a torch may break."""
+NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference", "safetensors"]
 """What the sample imports beside the package, torch and NumPy."""
 UNPROMISED = {
     "torch._C._are_functorch_transforms_active",
@@ -127,6 +132,6 @@ def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
         pytest.skip(f"pip finds no {wanted[0]} here: {installed.stderr.strip().splitlines()[-1]}")
     assert installed.returncode == 0, installed.stderr
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
-    chosen = "not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or nn or info)"
+    chosen = f"not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or {WHOLE})"
     run = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", *SAMPLE, "-k", chosen], cwd=ROOT, env=environment)
     assert run.returncode == 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention.projected.api import AfterChunk
+from ..backends import current_impl, use_impl
 from ..checks import is_dense, kind_of, wrong
 from ..tracing import under_transform
 from .layers import CHUNK, check_features
@@ -35,12 +36,14 @@ def check_source(source: Any, read_twice: bool) -> None:
 
 
 def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return a function whose contexts have the caller's grad mode, inference mode and autocast, which torch keeps for each thread."""
+    """Return a function whose contexts have the caller's grad mode, inference mode, autocast and `use_impl`, which are a thread's own."""
+    impl = current_impl()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)}
 
     def entered() -> ExitStack:
         stack = ExitStack()
+        stack.enter_context(use_impl(impl))
         stack.enter_context(torch.inference_mode(inference))
         for kind, dtype in casts.items():
             stack.enter_context(torch.autocast(kind, dtype))

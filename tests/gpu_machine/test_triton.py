@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
 
 import cmab_kernels
 import cmab_kernels as ck

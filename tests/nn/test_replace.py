@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +213,63 @@ def test_explain_says_of_each_module_what_a_call_ran() -> None:
     assert "no attention mask" in cmab_kernels.explain(model, x, mask=torch.zeros(9, 9))[2].reason
     assert torch.equal(model(x), before)
     assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+class Copied(nn.Module):
+    """Copies and pickles a part of itself in each call, and waits there for another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.pause, self.made = MultiheadAttention(16, 2), lambda: None, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made += [copy.copy(self.part), copy.deepcopy(self.part), pickle.loads(pickle.dumps(self.part))]
+        out = self.part(x, x, x, need_weights=False)[0]
+        self.pause()
+        return out
+
+
+def test_explain_leaves_nothing_on_a_module_that_two_threads_explain() -> None:
+    """Nor on what is copied from it meanwhile. The first that begins ends first."""
+    model, x, second_began, first_ended = Copied(), torch.randn(9, 2, 16), threading.Event(), threading.Event()
+    before = dict(model.part.__dict__)
+
+    def second() -> list[Any]:
+        def pause() -> None:
+            second_began.set()
+            assert first_ended.wait(10)
+
+        model.pause = pause
+        return cmab_kernels.explain(model, x)
+
+    with ThreadPoolExecutor(1) as thread:
+
+        def pause() -> None:
+            if not results:
+                results.append(thread.submit(second))
+            assert second_began.wait(10)
+
+        results: list[Any] = []
+        model.pause = pause
+        rows = cmab_kernels.explain(model, x)
+        first_ended.set()
+        assert [row.fused for row in rows] == [row.fused for row in results[0].result()] == [True]
+    for module in (model.part, *model.made):
+        assert module.__dict__.keys() == before.keys()
+        pickle.dumps(module)
+
+
+@pytest.mark.parametrize("compiled", ["the model", "in place", "a part"])
+def test_explain_of_a_compiled_model(compiled: str) -> None:
+    model, x = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 16)).train(), torch.randn(9, 2, 16)
+    replace_modules(model, {nn.MultiheadAttention: MultiheadAttention}, verbose=False)
+    if compiled == "in place":
+        model.compile(backend="eager")
+    elif compiled == "a part":
+        model[0] = torch.compile(model[0], backend="eager")  # type: ignore[assignment]  # torch calls it a function
+    rows = cmab_kernels.explain(torch.compile(model, backend="eager") if compiled == "the model" else model, x)
+    assert [row.reason for row in rows] == ["dropout is on"]
+    assert model(x).shape == x.shape and (model._compiled_call_impl is not None) == (compiled == "in place")
 
 
 def test_explain_of_what_streams() -> None:

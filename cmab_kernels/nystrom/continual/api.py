@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import check_name, choose, imported, use_impl
+from ...backends import check_name, choose, imported
 from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
 from ...dtypes import state_dtype
+from ...setting import now
 from ...tracing import extent, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
@@ -163,7 +164,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
     retroactive = output == "retroactive"
     form = None
     if output in OUTPUTS and not is_watched() and not (torch.is_grad_enabled() and carries_gradient(state, query, key, value)):
-        named = use_impl.current if impl == "auto" else impl
+        named = now().impl if impl == "auto" else impl  # no compiler traces this way
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
         form = form_of(named, retroactive, state, query, key, value)
