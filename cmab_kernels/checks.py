@@ -205,7 +205,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
 
 
-def _is_read(tensor: Tensor) -> bool:
+def is_read(tensor: Tensor) -> bool:
     """Whether values are checked: those on the CPU. The host would wait for those on a GPU, and others (`tracing.has_values`) have none."""
     return tensor.device.type == "cpu" and has_values(tensor)
 
@@ -215,7 +215,7 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
 
     On a GPU nothing is launched: `nan_if_refused`, or the `info` of a solve, says there that a value is not allowed.
     """
-    if not _is_read(tensor) or not tensor.numel():
+    if not is_read(tensor) or not tensor.numel():
         return
     if absent is not None:
         tensor = tensor.masked_fill(absent, 0.0)
@@ -234,7 +234,7 @@ def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
 def refuse_not_finite(**tensors: Tensor) -> None:
     """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
     for name, tensor in tensors.items():
-        if _is_read(tensor) and not _all_finite(tensor):
+        if is_read(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
 
 

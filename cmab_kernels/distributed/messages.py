@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
+from ..attention.state import refuse_log_sums
 from ..checks import check_dense, kind_of, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState
@@ -194,6 +195,8 @@ def check(state: AttentionState | RidgeState) -> None:
             raise TypeError(wrong(f"state.{name}", f"is {field.dtype}", f"{dtype} is needed"))
         if field.device != like.device:
             raise ValueError(wrong(f"state.{name}", f"is on {field.device}", f"the rest is on {like.device}"))
+    if isinstance(state, AttentionState):
+        refuse_log_sums("state.lse", state.lse)
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:

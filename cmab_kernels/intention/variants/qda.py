@@ -32,7 +32,8 @@ def qda(
 
     Returns:
         QuadraticClassifier with an `info` for each class. A class without members has score -inf and probability 0; one whose covariance is
-        singular (one member, a constant feature) scores NaN unless regularised. Differentiable in key, weights, regularisation and priors.
+        singular (one member, a constant feature) scores NaN unless regularised, and is never predicted. Differentiable in key, weights,
+        regularisation and priors.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.

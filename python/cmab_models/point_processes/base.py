@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..choices import largest
 from ..pretrained import Pretrained
 from .parts import EventEmbedding, EventHead, NextEvent
 
@@ -116,7 +117,7 @@ class PointProcess(Pretrained):
             wait = _checked(end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
             last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
             survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(features))
-        time, correct = predicted.time.log_prob(gaps[there].to(features)), predicted.mark.logits.argmax(-1) == came
+        time, correct = predicted.time.log_prob(gaps[there].to(features)), largest(predicted.mark.logits) == came
         return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
