@@ -364,9 +364,7 @@ def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
     if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):
         raise ValueError(wrong("alpha", f"is {alpha!r}", "a number >= 0, or an array of one for each target, is needed"))
     if targets is not None and len(given) not in (1, targets):
-        raise ValueError(
-            wrong("alpha", f"has {len(given)} penalties", f"y has {targets} target(s): one for all, or one for each, is needed")
-        )
+        raise ValueError(wrong("alpha", f"has {len(given)} penalties", f"one, or one for each target, is needed, and y has {targets}"))
     return tuple(given) if len(set(given)) > 1 else (given[0],)
 
 
