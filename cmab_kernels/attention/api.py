@@ -70,7 +70,8 @@ def attention_state(
 
     Arguments and errors as in `latent_attention`; `state` has the same queries and other keys: out (B, H, L, E) in float32 (float64 for
     float64 inputs), lse (B, H, L) in float64. It is not changed. Gradients flow to query, key, value and to the state's `out` and `lse`.
-    Where its lse is -inf the state is empty, whatever `out` holds; an lse of +inf or NaN is a `ValueError` on the CPU, elsewhere a NaN.
+    Where its lse is -inf the state is empty, whatever `out` holds. An lse of +inf, or a NaN beside numbers in `out`, is a
+    `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> state = None
@@ -90,7 +91,8 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 
     lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
     of the first (`ValueError`, `TypeError`). Empty states, those with an lse of -inf, have weight 0, whatever their `out` holds; the merge
-    of empty states is empty. An lse of +inf or NaN is a `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
+    of empty states is empty. An lse of +inf, or a NaN beside numbers in `out`, is a `ValueError` on the CPU; on a GPU and in traces it
+    makes its row NaN.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]

@@ -89,10 +89,10 @@ def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, secon
     return out, lse
 
 
-def lse_is_refused(lse: Tensor) -> bool | None:
+def is_not_below_infinity(lse: Tensor) -> bool | None:
     """Whether a log-sum-exp is a NaN or +inf; None for a tensor that native code does not read."""
-    refused: bool | None = _C.lse_is_refused(lse=lse)
-    return refused
+    found: bool | None = _C.is_not_below_infinity(lse=lse)
+    return found
 
 
 def attention_backward(

@@ -28,7 +28,7 @@ class AttentionState(NamedTuple):
     """(B, H, L, E), float32, or float64 for float64 inputs: the attention output."""
     lse: Tensor
     """(B, H, L), float64: natural log of the sum of exponentials; -inf where no key was seen, and then `out` counts for nothing, whatever
-    it holds. It is never a NaN or +inf: functions that take a state refuse them where they may read values, else they return NaN."""
+    it holds. No keys lead to +inf, or to a NaN beside numbers in `out`: these are refused where values are read, else results are NaN."""
 
 
 class Removal(NamedTuple):
@@ -149,15 +149,20 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
             raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{wanted_dtype} is needed"))
         if tensor.device != device:
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))
-    refuse_log_sums(f"{name}.lse", state.lse)
+    refuse_wrong_sums(state, name)
 
 
-def refuse_log_sums(name: str, lse: Tensor) -> None:
-    """Raise `ValueError` if a log-sum-exp that may be read, on the CPU and by no trace, is a NaN or +inf."""
+def refuse_wrong_sums(state: AttentionState, name: str) -> None:
+    """Raise `ValueError` if values that may be read, on the CPU and by no trace, are those of no keys: an lse of +inf or NaN.
+
+    A row that is NaN throughout is what keys that hold a NaN lead to: it stays so, and the other rows of its batch as they are.
+    """
+    lse = state.lse
     if not is_read(lse):
         return
-    refused = kernel("attention", "native", "lse_is_refused")(lse) if is_available("attention", "native") else None
-    if refused is None:
-        refused = lse.numel() > 0 and not lse.detach().max().item() < math.inf
-    if refused:
-        raise ValueError(wrong(name, "holds a NaN or +inf", "a number, or -inf where no key was seen, is needed"))
+    found = kernel("attention", "native", "is_not_below_infinity")(lse) if is_available("attention", "native") else None
+    if found is None:
+        found = lse.numel() > 0 and not lse.detach().max().item() < math.inf
+    if found and ((lse == math.inf) | (lse.isnan() & ~state.out.isnan().all(-1))).any():
+        given = "holds +inf, or a NaN beside numbers in `out`"
+        raise ValueError(wrong(f"{name}.lse", given, "a number, or -inf where no key was seen, is needed"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
-from ..attention.state import refuse_log_sums
+from ..attention.state import refuse_wrong_sums
 from ..checks import check_dense, kind_of, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState
@@ -196,7 +196,7 @@ def check(state: AttentionState | RidgeState) -> None:
         if field.device != like.device:
             raise ValueError(wrong(f"state.{name}", f"is on {field.device}", f"the rest is on {like.device}"))
     if isinstance(state, AttentionState):
-        refuse_log_sums("state.lse", state.lse)
+        refuse_wrong_sums(state, "state")
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:

@@ -58,8 +58,8 @@ void merge(Arguments& in) {
   merge_states(first.dtype, rows, int(first.shape[3]), {first.data, first_lse}, {second.data, second_lse}, out, lse);
 }
 
-// Whether a log-sum-exp of any shape is a NaN or +inf, as no keys have; None for a tensor whose memory does not tell.
-python::Object lse_is_refused(Arguments& in) {
+// Whether a log-sum-exp of any shape is a NaN or +inf; None for a tensor whose memory does not tell.
+python::Object is_not_below_infinity(Arguments& in) {
   PyObject* given = in.object("lse");
   TensorView lse;
   if (!is_tensor(given) || is_negated(given) || !view(given, lse) || lse.dtype != DType::kFloat64 ||
@@ -100,7 +100,7 @@ void bind_attention(PyObject* module) {
   define<forward>(module, "attention_forward");
   define<backward>(module, "attention_backward");
   define<merge>(module, "merge_states");
-  define<lse_is_refused>(module, "lse_is_refused");
+  define<is_not_below_infinity>(module, "is_not_below_infinity");
 }
 
 }  // namespace cmab

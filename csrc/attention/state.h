@@ -44,7 +44,7 @@ struct Mix {
 // The row of sums without an incoming state.
 inline Mix alone(const Sums<double>& sums) { return {1 / sums.sum, 0, sums.reference + std::log(sums.sum)}; }
 
-// The row that an lse of NaN or +inf, which no keys have, makes of all that it is merged with.
+// The row that an lse of NaN or +inf makes of all that it is merged with.
 inline bool is_refused(double lse) { return !(lse < INFINITY); }
 inline constexpr Mix kRefused = {NAN, NAN, NAN};
 

@@ -137,8 +137,15 @@ def test_transforms_of_an_unclean_state(path: str, impl: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_an_lse_that_no_keys_have_is_refused(path: str, refused: float, impl: str) -> None:
     for state in (_state(1.0, refused), AttentionState(*(part.requires_grad_() for part in _state(1.0, refused)))):
-        with pytest.raises(ValueError, match=r"`state(s\[\d\])?\.lse` holds a NaN or \+inf: a number, or -inf"):
+        with pytest.raises(ValueError, match=r"`state(s\[\d\])?\.lse` holds \+inf, or a NaN beside numbers in `out`: a number"):
             PATHS[path](state, impl)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_that_keys_have_spoilt_stays_alone(path: str, impl: str) -> None:
+    """NaN throughout, as keys that hold a NaN leave it: nothing is refused, and no other row changes."""
+    with torch.no_grad():
+        _is_alone(path, PATHS[path](_state(math.nan, math.nan), impl), PATHS[path](_state(0.0), impl))
 
 
 @pytest.mark.parametrize("inside", [1.0, math.nan])
@@ -146,13 +153,17 @@ def test_an_lse_that_no_keys_have_is_refused(path: str, refused: float, impl: st
 @pytest.mark.parametrize("path", PATHS)
 def test_where_values_are_not_read_it_makes_its_row_nan(path: str, refused: float, inside: float, impl: str, unread: None) -> None:
     with torch.no_grad():
-        (out, lse), right = PATHS[path](_state(inside, refused), impl), PATHS[path](_state(0.0), impl)
+        _is_alone(path, PATHS[path](_state(inside, refused), impl), PATHS[path](_state(0.0), impl))
+
+
+def _is_alone(path: str, found: AttentionState, right: AttentionState) -> None:
+    """Check that the row of the state that is not clean is NaN, and all others as they are without it."""
+    batch, head, row = EMPTY_ROW
     spoilt = torch.zeros_like(right.lse, dtype=torch.bool)
-    spoilt[..., EMPTY_ROW[0], EMPTY_ROW[1], (slice(None) if lse.dim() == 4 and path.startswith("prefix") else EMPTY_ROW[2])] = True
-    if path.startswith("prefix"):
-        spoilt.zero_()[EMPTY_ROW[0], EMPTY_ROW[1], :, EMPTY_ROW[2]] = True
-    assert torch.equal(out.isnan().all(-1), spoilt) and torch.equal(lse.isnan(), spoilt)
-    assert torch.equal(out[~spoilt], right.out[~spoilt]) and torch.equal(lse[~spoilt], right.lse[~spoilt])
+    spoilt[(batch, head, slice(None), row) if path.startswith("prefix") else (..., batch, head, row)] = True
+    assert torch.equal(found.out.isnan().all(-1), spoilt) and torch.equal(found.lse.isnan(), spoilt)
+    for ours, wanted in zip(found, right, strict=True):
+        assert torch.equal(ours[~spoilt], wanted[~spoilt])
 
 
 @pytest.mark.parametrize("refused", [math.nan, math.inf])
