@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import choose, is_available, kernel
-from ..checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, kind_of, over_batch, wrong
+from ..checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, not_a_tensor, over_batch, wrong
 from ..dtypes import state_dtype
 from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
@@ -212,7 +212,7 @@ def _inputs(
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(wrong("cu_seqlens", f"is {kind_of(cu_seqlens)}", "a torch.Tensor of int32 or int64 is needed"))
+        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64 is needed"))
     check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import is_available, kernel
-from ..checks import check_dense, check_extents, device_of, is_read, kind_of, wrong
+from ..checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
@@ -127,10 +127,10 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
 def check_parts(state: AttentionState, name: str) -> None:
     """Raise unless `state` is an `AttentionState` of dense tensors."""
     if not isinstance(state, AttentionState):
-        raise TypeError(wrong(name, f"is {kind_of(state)}", "an AttentionState(out, lse) is needed"))
+        raise TypeError(not_a_state(name, state, AttentionState))
     for part, tensor in (("out", state.out), ("lse", state.lse)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
         check_dense(f"{name}.{part}", tensor)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
 from ..attention.state import refuse_wrong_sums
-from ..checks import check_dense, kind_of, wrong
+from ..checks import check_dense, kind_of, not_a_tensor, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState
 
@@ -173,7 +173,7 @@ def check(state: AttentionState | RidgeState) -> None:
         raise TypeError(wrong("state", f"is {kind_of(state)}", "an AttentionState or a RidgeState is needed"))
     for name, field in state._asdict().items():
         if not isinstance(field, Tensor):
-            raise TypeError(wrong(f"state.{name}", f"is {kind_of(field)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(f"state.{name}", field))
         check_dense(f"state.{name}", field)
     like = state[KINDS.index(type(state))]
     if not 2 <= like.dim() <= NUMBERS - 4:

@@ -60,6 +60,7 @@ def solve_qda(
     >>> cmab_kernels.intention.variants.solve_qda(moments).precision.shape
     torch.Size([1, 1, 2, 2, 2])
     """
+    check_moments(moments)
     check_moments(moments, moments.mean.shape, moments.mean.shape[2])
     amount = fraction_of("regularisation", regularisation, moments.weight).unsqueeze(-1)
     one = torch.eye(moments.mean.shape[-1], dtype=torch.float64, device=moments.mean.device)
