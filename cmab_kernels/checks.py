@@ -31,13 +31,32 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
+def not_a_tensor(name: str, given: object, needed: str = "a torch.Tensor is needed") -> str:
+    """The message for what should be a tensor, with what makes one of an array or a list."""
+    hint = f"; torch.as_tensor({name}) makes one" if isinstance(given, (list, tuple)) or hasattr(given, "__array__") else ""
+    return wrong(name, f"is {kind_of(given)}", needed + hint)
+
+
+def not_a_state(name: str, given: object, kind: Any) -> str:
+    """The message for what should be a state of `kind`, a NamedTuple, with what makes one of its parts, or of a list of states."""
+    made, hint = kind.__name__, ""
+    if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
+        hint = "; give each by itself, a list of them with *"
+    elif isinstance(given, (list, tuple)) and len(given) == len(kind._fields):
+        hint = f"; {made}(*{name}) makes one"
+    elif isinstance(given, dict):
+        hint = f"; {made}(**{name}) makes one"
+    article = "an" if made[0] in "aeiouAEIO" else "a"
+    return wrong(name, f"is {kind_of(given)}", f"{article} {made}({', '.join(kind._fields)}) is needed{hint}")
+
+
 def check_operands(**operands: Tensor) -> None:
     """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts all if the first is not float64,
     dtypes may differ."""
     first_name, device, dtype = "", None, None
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(name, tensor))
         if device is None:
             first_name, device, dtype = name, tensor.device, tensor.dtype
         check_dense(name, tensor)
@@ -67,6 +86,8 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
         raise ValueError(wrong("key", f"has shape {tuple(keys)}", "(B, H, N, D) with D >= 1 is needed"))
     if len(values) != 4 or values[0] != keys[0] or values[1] != keys[1] or values[2] != keys[2] or values[3] == 0:
         allowed = f"(B, H, N, E) = ({', '.join(map(str, keys[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(keys)}"
+        if len(values) == 4 and values[3] and (values[0], values[2], values[1]) == (keys[0], keys[1], keys[2]):
+            allowed += "; one of them seems to be (B, N, H, D): give its .transpose(1, 2)"
         raise ValueError(wrong("value", f"has shape {tuple(values)}", allowed))
 
 
@@ -78,6 +99,8 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     if len(given) not in (3, 4):
         raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
     shape = (batch, keys[1], given[-2], keys[-1])
+    if len(given) == 4 and given[1] != keys[1]:
+        _check_layout(query, key)
     if given != shape[4 - len(given) :]:
         fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
         allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
@@ -85,12 +108,26 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     return query.expand(shape)
 
 
+def _check_layout(query: Tensor, key: Tensor) -> None:
+    """Raise where heads of a query and a key (B, H, ., D) differ, and agree if a dimension of one or both was meant for their heads."""
+    given, keys = query.shape, key.shape
+    swapped = [name for name, fits in (("key", given[1] == keys[2]), ("query", given[2] == keys[1])) if fits]
+    if len(swapped) != 1 and given[2] == keys[2]:
+        swapped = ["key and query"]
+    if len(swapped) == 1 and given[3] == keys[3]:
+        name = swapped[0].split()[0]
+        shape, other = (given, ("key", keys)) if name == "query" else (keys, ("query", given))
+        allowed = f"(B, H, {'L' if name == 'query' else 'N'}, D) is needed, and {other[0]} has shape {tuple(other[1])}"
+        seems = f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension: give .transpose(1, 2)"
+        raise ValueError(wrong(name, f"has shape {tuple(shape)}", f"{allowed}; {seems}"))
+
+
 def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
     """Raise unless the mask is None, or bool, on the key's device and of `shape`, by default the (B, N) of a key (B, H, N, D)."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(wrong("key_padding_mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
+        raise TypeError(not_a_tensor("key_padding_mask", mask, "a torch.Tensor of bool is needed, True = ignore"))
     check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
@@ -192,9 +229,10 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
     if weights is None:
         return None
-    if not isinstance(weights, Tensor) or weights.dtype not in FLOATING:
-        given = f"is {weights.dtype}" if isinstance(weights, Tensor) else f"is {kind_of(weights)}"
-        raise TypeError(wrong("weights", given, "a floating torch.Tensor is needed"))
+    if not isinstance(weights, Tensor):
+        raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor is needed"))
+    if weights.dtype not in FLOATING:
+        raise TypeError(wrong("weights", f"is {weights.dtype}", "a floating torch.Tensor is needed"))
     batch, heads, length, _ = key.shape
     if not has_shape(weights, (batch, length), (batch, heads, length)):
         allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
@@ -205,7 +243,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
 
 
-def _is_read(tensor: Tensor) -> bool:
+def is_read(tensor: Tensor) -> bool:
     """Whether values are checked: those on the CPU. The host would wait for those on a GPU, and others (`tracing.has_values`) have none."""
     return tensor.device.type == "cpu" and has_values(tensor)
 
@@ -215,7 +253,7 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
 
     On a GPU nothing is launched: `nan_if_refused`, or the `info` of a solve, says there that a value is not allowed.
     """
-    if not _is_read(tensor) or not tensor.numel():
+    if not is_read(tensor) or not tensor.numel():
         return
     if absent is not None:
         tensor = tensor.masked_fill(absent, 0.0)
@@ -234,7 +272,7 @@ def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
 def refuse_not_finite(**tensors: Tensor) -> None:
     """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
     for name, tensor in tensors.items():
-        if _is_read(tensor) and not _all_finite(tensor):
+        if is_read(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
 
 

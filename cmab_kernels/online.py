@@ -28,7 +28,7 @@ class OnlineRidge:
     `forget` subtracts from them, so that what was forgotten was never seen, to rounding: where that is large, `info_` says so.
 
     Args:
-        alpha: the penalty, >= 0. The intercept b is not penalised.
+        alpha: the penalty, >= 0, a number, or an array of one for each of the E targets. The intercept b is not penalised.
         fit_intercept: False fixes b = 0.
         forgetting: a factor from 0 (excluded) to 1: each example of `partial_fit` multiplies the weights of all before it. The result does
             not depend on how a stream is cut into calls. 1 forgets nothing by itself.
@@ -52,13 +52,13 @@ class OnlineRidge:
     (True, 50)
     """
 
-    def __init__(self, alpha: float = 1.0, *, fit_intercept: bool = True, forgetting: float = 1.0) -> None:
+    def __init__(self, alpha: Any = 1.0, *, fit_intercept: bool = True, forgetting: float = 1.0) -> None:
         self.alpha = alpha
         self.fit_intercept = fit_intercept
         self.forgetting = forgetting
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Forget everything, and hold these examples; `sample_weight` (N,) >= 0, None: 1 each."""
+        """Forget everything, and hold these examples; `sample_weight` (N,) >= 0, a number: the same for each, None: 1."""
         return self._hold(X, y, sample_weight, None)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -145,6 +145,7 @@ class OnlineRidge:
         """Add examples to the sums `held`, or to those of no examples."""
         self._check_parameters()
         rows = _Rows(self, X, y, sample_weight, held)
+        _penalties(self.alpha, rows.y.shape[1])
         if held is None:
             if rows.weights is not None and not rows.weights.any():
                 raise ValueError(wrong("sample_weight", "is zero for all examples", "the first examples need one that is not"))
@@ -164,8 +165,7 @@ class OnlineRidge:
         return self
 
     def _check_parameters(self) -> None:
-        if not isinstance(self.alpha, Real) or not 0 <= self.alpha < math.inf:
-            raise ValueError(wrong("alpha", f"is {self.alpha!r}", "a number >= 0 is needed"))
+        _penalties(self.alpha)
         if not isinstance(self.forgetting, Real) or not 0 < self.forgetting <= 1:
             raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
         if getattr(self.fit_intercept, "shape", ()) or self.fit_intercept not in (True, False):
@@ -203,7 +203,7 @@ class OnlineRidge:
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
-        changed = (f"{name}={value!r}" for name, value in self.get_params().items() if value != defaults[name].default)
+        changed = (f"{name}={value!r}" for name, value in self.get_params().items() if not _is(value, defaults[name].default))
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -288,7 +288,7 @@ class _Sums:
     ) -> None:
         self.state, self.peak, self.origin, self.target_origin = state, peak, origin, target_origin
         self.intercept, self.flat, self.dtype, self.names = intercept, flat, dtype, names
-        self._solution: tuple[float, _Solution] | None = None
+        self._solution: tuple[tuple[float, ...], _Solution] | None = None
 
     @classmethod
     def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
@@ -306,14 +306,15 @@ class _Sums:
 
     def solved(self, model: OnlineRidge, sound: bool = True) -> _Solution:
         """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
-        if self._solution is None or self._solution[0] != model.alpha:
+        penalties = _penalties(model.alpha, self.state.moment.shape[-1])
+        if self._solution is None or self._solution[0] != penalties:
             model._check_parameters()
             with torch.inference_mode(False):  # kept for later calls, which may take a gradient
-                self._solution = model.alpha, self._solve(model.alpha)
+                self._solution = penalties, self._solve(penalties)
         solution = self._solution[1]
         if sound and solution.info == INFO_NOT_POSITIVE_DEFINITE:
             allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
-            if model.alpha > 0:
+            if min(penalties) > 0:
                 allowed = (
                     "these examples have no solution: their numbers are too large, or some were forgotten that were not held, "
                     "or that were far from the others"
@@ -325,7 +326,7 @@ class _Sums:
             )
         return solution
 
-    def _solve(self, alpha: float) -> _Solution:
+    def _solve(self, penalties: tuple[float, ...]) -> _Solution:
         gram, moment, peak = (_quick(sums)[0, 0] for sums in (self.state.gram, self.state.moment, self.peak))
         origin, target_origin, least, known = _quick(self.origin), _quick(self.target_origin), _LOST * peak, True
         if self.intercept:
@@ -334,7 +335,7 @@ class _Sums:
             x_mean, y_mean = (sums / total if known else sums * 0.0 for sums in (x_sum, y_sum))
             origin, target_origin, least = origin + x_mean, target_origin + y_mean, least[:-1]
             gram, moment = gram[:-1, :-1] - x_mean[:, None] * x_sum, moment[:-1] - x_mean[:, None] * y_sum
-        weight, info = _solved(_as_tensor(gram)[None], _as_tensor(moment)[None], alpha, least)
+        weight, info = _solved_each(_as_tensor(gram)[None], _as_tensor(moment)[None], penalties, least)
         return _Solution(weight, _as_tensor(origin), _as_tensor(target_origin), info if known else _doubted(info))
 
 
@@ -349,6 +350,39 @@ def _as_tensor(quick: Any) -> Tensor:
 
 _LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
 """What is below this share of a sum has two digits at most."""
+
+
+def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
+    """Return the penalties, one for all targets or one for each; raise unless they are numbers >= 0, as many as there are `targets`."""
+    if isinstance(alpha, Real):
+        given = [float(alpha)]
+    else:
+        try:
+            given = [float(each) for each in alpha]
+        except (TypeError, ValueError):
+            given = []
+    if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):
+        raise ValueError(wrong("alpha", f"is {alpha!r}", "a number >= 0, or an array of one for each target, is needed"))
+    if targets is not None and len(given) not in (1, targets):
+        raise ValueError(wrong("alpha", f"has {len(given)} penalties", f"one, or one for each target, is needed, and y has {targets}"))
+    return tuple(given) if len(set(given)) > 1 else (given[0],)
+
+
+def _is(value: Any, default: Any) -> bool:
+    """Return whether a parameter is the default; an array never is."""
+    return not getattr(value, "shape", ()) and bool(value == default)
+
+
+def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], least: Any) -> tuple[Tensor, int]:
+    """Return what `_solved` does, with one penalty for all targets or one for each: the info is the worst of any."""
+    if len(penalties) == 1:
+        return _solved(gram, moment, penalties[0], least)
+    weight, infos = gram.new_empty(moment.shape[1:]), set()
+    for alpha in set(penalties):
+        columns = [i for i, each in enumerate(penalties) if each == alpha]
+        weight[:, columns], info = _solved(gram, moment[:, :, columns], alpha, least)
+        infos.add(info)
+    return weight, next(info for info in (INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED, INFO_SOUND) if info in infos)
 
 
 def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Any) -> tuple[Tensor, int]:
@@ -398,6 +432,8 @@ class _Rows:
             raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"{wanted} is needed, as in the examples before"))
         self.weights: Tensor | None = None
         if sample_weight is not None:
+            if isinstance(sample_weight, Real):
+                sample_weight = torch.full((len(self.x),), float(sample_weight), dtype=torch.float64, device=self.x.device)
             weights = _tensor("sample_weight", sample_weight, self.x.device)
             if weights.shape != (len(self.x),):
                 raise ValueError(wrong("sample_weight", f"has shape {tuple(weights.shape)}", f"({len(self.x)},) is needed, one a row"))

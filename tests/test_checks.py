@@ -64,7 +64,7 @@ def test_a_number_costs_one_fill() -> None:
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host does not wait for the values, a negative weight spoils its head, not the others, and not under the mask."""
-    monkeypatch.setattr(checks, "_is_read", lambda tensor: False)
+    monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, value = torch.randn(3, 1, 9, 4), torch.randn(3, 1, 9, 2)
     mask = torch.zeros(3, 9, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytes
 
 def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the classes it spoils its head, not the others, and not under the mask; nothing is gathered out of bounds."""
-    monkeypatch.setattr(checks, "_is_read", lambda tensor: False)
+    monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, labels = torch.randn(4, 1, 9, 2), torch.arange(9).expand(4, 9) % 3
     labels, mask = labels.clone(), torch.zeros(4, 9, dtype=torch.bool)

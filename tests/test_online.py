@@ -368,3 +368,62 @@ def test_coefficients_beyond_the_range_are_none() -> None:
 def test_what_holds_no_numbers_is_named(given: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{said}"):
         OnlineRidge().fit(given, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "alpha", [np.array([0.1, 10.0]), [0.1, 10.0], torch.tensor([0.1, 10.0], dtype=torch.float64), [0.3, 0.3], np.array([2.0])]
+)
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_a_penalty_for_each_target(alpha: Any, offset: float) -> None:
+    x, y, weights = _data()
+    x, y = (x + offset) - offset, (y + offset) - offset
+    theirs = Ridge(np.asarray(alpha)).fit(x, y, weights)
+    ours = _streamed(OnlineRidge(alpha), x + offset, y + offset, weights)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-9, atol=1e-10)
+    np.testing.assert_allclose(ours.predict(x + offset) - offset, theirs.predict(x), rtol=1e-9, atol=1e-8 if offset else 1e-11)
+    assert ours.info_ == 0 and "alpha=" in repr(clone(ours)) and ours.set_params(alpha=1.0).info_ == 0
+    np.testing.assert_allclose(ours.coef_, Ridge().fit(x, y, weights).coef_, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "alpha",
+    [[], [1.0, -1.0], [1.0, np.nan], [1.0, np.inf], "ab", "11", None, [[1.0, 2.0]], [1.0, 2.0, 3.0], np.ones((2, 2)), {1.0: 2.0, "a": 1}],
+)
+def test_penalties_that_do_not_fit(alpha: Any) -> None:
+    x, y, _ = _data()
+    model = OnlineRidge().fit(x, y)
+    before = model.predict(x)
+    with pytest.raises(ValueError, match="`alpha`"):
+        model.set_params(alpha=alpha).partial_fit(x, y)
+    with pytest.raises(ValueError, match="`alpha`"):
+        model.predict(x)
+    np.testing.assert_array_equal(model.set_params(alpha=1.0).predict(x), before)
+
+
+def test_the_worst_penalty_of_any_target_decides() -> None:
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    model = OnlineRidge([1.0, 0.0], fit_intercept=False).fit(x, y)
+    assert model.info_ > 0
+    with pytest.raises(ValueError, match=r"`alpha` is \[1\.0, 0\.0\]"):
+        model.predict(x)
+
+
+@pytest.mark.parametrize("number", [2.0, 2, np.float32(2), np.int64(2), True])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_one_weight_for_all_examples(number: Any, offset: float) -> None:
+    """As scikit-learn takes it, in every method that takes weights."""
+    x, y, _ = _data()
+    x, y = (x + offset) - offset, (y + offset) - offset
+    theirs = Ridge(0.3).fit(x, y, sample_weight=number)
+    ours = OnlineRidge(0.3).fit(x + offset, y + offset, sample_weight=number)
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-9, atol=1e-10)
+    assert abs(ours.score(x + offset, y + offset, number) - theirs.score(x, y)) < 1e-9
+    less = ours.partial_fit(x[:9] + offset, y[:9] + offset, number).forget(x[:9] + offset, y[:9] + offset, number)
+    np.testing.assert_allclose(less.coef_, theirs.coef_, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("number", [-1.0, np.nan, np.inf, 0.0])
+def test_one_weight_that_is_none(number: float) -> None:
+    x, y, _ = _data()
+    with pytest.raises(ValueError, match="sample_weight"):
+        OnlineRidge().fit(x, y, number)

@@ -30,7 +30,7 @@ MAY = {
     "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
-    "state": {"checks", "dtypes"},
+    "state": {"backends", "checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
     "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
@@ -156,7 +156,7 @@ def _ways(call: Callable[[], Any]) -> str:
     ways: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and extension.get(id(called), "collect_parameters") != "collect_parameters":
+        if event == "c_call" and extension.get(id(called), "collect_parameters") not in ("collect_parameters", "is_not_below_infinity"):
             ways[", ".join(f"`{name}`" for name in _modules(frame))] = None
 
     sys.setprofile(see)

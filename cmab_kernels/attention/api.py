@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import choose, is_available, kernel
-from ..checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, kind_of, over_batch, wrong
+from ..checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, not_a_tensor, over_batch, wrong
 from ..dtypes import state_dtype
 from ..tracing import is_differentiated, is_direct, is_plain
 from .schema import attention_op
@@ -70,6 +70,8 @@ def attention_state(
 
     Arguments and errors as in `latent_attention`; `state` has the same queries and other keys: out (B, H, L, E) in float32 (float64 for
     float64 inputs), lse (B, H, L) in float64. It is not changed. Gradients flow to query, key, value and to the state's `out` and `lse`.
+    Where its lse is -inf the state is empty, whatever `out` holds. An lse of +inf, or a NaN beside numbers in `out`, is a
+    `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> state = None
@@ -88,7 +90,9 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     """The state of the union of disjoint key sets; associative and commutative up to rounding, differentiable.
 
     lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
-    of the first (`ValueError`, `TypeError`). Empty states have weight 0; the merge of empty states is empty.
+    of the first (`ValueError`, `TypeError`). Empty states, those with an lse of -inf, have weight 0, whatever their `out` holds; the merge
+    of empty states is empty. An lse of +inf, or a NaN beside numbers in `out`, is a `ValueError` on the CPU; on a GPU and in traces it
+    makes its row NaN.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -105,8 +109,14 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
         raise TypeError(wrong("states[0].out", f"is {first.out.dtype}", "float32 or float64 is needed; states are never half precision"))
     for position, state in enumerate(states):
         check_fit(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+    return union(*states)
+
+
+def union(first: AttentionState, *others: AttentionState) -> AttentionState:
+    """What `merge_states` returns of states that are checked."""
     if not others:
         return first
+    states = (first, *others)
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
     if not is_direct(chosen, *(part for state in states for part in state)):
         return merged(*states)
@@ -202,7 +212,7 @@ def _inputs(
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(wrong("cu_seqlens", f"is {kind_of(cu_seqlens)}", "a torch.Tensor of int32 or int64 is needed"))
+        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64 is needed"))
     check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))

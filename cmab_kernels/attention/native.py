@@ -89,6 +89,12 @@ def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, secon
     return out, lse
 
 
+def is_not_below_infinity(lse: Tensor) -> bool | None:
+    """Whether a log-sum-exp is a NaN or +inf; None for a tensor that native code does not read."""
+    found: bool | None = _C.is_not_below_infinity(lse=lse)
+    return found
+
+
 def attention_backward(
     dout: Tensor,
     dlse: Tensor,

@@ -15,7 +15,7 @@ from ..dtypes import state_dtype
 from ..flops import flop_formula
 from ..tracing import has_values
 from .reference import attention_backward_reference, attention_reference
-from .state import AttentionState, merged
+from .state import AttentionState, merged, share_gradient
 
 LIB = torch.library.Library("cmab", "DEF")
 LIB.define(
@@ -131,11 +131,9 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
 
 
 def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
-    """The gradient of the incoming state, which is one more key with score state_lse and value state_out."""
-    share = (state_lse - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    dout64 = dout.double()
-    dscore = (dout64 * (state_out.double() - out.double())).sum(-1) + dlse
-    return (share.unsqueeze(-1) * dout64).to(state_out.dtype), share * dscore
+    """The gradient of the incoming state, a part of the result."""
+    down, slope = share_gradient(AttentionState(state_out, state_lse), AttentionState(out, lse), dout, dlse)
+    return down.to(state_out.dtype), slope
 
 
 def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_extents, device_of, kind_of, wrong
+from ..backends import is_available, kernel
+from ..checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
@@ -26,7 +27,8 @@ class AttentionState(NamedTuple):
     out: Tensor
     """(B, H, L, E), float32, or float64 for float64 inputs: the attention output."""
     lse: Tensor
-    """(B, H, L), float64: natural log of the sum of exponentials; -inf where no key was seen."""
+    """(B, H, L), float64: natural log of the sum of exponentials; -inf where no key was seen, and then `out` counts for nothing, whatever
+    it holds. No keys lead to +inf, or to a NaN beside numbers in `out`: these are refused where values are read, else results are NaN."""
 
 
 class Removal(NamedTuple):
@@ -61,9 +63,9 @@ def empty_state(
 def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
     """The state of the union of disjoint key sets: lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i.
 
-    Weights are in float64. Empty states have weight 0; the merge of empty states is empty.
+    Weights are in float64. Empty states have weight 0; the merge of empty states is empty. An lse of +inf or NaN makes its row NaN.
     """
-    states = (first, *others)
+    states = [counted(state) for state in (first, *others)]
     lse = torch.stack([state.lse for state in states])
     top = lse.detach().amax(0)
     top = top.masked_fill(top == -math.inf, 0.0)
@@ -76,6 +78,24 @@ def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
     return AttentionState(out.to(first.out.dtype), (top + total.log()).masked_fill(empty, -math.inf))
 
 
+def counted(state: AttentionState) -> AttentionState:
+    """The state with `out` 0 where no key was seen: 0 times what it holds there, which may be a NaN, would not be 0."""
+    return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
+
+
+def share_gradient(part: AttentionState, whole: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient, in float64, of a part of a merged state, given that of the whole, (dout, dlse): the part is a key of its own.
+
+    With its share p = exp(part.lse - whole.lse) it is p dout for its `out`, and p (dlse + sum_e dout_e (part.out_e - whole.out_e)) for its
+    `lse`; 0 where it has seen no key.
+    """
+    empty = part.lse == -math.inf
+    share = (part.lse - whole.lse.masked_fill(whole.lse == -math.inf, 0.0)).exp()
+    dout = dout.double()
+    slope = (dout * (counted(part).out.double() - whole.out.double())).sum(-1) + dlse
+    return (share.unsqueeze(-1) * dout).masked_fill(empty.unsqueeze(-1), 0.0), (share * slope).masked_fill(empty, 0.0)
+
+
 def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     """`state` without `part`, the state of a subset of its keys.
 
@@ -86,28 +106,31 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     """
     if state.out.shape != part.out.shape:  # else they would be broadcast
         raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))
+    state, part = counted(state), counted(part)
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
-    gap = part.lse.masked_fill(nothing_removed, 0.0) - state.lse.masked_fill(nothing_there, 0.0)
-    share = gap.clamp(max=0.0).exp().masked_fill(nothing_removed, 0.0)
+    whole = state.lse.masked_fill(state.lse == math.inf, math.nan)
+    gap = part.lse - whole.masked_fill(nothing_there, 0.0)
+    share = gap.clamp(max=0.0).exp()
     left = 1.0 - share
     gone = nothing_there | (left <= 0)
     log_left = torch.log1p(-share.masked_fill(gone, 0.0))
-    lse = (state.lse + log_left).masked_fill(gone, -math.inf)
+    lse = (whole + log_left).masked_fill(gone, -math.inf)
     growth = (-log_left).exp().unsqueeze(-1)
     out = growth * state.out.double() - growth * share.masked_fill(gone, 0.0).unsqueeze(-1) * part.out.double()
     out = out.masked_fill(gone.unsqueeze(-1), 0.0).to(state.out.dtype)
     eps, size = torch.finfo(state.out.dtype).eps, state.lse.abs()
     sure = (eps * size <= SURE_ROUNDING * left) | (gap < -FAR_BELOW * size)
-    return Removal(AttentionState(out, lse), nothing_removed | (sure & (left >= eps**0.5) & ~nothing_there))
+    kept = nothing_removed & ~left.isnan()
+    return Removal(AttentionState(out, lse), kept | (sure & (left >= eps**0.5) & ~nothing_there))
 
 
 def check_parts(state: AttentionState, name: str) -> None:
     """Raise unless `state` is an `AttentionState` of dense tensors."""
     if not isinstance(state, AttentionState):
-        raise TypeError(wrong(name, f"is {kind_of(state)}", "an AttentionState(out, lse) is needed"))
+        raise TypeError(not_a_state(name, state, AttentionState))
     for part, tensor in (("out", state.out), ("lse", state.lse)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
         check_dense(f"{name}.{part}", tensor)
 
 
@@ -126,3 +149,20 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
             raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{wanted_dtype} is needed"))
         if tensor.device != device:
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))
+    refuse_wrong_sums(state, name)
+
+
+def refuse_wrong_sums(state: AttentionState, name: str) -> None:
+    """Raise `ValueError` if values that may be read, on the CPU and by no trace, are those of no keys: an lse of +inf or NaN.
+
+    A row that is NaN throughout is what keys that hold a NaN lead to: it stays so, and the other rows of its batch as they are.
+    """
+    lse = state.lse
+    if not is_read(lse):
+        return
+    found = kernel("attention", "native", "is_not_below_infinity")(lse) if is_available("attention", "native") else None
+    if found is None:
+        found = lse.numel() > 0 and not lse.detach().max().item() < math.inf
+    if found and ((lse == math.inf) | (lse.isnan() & ~state.out.isnan().all(-1))).any():
+        given = "holds +inf, or a NaN beside numbers in `out`"
+        raise ValueError(wrong(f"{name}.lse", given, "a number, or -inf where no key was seen, is needed"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionState, merge_states
+from ..attention import AttentionState
+from ..attention.api import union
+from ..attention.state import share_gradient
 from ..checks import wrong
 from ..intention import RidgeState
 from ..tracing import is_differentiated
@@ -95,7 +96,7 @@ def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:
     """The merged state of all ranks from their packed states (W, bytes)."""
     parts = [field.unbind(0) for field in unpacked(rows, fields)]
     if issubclass(kind, AttentionState):
-        return merge_states(*map(kind, *parts))
+        return union(*map(kind, *parts))
     return kind(*(functools.reduce(torch.add, summands) for summands in parts))
 
 
@@ -123,20 +124,9 @@ class _Merge(torch.autograd.Function):
         pieces = summed.split([grad.numel() for grad in floating])
         total = [piece.view(grad.shape) for piece, grad in zip(pieces, floating, strict=True)]
         if ctx.kind is AttentionState:
-            return None, None, None, *_share(AttentionState(*own), AttentionState(*merged), *total)
+            down, slope = share_gradient(AttentionState(*own), AttentionState(*merged), *total)
+            return None, None, None, down.to(own[0].dtype), slope
         return None, None, None, *total, None
-
-
-def _share(own: AttentionState, merged: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a part of a merged state: with its share p = exp(own.lse - merged.lse) of the sum of exponentials,
-
-    p dout for its `out`, and p (dlse + sum_e dout_e (own.out_e - merged.out_e)) for its `lse`; 0 where it has seen no key.
-    """
-    nothing = own.lse == -math.inf
-    share = (own.lse.masked_fill(nothing, 0.0) - merged.lse.masked_fill(nothing, 0.0)).exp()
-    slope = dlse + (dout * (own.out.double() - merged.out.double())).sum(-1)
-    down = (share.unsqueeze(-1) * dout).masked_fill(nothing.unsqueeze(-1), 0.0)
-    return down.to(own.out.dtype), (share * slope).masked_fill(nothing, 0.0)
 
 
 class _SumOverRanks(torch.autograd.Function):

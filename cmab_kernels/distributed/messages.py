@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
-from ..checks import check_dense, kind_of, wrong
+from ..attention.state import refuse_wrong_sums
+from ..checks import check_dense, kind_of, not_a_tensor, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState
 
@@ -172,7 +173,7 @@ def check(state: AttentionState | RidgeState) -> None:
         raise TypeError(wrong("state", f"is {kind_of(state)}", "an AttentionState or a RidgeState is needed"))
     for name, field in state._asdict().items():
         if not isinstance(field, Tensor):
-            raise TypeError(wrong(f"state.{name}", f"is {kind_of(field)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(f"state.{name}", field))
         check_dense(f"state.{name}", field)
     like = state[KINDS.index(type(state))]
     if not 2 <= like.dim() <= NUMBERS - 4:
@@ -194,6 +195,8 @@ def check(state: AttentionState | RidgeState) -> None:
             raise TypeError(wrong(f"state.{name}", f"is {field.dtype}", f"{dtype} is needed"))
         if field.device != like.device:
             raise ValueError(wrong(f"state.{name}", f"is on {field.device}", f"the rest is on {like.device}"))
+    if isinstance(state, AttentionState):
+        refuse_wrong_sums(state, "state")
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from ..checks import (
     check_key_value,
     check_mask,
     check_operands,
+    not_a_tensor,
     over_batch,
     refuse_negative,
     weights_of_heads,
@@ -80,6 +81,8 @@ def intention(
     """
     if form not in FORMS:
         raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
+    if query is None:
+        raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
     solver = passed_on(impl, "intention", "intention.solve")
@@ -116,6 +119,8 @@ def sigma_intention(
     >>> torch.allclose(near, cmab_kernels.latent_attention(q, k, v, scale=1.0), atol=1e-3)
     True
     """
+    if query is None:
+        raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
     solver, attend = (passed_on(impl, "intention", other) for other in ("intention.solve", "attention"))

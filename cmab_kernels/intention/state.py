@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_extents, device_of, kind_of, wrong
+from ..checks import check_extents, device_of, not_a_state, not_a_tensor, wrong
 
 
 class RidgeState(NamedTuple):
@@ -101,10 +101,10 @@ def in_chunks(
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
-        raise TypeError(wrong(name, f"is {kind_of(state)}", "a RidgeState(gram, moment, count) is needed"))
+        raise TypeError(not_a_state(name, state, RidgeState))
     for part, tensor in zip(state._fields, state, strict=True):
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+            raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
     if state.moment.dim() != 4:
         raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape

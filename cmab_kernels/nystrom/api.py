@@ -8,7 +8,19 @@ from torch import Tensor
 
 from ..attention import attention_state, latent_attention
 from ..backends import check_name, choose, passed_on
-from ..checks import as_autocast, as_they_are, check_key_value, check_mask, check_operands, fixed, has_shape, kind_of, over_batch, wrong
+from ..checks import (
+    as_autocast,
+    as_they_are,
+    check_key_value,
+    check_mask,
+    check_operands,
+    fixed,
+    has_shape,
+    kind_of,
+    not_a_tensor,
+    over_batch,
+    wrong,
+)
 from ..dtypes import FLOATING, state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
@@ -110,7 +122,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     True
     """
     if not isinstance(matrix, Tensor):
-        raise TypeError(wrong("matrix", f"is {kind_of(matrix)}", "a torch.Tensor is needed"))
+        raise TypeError(not_a_tensor("matrix", matrix))
     if matrix.dtype not in FLOATING:
         raise TypeError(wrong("matrix", f"is {matrix.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:

@@ -1,5 +1,6 @@
 // Python bindings of latent cross-attention on the CPU.
 #include "attention/call.h"
+#include "attention/state.h"
 #include "common/arguments.h"
 #include "common/bindings.h"
 
@@ -57,6 +58,25 @@ void merge(Arguments& in) {
   merge_states(first.dtype, rows, int(first.shape[3]), {first.data, first_lse}, {second.data, second_lse}, out, lse);
 }
 
+// Whether a log-sum-exp of any shape is a NaN or +inf; None for a tensor whose memory does not tell.
+python::Object is_not_below_infinity(Arguments& in) {
+  PyObject* given = in.object("lse");
+  TensorView lse;
+  if (!is_tensor(given) || is_negated(given) || !view(given, lse) || lse.dtype != DType::kFloat64 ||
+      lse.device != Device::kCpu)
+    return python::Object::owned(Py_NewRef(Py_None));
+  int64_t shape[kMaxDims] = {1, 1, 1, 1}, stride[kMaxDims] = {};
+  std::copy_n(lse.shape, lse.dims, shape), std::copy_n(lse.stride, lse.dims, stride);
+  const auto* const data = static_cast<const double*>(lse.data);
+  bool refused = false;
+  for (int64_t i = 0; i < shape[0]; ++i)
+    for (int64_t j = 0; j < shape[1]; ++j)
+      for (int64_t k = 0; k < shape[2]; ++k)
+        for (int64_t l = 0; l < shape[3]; ++l)
+          refused |= is_refused(data[i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]]);
+  return python::Object::owned(Py_NewRef(refused ? Py_True : Py_False));
+}
+
 void backward(Arguments& in) {
   const Inputs inputs = read_inputs(in);
   const DType dtype = inputs.shape.dtype, sums = state_type(dtype);
@@ -80,6 +100,7 @@ void bind_attention(PyObject* module) {
   define<forward>(module, "attention_forward");
   define<backward>(module, "attention_backward");
   define<merge>(module, "merge_states");
+  define<is_not_below_infinity>(module, "is_not_below_infinity");
 }
 
 }  // namespace cmab

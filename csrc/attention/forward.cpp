@@ -191,13 +191,20 @@ void merge_rows(int64_t rows, int width, const StateRows& first, const StateRows
   T* to = static_cast<T*>(out);
   const FlushToZero flush;
   for (int64_t row = 0; row < rows; ++row, a += width, b += width, to += width) {
-    const double top = std::max(first.lse[row], second.lse[row]);
-    const bool empty = top == -INFINITY;
-    const auto weight = [&](double part) { return empty ? 0 : part == top ? 1 : std::exp(part - top); };
-    const double left = weight(first.lse[row]), right = weight(second.lse[row]);
+    const double one = first.lse[row], two = second.lse[row];
+    if (one == -INFINITY || two == -INFINITY) {  // an empty row counts for nothing, whatever it holds
+      const double left = one == -INFINITY ? two : one;
+      const T* from = one == -INFINITY ? b : a;
+      lse[row] = is_refused(left) ? NAN : left;
+      for (int e = 0; e < width; ++e) to[e] = left == -INFINITY ? T(0) : is_refused(left) ? T(NAN) : from[e];
+      continue;
+    }
+    const double top = std::max(one, two);
+    const auto weight = [&](double part) { return part == top && !is_refused(part) ? 1 : std::exp(part - top); };
+    const double left = weight(one), right = weight(two);
     const double sum = left + right;
-    lse[row] = empty ? -INFINITY : top + std::log(sum);
-    const double share = empty ? 0 : left / sum, other = empty ? 0 : right / sum;
+    lse[row] = top + std::log(sum);
+    const double share = left / sum, other = right / sum;
     for (int e = 0; e < width; ++e) to[e] = T(share * a[e] + other * b[e]);
   }
 }

@@ -82,7 +82,7 @@ class Merger {
     double left;
     const Mix mix = removed(sums, before, left);
     const double eps = shape_.dtype == DType::kFloat64 ? 0x1p-52 : 0x1p-23;
-    reliable_[row] = sums.empty() || (before != -INFINITY && is_sure(sums, before, left, eps));
+    reliable_[row] = sums.empty() ? left == 1 : before != -INFINITY && is_sure(sums, before, left, eps);
     return mix;
   }
 

@@ -44,8 +44,13 @@ struct Mix {
 // The row of sums without an incoming state.
 inline Mix alone(const Sums<double>& sums) { return {1 / sums.sum, 0, sums.reference + std::log(sums.sum)}; }
 
+// The row that an lse of NaN or +inf makes of all that it is merged with.
+inline bool is_refused(double lse) { return !(lse < INFINITY); }
+inline constexpr Mix kRefused = {NAN, NAN, NAN};
+
 // The row of sums on top of a state. Exact where either is empty; a NaN in either stays.
 inline Mix added(const Sums<double>& sums, double lse) {
+  if (is_refused(lse)) return kRefused;
   if (lse == -INFINITY) return alone(sums);
   if (sums.empty()) return {0, 1, lse};
   const double top = lse > sums.reference ? lse : sums.reference;
@@ -58,9 +63,11 @@ inline Mix added(const Sums<double>& sums, double lse) {
 // The row of a state without the sums over some of its keys. `left` is the share of the mass that is left: errors have
 // grown by its reciprocal. A row with none left, or with none there, becomes empty.
 inline Mix removed(const Sums<double>& sums, double lse, double& left) {
+  if (is_refused(lse)) return left = NAN, kRefused;
   left = 1;
   if (sums.empty()) return {0, 1, lse};
-  const double factor = lse == -INFINITY ? INFINITY : std::exp(sums.reference - lse);
+  if (lse == -INFINITY) return left = 0, Mix{0, 0, lse};
+  const double factor = std::exp(sums.reference - lse);
   double share = factor * sums.sum;
   if (share > 0.999) share = std::exp(std::min(sums.reference + std::log(sums.sum) - lse, 0.0));  // all: exactly 1
   left = 1 - share;

@@ -388,9 +388,9 @@ struct PrefixBackwardKernel {
       for (int i = 0; i < e; ++i) {
         const T a = from.a[row * whole_vectors<T>(e) + i];
         slope += double(a) * (apart ? 0.0 : double(out[i * in.state.out.col_stride]));
-        static_cast<T*>(in.dstate_out)[at * e + i] = T(share * a);
+        static_cast<T*>(in.dstate_out)[at * e + i] = apart ? T(0) : T(share * a);
       }
-      in.dstate_lse[at] = share * slope;
+      in.dstate_lse[at] = apart ? 0.0 : share * slope;
     }
   }
 };

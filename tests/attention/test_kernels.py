@@ -153,6 +153,30 @@ def test_removal(left: str) -> None:
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
+@pytest.mark.parametrize("keys", [9, 3000])
+@pytest.mark.parametrize("inside", [math.nan, math.inf])
+@pytest.mark.parametrize("lse", [-math.inf, math.inf, math.nan])
+def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None:
+    """An empty row counts for nothing, whatever it holds, and an lse that no keys lead to makes its row NaN: added to and taken from."""
+    q, k, v = _inputs(1, 2, 3, keys, 4, 5, torch.float64)
+    out, log = kernels.attention_forward(q, k[:, :, :8], v[:, :, :8], None, None, None, None, 0.5)
+    row = (0, 1, 2)
+    out[row], log[row] = 0.0, -math.inf
+    bad_out, bad_log = out.clone(), log.clone()
+    bad_out[row], bad_log[row] = inside if lse == -math.inf else 1.0, lse
+    spoilt = torch.zeros_like(log, dtype=torch.bool)
+    spoilt[row] = lse != -math.inf
+    for call in (
+        lambda out, log: kernels.attention_forward(q, k, v, None, None, out, log, 0.5),
+        lambda out, log: kernels.attention_removal(q, k[:, :, :2], v[:, :, :2], None, out, log, 0.5),
+        lambda out, log: kernels.attention_removal(q, k[:, :, :0], v[:, :, :0], None, out, log, 0.5),
+    ):
+        (ours, ours_log, *rest), (right, right_log, *wanted) = call(bad_out, bad_log), call(out, log)
+        assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)
+        assert torch.equal(ours[~spoilt], right[~spoilt]) and torch.equal(ours_log[~spoilt], right_log[~spoilt])
+        assert not rest or (torch.equal(rest[0][~spoilt], wanted[0][~spoilt]) and not rest[0][spoilt].any())
+
+
 @pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])
 def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)

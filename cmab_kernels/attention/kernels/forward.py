@@ -130,7 +130,14 @@ def _add_state(run_out, run_lse, state_out, state_lse):
     merged = peak + tl.log(tl.exp(run_lse - peak) + tl.exp(state_lse - peak))
     anchor = tl.where(merged == float("-inf"), 0.0, merged)
     acc = run_out * tl.exp(run_lse - anchor).to(DTYPE)[:, None]
+    state_out = unless_empty(state_out, state_lse)
     return _plus(acc, tl.exp(state_lse - anchor).to(DTYPE)[:, None], state_out), merged
+
+
+@triton.jit
+def unless_empty(outs, lse):
+    """Rows of `outs`, 0 where no key was seen: 0 times what they hold there, which may be a NaN, would not be 0."""
+    return tl.where((lse == float("-inf"))[:, None], 0.0, outs)
 
 
 @triton.jit
@@ -265,7 +272,7 @@ def _merge(
         acc += tl.sum(weights[:, None] * outs, 0)[None, :]
     if state_lse is not None:
         outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 0), mask=(columns < E)[None, :], other=0.0)
-        acc = _plus(acc, tl.exp(state - anchor).to(DTYPE)[:, None], outs)
+        acc = _plus(acc, tl.exp(state - anchor).to(DTYPE)[:, None], unless_empty(outs, state))
     acc = unless_bad(acc, offsets, B)
     tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
     tl.store(lse + tl.program_id(0), unless_bad(merged, offsets, B))

@@ -37,8 +37,9 @@ def _subtract(
     whole = tl.load(state_lse + row, mask=inside, other=float("-inf"))
     removed = tl.load(part_lse + row, mask=inside, other=float("-inf"))
     nothing_there, nothing_removed = whole == float("-inf"), removed == float("-inf")
-    gap = tl.where(nothing_removed, 0.0, removed) - tl.where(nothing_there, 0.0, whole)
-    share = tl.where(nothing_removed, 0.0, tl.exp(tl.where(gap > 0, 0.0, gap)))
+    whole = tl.where(whole == float("inf"), float("nan"), whole)
+    gap = removed - tl.where(nothing_there, 0.0, whole)
+    share = tl.exp(tl.where(gap > 0, 0.0, gap))
     left = 1.0 - share
     gone = nothing_there | (left <= 0)
     share = tl.where(gone, 0.0, share)
@@ -48,12 +49,13 @@ def _subtract(
     tl.store(lse + row, tl.where(gone, float("-inf"), whole + log_left), mask=inside)
     size = tl.abs(whole)
     sure = (size <= largest * left) | (gap < -far * size)
-    tl.store(reliable + row, (nothing_removed | (sure & (left >= least) & ~nothing_there)).to(tl.uint8), mask=inside)
+    kept = nothing_removed & (left == left)
+    tl.store(reliable + row, (kept | (sure & (left >= least) & ~nothing_there)).to(tl.uint8), mask=inside)
 
     growth = tl.exp(-log_left)
-    kept = load_tile(rows_at(state_out, row, E, E_PAD), inside, E).to(tl.float64)
+    whole_out = load_tile(rows_at(state_out, row, E, E_PAD), inside, E).to(tl.float64)
     taken = load_tile(rows_at(part_out, row, E, E_PAD), inside, E).to(tl.float64)
-    result = growth[:, None] * kept - (growth * share)[:, None] * taken
+    result = growth[:, None] * whole_out - (growth * share)[:, None] * taken
     result = tl.where(gone[:, None], 0.0, result).to(out.dtype.element_ty)
     tl.store(rows_at(out, row, E, E_PAD), result, mask=inside[:, None] & (tl.arange(0, E_PAD) < E)[None, :])
 

@@ -20,14 +20,12 @@ does not fall from one prefix to the next, no factor exceeds 1, whatever the log
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...dtypes import state_dtype
 from ..reference import attention_backward_reference, attention_reference
-from ..state import AttentionState, merged
+from ..state import AttentionState, merged, share_gradient
 
 
 def each_prefix(tensor: Tensor, prefixes: int) -> Tensor:
@@ -87,6 +85,6 @@ def prefix_attention_backward_reference(
     grads = tuple(grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype) for grad, like in zip(each, inputs, strict=True))
     if state_out is None or state_lse is None:
         return grads
-    share = (state_lse.unsqueeze(2) - lse.masked_fill(lse == -math.inf, 0.0)).exp()
-    dscore = (dout.double() * (state_out.unsqueeze(2).double() - out.double())).sum(-1) + dlse
-    return *grads, (share.unsqueeze(-1) * dout.double()).sum(2).to(state_out.dtype), (share * dscore).sum(2)
+    before = AttentionState(state_out.unsqueeze(2), state_lse.unsqueeze(2))
+    down, slope = share_gradient(before, AttentionState(out, lse), dout, dlse)
+    return *grads, down.sum(2).to(state_out.dtype), slope.sum(2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...attention import latent_attention
 from ...intention import intention
 from ...intention.variants import kernel_features
+from ...intention.variants.models import most_likely
 
 CLASSES, SHOTS, WIDTH = 10, 5, 64
 TRIALS, LESSONS = 20, 100
@@ -65,7 +66,7 @@ Predict = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 def by_intention(support: Tensor, classes: Tensor, query: Tensor, alpha: float) -> Tensor:
     """Classify by regression: each class has a column of targets, +1 for its examples and -1 for others, as in a least-squares SVM."""
     labels = 2 * F.one_hot(classes, CLASSES).to(support.dtype) - 1
-    return intention(query[:, None], support[:, None], labels[:, None], alpha)[:, 0].argmax(-1)
+    return most_likely(intention(query[:, None], support[:, None], labels[:, None], alpha)[:, 0])
 
 
 def by_kernel_intention(support: Tensor, classes: Tensor, query: Tensor, setting: tuple[float, float]) -> Tensor:
@@ -79,7 +80,7 @@ def by_attention(support: Tensor, classes: Tensor, query: Tensor, temperature: f
     """Classify by attention: the classes of the examples, weighted by softmax(cosine / temperature)."""
     labels = F.one_hot(classes, CLASSES).to(support.dtype)
     query, support = (F.normalize(rows, dim=-1)[:, None] for rows in (query, support))
-    return latent_attention(query, support, labels[:, None], scale=1 / temperature)[:, 0].argmax(-1)
+    return most_likely(latent_attention(query, support, labels[:, None], scale=1 / temperature)[:, 0])
 
 
 def by_scikit_learn(make: Callable[[Any], Any]) -> Predict:

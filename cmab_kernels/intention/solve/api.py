@@ -95,7 +95,7 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
         return torch.full(shape, number, dtype=dtype, device=device)
     if not alpha.is_floating_point():
         raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
-    if alpha.device != device and alpha.dim() > 0:
+    if alpha.device != device and (alpha.dim() > 0 or alpha.is_meta):
         raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
     above = len(shape) - alpha.dim()
     # Not `in (1, wanted)`: the compiler of torch 2.6 finds no number in a tuple with a symbol for it.

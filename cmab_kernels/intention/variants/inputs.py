@@ -15,8 +15,8 @@ from ...checks import (
     check_number,
     check_operands,
     has_shape,
-    kind_of,
     nan_if_refused,
+    not_a_tensor,
     refuse_negative,
     weights_of_heads,
     wrong,
@@ -35,9 +35,10 @@ def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **other
 def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | None) -> Tensor:
     """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label outside the classes that is not masked."""
     check_count("num_classes", num_classes)
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        given = f"is {labels.dtype}" if isinstance(labels, Tensor) else f"is {kind_of(labels)}"
-        raise TypeError(wrong("labels", given, "a torch.Tensor of int64 is needed"))
+    if not isinstance(labels, Tensor):
+        raise TypeError(not_a_tensor("labels", labels, "a torch.Tensor of int64 is needed"))
+    if labels.dtype != torch.int64:
+        raise TypeError(wrong("labels", f"is {labels.dtype}", "a torch.Tensor of int64 is needed"))
     batch, heads, length, _ = key.shape
     if not has_shape(labels, (batch, length), (batch, heads, length)):
         allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
@@ -66,6 +67,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
         if not 0 <= given <= 1:
             raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
         given = torch.full((), given, dtype=torch.float64, device=like.device)
+    check_floating(name, given)
     refuse_negative(name, given)
     refuse_negative(f"1 - {name}", 1 - given)
     given = nan_if_refused(given, largest=1.0)
@@ -93,10 +95,15 @@ def _as_tensor(name: str, given: Tensor | Sequence[float], device: torch.device)
         raise kind(wrong(name, f"is {given!r}", "numbers, or a floating tensor, are needed")) from error
 
 
-def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """`given` in float64, expanded to `shape`; raise if it does not broadcast, is not floating or is on another device."""
+def check_floating(name: str, given: Tensor) -> None:
+    """Raise unless a tensor is of floating numbers."""
     if not given.is_floating_point():
         raise TypeError(wrong(name, f"is {given.dtype}", "a floating tensor is needed"))
+
+
+def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """`given` in float64, expanded to `shape`; raise if it does not broadcast, is not floating or is on another device."""
+    check_floating(name, given)
     if given.device != device:
         raise ValueError(wrong(name, f"is on {given.device}", f"the other arguments are on {device}"))
     aligned = zip(reversed(given.shape), reversed(shape), strict=False)

@@ -28,7 +28,8 @@ def lssvm(
 
     Returns:
         LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -1
-        everywhere. Differentiable in key, alpha and weights, also in weights of 0, be they those of a whole class.
+        everywhere, and is never predicted: the mean of the others is above that. Differentiable in key, alpha and weights, also in weights
+        of 0, be they those of a whole class.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...checks import is_read, wrong
+from ...constants import INFO_NOT_POSITIVE_DEFINITE
 from ..solve import RidgeSolution, regularised_solve
 from .inputs import check_query, solver_of
 
@@ -55,8 +58,12 @@ class LinearClassifier(NamedTuple):
         return _affine(query, self.coefficients, self.centre, self.offset)
 
     def predict(self, query: Tensor) -> Tensor:
-        """The class of the largest score, (B, H, M) int64."""
-        return self.decision(query).argmax(-1)
+        """The class of the largest score, (B, H, M) int64; -1 where no class has a score.
+
+        That is in heads without a model, whose `info` is 1 and whose scores are NaN; a `RuntimeWarning` says so on the CPU.
+        """
+        warn_of_none(self.info, "heads")
+        return most_likely(self.decision(query))
 
     def probabilities(self, query: Tensor) -> Tensor:
         """softmax(decision), (B, H, M, C): the posterior probabilities if the scores are log densities, as those of `lda`."""
@@ -83,12 +90,29 @@ class QuadraticClassifier(NamedTuple):
         return (self.offset.unsqueeze(-1) - distance / 2).mT.to(query.dtype)
 
     def predict(self, query: Tensor) -> Tensor:
-        """The most probable class, (B, H, M) int64."""
-        return self.decision(query).argmax(-1)
+        """The most probable class, (B, H, M) int64; -1 where no class has a score.
+
+        A class without a model, whose `info` is 1 and whose scores are NaN, is never chosen; a `RuntimeWarning` says so on the CPU.
+        """
+        warn_of_none(self.info, "classes")
+        return most_likely(self.decision(query))
 
     def probabilities(self, query: Tensor) -> Tensor:
         """The posterior probabilities of the classes, (B, H, M, C)."""
         return class_probabilities(self.decision(query))
+
+
+def most_likely(scores: Tensor) -> Tensor:
+    """The class of the largest score (..., C), -1 where all are -inf or NaN: a NaN, which `argmax` would take, is never the largest."""
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    return torch.where(scores.amax(-1) == -torch.inf, -1, scores.argmax(-1))
+
+
+def warn_of_none(info: Tensor, of: str) -> None:
+    """Warn of systems without a solution, where `info` may be read."""
+    if is_read(info) and bool((info == INFO_NOT_POSITIVE_DEFINITE).any()):
+        allowed = "these are never chosen; give it more rows, leave out constant features, or use shrinkage, regularisation or alpha"
+        warnings.warn(wrong("info", f"is 1 for some {of}, which have no model", allowed), RuntimeWarning, stacklevel=3)
 
 
 def class_probabilities(decision: Tensor) -> Tensor:

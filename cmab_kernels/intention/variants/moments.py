@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import kind_of, wrong
+from ...checks import not_a_state, not_a_tensor, wrong
 from ...tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
@@ -121,7 +121,10 @@ def check_moments(
 ) -> None:
     """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None accepts any."""
     if not isinstance(state, ClassMoments):
-        raise TypeError(wrong(name, f"is {kind_of(state)}", "a ClassMoments(weight, mean, scatter) is needed"))
+        raise TypeError(not_a_state(name, state, ClassMoments))
+    for part, tensor in state._asdict().items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
     if state.mean.dim() != 4:
         raise ValueError(wrong(f"{name}.mean", f"has shape {tuple(state.mean.shape)}", "(B, H, C, D) is needed"))
     batch, heads, classes, width = state.mean.shape if shape is None else shape

@@ -32,7 +32,8 @@ def qda(
 
     Returns:
         QuadraticClassifier with an `info` for each class. A class without members has score -inf and probability 0; one whose covariance is
-        singular (one member, a constant feature) scores NaN unless regularised. Differentiable in key, weights, regularisation and priors.
+        singular (one member, a constant feature) scores NaN unless regularised, and is never predicted. Differentiable in key, weights,
+        regularisation and priors.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -59,6 +60,7 @@ def solve_qda(
     >>> cmab_kernels.intention.variants.solve_qda(moments).precision.shape
     torch.Size([1, 1, 2, 2, 2])
     """
+    check_moments(moments)
     check_moments(moments, moments.mean.shape, moments.mean.shape[2])
     amount = fraction_of("regularisation", regularisation, moments.weight).unsqueeze(-1)
     one = torch.eye(moments.mean.shape[-1], dtype=torch.float64, device=moments.mean.device)

@@ -222,7 +222,7 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
     check_state(state, kind)
     check_operands(query=query, key=key, value=value)
     batch, heads, _, width = state.keys.shape
-    for name, tensor, last in (("query", query, width), ("key", key, width), ("value", value, state.values.shape[-1])):
+    for name, tensor, last in (("key", key, width), ("query", query, width), ("value", value, state.values.shape[-1])):
         tokens = key.shape[2] if key.dim() == 4 else 0
         if tokens == 0 or tensor.shape != (batch, heads, tokens, last):
             allowed = (

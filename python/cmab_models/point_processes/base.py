@@ -14,6 +14,7 @@ from cmab_kernels.checks import check_dense, kind_of, wrong
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.tracing import has_values
 
+from ..choices import largest
 from ..pretrained import Pretrained
 from .mixture import SHORTEST
 from .parts import EventEmbedding, EventHead, NextEvent
@@ -125,7 +126,7 @@ class PointProcess(Pretrained):
             wait = _checked("end", end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
             last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
             survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(dtype))
-        time, correct = predicted.time.log_prob(gaps[there].to(dtype)), predicted.mark.logits.argmax(-1) == came
+        time, correct = predicted.time.log_prob(gaps[there].to(dtype)), largest(predicted.mark.logits) == came
         return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import kernel_features, lssvm, pooled_class_scatter
 
+from ..choices import classes_of
 from ..neural_processes.parts import perceptron
 from .base import Regressor
 
@@ -52,12 +53,12 @@ class FewShot(Regressor):
 
 
 def _lssvm(query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor:
-    machine = lssvm(key.unsqueeze(1), value.argmax(-1), value.shape[-1], alpha)
+    machine = lssvm(key.unsqueeze(1), classes_of(value), value.shape[-1], alpha)
     return machine.decision(query.unsqueeze(1)).squeeze(1)
 
 
 def _scatter(query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor:
-    classifier = pooled_class_scatter(key.unsqueeze(1), value.argmax(-1), value.shape[-1], alpha)
+    classifier = pooled_class_scatter(key.unsqueeze(1), classes_of(value), value.shape[-1], alpha)
     return classifier.decision(query.unsqueeze(1)).squeeze(1)
 
 

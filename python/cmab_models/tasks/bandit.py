@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..choices import largest
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
 from .base import BySystem, Task, seeded
@@ -124,7 +125,7 @@ def _played(model: nn.Module, game: wheel.Wheel, memory: int) -> Iterator[_Play]
             arm = torch.randint(wheel.ARMS, best.shape, generator=generator)
         else:
             predicted = model.predict(state, x.to(device))
-            arm = (predicted.mean + predicted.stddev).argmax(-1).cpu()
+            arm = largest(predicted.mean + predicted.stddev).cpu()
         seen = torch.arange(wheel.ARMS) == arm.unsqueeze(-1)
         known.append((x.to(device), wheel.hidden(rewards, seen, generator).to(device)))
         start = perf_counter()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..choices import largest
 from ..data.glyphs import Glyphs, dejavu, digits, letters, turned
 from .base import BySystem, Task, seeded
 from .sets import Question
@@ -47,7 +48,7 @@ class ImageTask(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
         question = Question(*(part.to(device) for part in self._held_out()))
-        return {"accuracy": _share(self.scores(model, question).argmax(-1), question.answer)}
+        return {"accuracy": _share(largest(self.scores(model, question)), question.answer)}
 
     def _held_out(self) -> Question:
         return self.drawn(seeded(29), HELD_OUT, held_out=True)
@@ -89,7 +90,7 @@ class Outlier(ImageTask):
         """Return the share of sets whose image furthest from the mean is the odd one, and that of chance."""
         question = self._held_out()
         away = (question.key - question.key.mean(1, keepdim=True)).norm(dim=-1)
-        return {"furthest": _share(away.argmax(-1, keepdim=True), question.answer), "chance": 0.1}
+        return {"furthest": _share(largest(away).unsqueeze(-1), question.answer), "chance": 0.1}
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class FewShotTask(ImageTask):
         """Return the accuracy of the nearest mean of the pixels, and of chance."""
         question = self._held_out()
         means = question.key.unflatten(1, (self.ways, self.shots)).mean(2)
-        return {"nearest mean": _share(torch.cdist(question.query, means).argmin(-1), question.answer), "chance": 1 / self.ways}
+        return {"nearest mean": _share(largest(-torch.cdist(question.query, means)), question.answer), "chance": 1 / self.ways}
 
     def most_shots(self) -> int:
         """Return how many examples a question can have of every held-out class, beside the query."""

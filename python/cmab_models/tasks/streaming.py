@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import lda
 
+from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
 from .base import Task, seeded
 
@@ -125,10 +126,10 @@ class StreamTask(Task):
         tokens, labels = data.held_out.to(model.head.weight), data.held_out_labels.to(model.head.weight.device)
         model.clean_state()
         ends = range(self.sequence_len, tokens.shape[1] + 1, EVERY)
-        whole = [model(tokens[:, end - self.sequence_len : end]).argmax(-1) for end in ends]
+        whole = [largest(model(tokens[:, end - self.sequence_len : end])) for end in ends]
         streamed = [model.forward_step(token) for token in tokens.unbind(1)]
         model.clean_state()
-        at_ends = [scores.argmax(-1) for end in ends if (scores := streamed[end - 1]) is not None]
+        at_ends = [largest(scores) for end in ends if (scores := streamed[end - 1]) is not None]
         found = {"whole": whole, "streamed": at_ends}
         return {name: (torch.stack(each, 1) == labels[:, None]).double().mean().item() for name, each in found.items()}
 
@@ -156,7 +157,7 @@ class StreamTask(Task):
             spent = time.perf_counter() - before
             if scores is not None:
                 label = int(data.held_out_labels[0])
-                found, probability = float(scores.argmax() == label), scores.softmax(-1)[0, label].item()
+                found, probability = float(largest(scores[0]) == label), scores.softmax(-1)[0, label].item()
                 yield {"token": position, "found": found, "probability": probability, "milliseconds": 1000 * spent}
         model.clean_state()
 

@@ -132,3 +132,27 @@ def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(lse, right[1], rtol=tolerance, atol=0)
     torch.testing.assert_close(grads[2].double(), wanted[2], rtol=tolerance, atol=8 * tolerance)
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("every", [1, 3, 300])
+@pytest.mark.parametrize("lse", [-torch.inf, torch.inf, torch.nan])
+def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
+    """An empty row counts for nothing, also in gradients; an lse that no keys lead to makes its row of every prefix NaN."""
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (3, 40, 40))
+    out, log = torch.randn_like(q), torch.randn(1, 2, 3, dtype=torch.float64)
+    row = (0, 1, 2)
+    out[row], log[row] = 0.0, -torch.inf
+    bad_out, bad_log = out.clone(), log.clone()
+    bad_out[row], bad_log[row] = torch.nan if lse == -torch.inf else 1.0, lse
+    (ours, ours_log), (right, right_log) = (kernels.prefix_forward(q, k, v, None, *s, every, 0.5) for s in ((bad_out, bad_log), (out, log)))
+    spoilt = torch.zeros_like(right_log, dtype=torch.bool)
+    spoilt[0, 1, :, 2] = lse != -torch.inf
+    assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)
+    assert torch.equal(ours[~spoilt], right[~spoilt]) and torch.equal(ours_log[~spoilt], right_log[~spoilt])
+    if lse == -torch.inf:
+        dout, dlse = torch.randn_like(ours), torch.randn_like(ours_log)
+        given = (dout, dlse, q, k, v, None, bad_out, bad_log, ours, ours_log, every, 0.5)
+        grads = kernels.prefix_backward(*given, (True,) * 4)
+        for grad, wanted in zip(grads, prefix_attention_backward_reference(*given), strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
+        assert not grads[3][row].any() and not grads[4][row].any()

@@ -146,7 +146,7 @@ def test_a_negative_penalty_that_is_not_read_is_told_by_info(
     gram, rhs = _positive_definite(order).to(dtype)[:1].expand(5, -1, -1), torch.randn(5, order, 3).to(dtype)
     alpha = torch.tensor([0.5, -0.25, 0.0, -1e-30, torch.nan], dtype=dtype)
     right = ck.regularised_solve(gram, rhs, alpha.clamp(min=0.0).nan_to_num(1.0), impl=impl).weight
-    monkeypatch.setattr(checks, "_is_read", lambda tensor: False)
+    monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     weight, info = ck.regularised_solve(gram, rhs, alpha, impl=impl)
     bad = torch.tensor([False, True, False, True, True])
     assert torch.equal(info, bad.int()) and weight[bad].isnan().all()

@@ -125,12 +125,15 @@ def _send_back(
         tl.store(run_c + row, c)
     elif dstate_out is not None and run == 0:
         before = tl.load(tile_at(state_lse, lse_strides, batch, head, query, 1, 1, 0)).reshape([1])
-        share = _share(before, tl.load(lse + one), tl.float64)
-        inside = (before != float("-inf"))[:, None] & (columns < E)[None, :]
+        share = tl.where(before < float("inf"), _share(before, tl.load(lse + one), tl.float64), float("nan"))
+        some = before != float("-inf")
+        inside = some[:, None] & (columns < E)[None, :]
         outs = tl.load(tile_at(state_out, out_strides, batch, head, query, 1, E_PAD, 0), mask=inside, other=0.0)
         row = slot_head.to(tl.int64) * L + query + one
-        tl.store(rows_at(dstate_out, row, E, E_PAD), share.to(DTYPE)[:, None] * a, mask=(columns < E)[None, :])
-        tl.store(dstate_lse + row, share * (c + tl.sum(a.to(tl.float64) * outs.to(tl.float64), 1)))
+        down = tl.where(some[:, None], share.to(DTYPE)[:, None] * a, 0.0)
+        slope = tl.where(some, share * (c + tl.sum(a.to(tl.float64) * outs.to(tl.float64), 1)), 0.0)
+        tl.store(rows_at(dstate_out, row, E, E_PAD), down, mask=(columns < E)[None, :])
+        tl.store(dstate_lse + row, slope)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....dtypes import state_dtype
 from ....triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, tile_at
-from ...kernels.forward import LOG2_E, _factor, _offset, absorb, state_strides, units
+from ...kernels.forward import LOG2_E, _factor, _offset, absorb, state_strides, units, unless_empty
 from ...kernels.launch import WIDEST_BLOCK, forward_constants
 from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
 
@@ -182,6 +182,7 @@ def _scan(
         batch, head = slot_head // H, slot_head % H
         before = tl.load(tile_at(state_lse, lse_strides, batch, head, query, 1, 1, 0)).reshape([1])
         acc = tl.load(tile_at(state_out, out_strides, batch, head, query, 1, E_PAD, 0), mask=columns, other=0.0)
+        acc = unless_empty(acc, before)
     for first in range(-lag, windows - lag, TILE):
         window = first + steps
         there = (window >= 0) & (window < windows)
@@ -203,7 +204,7 @@ def _scan(
         tl.store(rows_at(out, row, E, E_PAD), accs, mask=inside[:, None] & columns)
         logarithm = plus_log(peak, total)
         tl.store(lse + row, logarithm, mask=inside)
-        before = tl.max(tl.where(newest, logarithm, float("-inf")), 0, keep_dims=True)
+        before = tl.sum(tl.where(newest, logarithm, 0.0), 0, keep_dims=True)  # a maximum would lose a NaN
         acc = tl.sum(tl.where(newest[:, None], accs, 0.0), 0, keep_dims=True)
 
 

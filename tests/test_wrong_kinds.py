@@ -1,0 +1,218 @@
+"""Wrong kinds of arguments, for every tensor of every public function: the error names the argument and what is needed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import cmab_kernels as ck
+from cmab_kernels.intention import variants
+
+B, H, L, N, D = 2, 3, 5, 7, 4
+Q, K, V = (torch.randn(B, H, n, D) for n in (L, N, N))
+X, GRAM = torch.randn(B, N, 8), torch.eye(D).expand(B, H, D, D).contiguous()
+MASK, WEIGHTS, LABELS = torch.zeros(B, N, dtype=torch.bool), torch.ones(B, N), (torch.arange(B * N) % 3).view(B, N)
+STATE, SUMS = ck.attention_state(Q, K, V), ck.ridge_state(K, V)
+MOMENTS = variants.class_moments(K, LABELS, 3)
+STREAM, EXACT = ck.continual_nystrom_init(K, K, V, 3), ck.continual_attention_init(K, K, V)
+TOKEN = K[:, :, :1]
+PADDED = {"key_padding_mask": MASK}
+WEIGHTED = {"weights": WEIGHTS, **PADDED}
+ROWS = {"query": Q, "key": K, "value": V}
+OFFSETS = torch.tensor([0, N])
+LAYER = {name: torch.randn(8, 8) for name in ("query_weight", "key_weight", "value_weight", "output_weight")}
+BIASES = {name: torch.randn(8) for name in ("query_bias", "key_bias", "value_bias", "output_bias")}
+LABELLED = {"key": K, "labels": LABELS, "num_classes": 3, **WEIGHTED}
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "latent_attention": (ck.latent_attention, {**ROWS, **PADDED}),
+    "latent_attention packed": (ck.latent_attention, {"query": Q[:1], "key": K[:1], "value": V[:1], "cu_seqlens": OFFSETS}),
+    "attention_state": (ck.attention_state, {**ROWS, "state": STATE, **PADDED}),
+    "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **PADDED}),
+    "prefix_attention_states": (ck.prefix_attention_states, {**ROWS, "state": STATE, **PADDED}),
+    "merge_states": (ck.merge_states, {"first": STATE}),
+    "merge_ridge": (ck.merge_ridge, {"first": SUMS}),
+    "merge_moments": (variants.merge_moments, {"first": MOMENTS}),
+    "projected_attention_state": (
+        ck.projected_attention_state,
+        {
+            "query": Q,
+            "inputs": X,
+            "key_weight": torch.randn(H * D, 8),
+            "value_weight": torch.randn(H * D, 8),
+            "key_bias": torch.randn(H * D),
+            "value_bias": torch.randn(H * D),
+            "state": STATE,
+            **PADDED,
+        },
+    ),
+    "attention_layer": (ck.attention_layer, {"x": X, **LAYER, "num_heads": 2, "context": X + 1, **BIASES, **PADDED}),
+    "feed_forward_layer": (
+        ck.feed_forward_layer,
+        {
+            "x": X,
+            "expand_weight": torch.randn(32, 8),
+            "contract_weight": torch.randn(8, 16),
+            "expand_bias": torch.randn(32),
+            "contract_bias": torch.randn(8),
+        },
+    ),
+    "intention": (ck.intention, {**ROWS, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "nystrom_attention": (ck.nystrom_attention, {**ROWS, "query": K, "num_landmarks": 3, **PADDED}),
+    "iterative_pinv": (ck.iterative_pinv, {"matrix": GRAM}),
+    "ridge_state": (ck.ridge_state, {"key": K, "value": V, "state": SUMS, **WEIGHTED}),
+    "remove_ridge": (ck.remove_ridge, {"state": SUMS, "key": K, "value": V, **WEIGHTED}),
+    "prefix_ridge_states": (ck.prefix_ridge_states, {"key": K, "value": V, "state": SUMS, **WEIGHTED}),
+    "ridge_step": (ck.ridge_step, {"state": SUMS, "key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "solve_ridge": (ck.solve_ridge, {"state": SUMS, "alpha": torch.tensor(0.1)}),
+    "regularised_solve": (ck.regularised_solve, {"gram": GRAM, "rhs": GRAM, "alpha": torch.tensor(0.1)}),
+    "regularised_inverse": (ck.regularised_inverse, {"gram": GRAM, "alpha": torch.tensor(0.1)}),
+    "continual_attention_init": (ck.continual_attention_init, {"query": K, "key": K, "value": V}),
+    "continual_nystrom_init": (ck.continual_nystrom_init, {"query": K, "key": K, "value": V, "num_landmarks": 3}),
+    "continual_attention_step": (ck.continual_attention_step, {"state": EXACT, "query": TOKEN, "key": TOKEN, "value": TOKEN}),
+    "continual_nystrom_step": (ck.continual_nystrom_step, {"state": STREAM, "query": TOKEN, "key": TOKEN, "value": TOKEN}),
+    "move_state": (ck.move_state, {"state": STREAM, "device": "cpu"}),
+    "state_to_tensors": (ck.state_to_tensors, {"state": STREAM}),
+    "state_from_tensors": (ck.state_from_tensors, {"kind": type(STREAM), "tensors": ck.state_to_tensors(STREAM)}),
+    "class_moments": (variants.class_moments, {**LABELLED, "state": MOMENTS}),
+    "constrained": (variants.constrained, {"key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "kernel_features": (variants.kernel_features, {"query": Q, "key": K, "gamma": torch.tensor(1.0), **PADDED}),
+    "nystrom_features": (variants.nystrom_features, {"query": Q, "key": K, "num_landmarks": 3, "gamma": torch.tensor(1.0), **PADDED}),
+    "lda": (variants.lda, {**LABELLED, "shrinkage": torch.tensor(0.1)}),
+    "qda": (variants.qda, {**LABELLED, "regularisation": torch.tensor(0.1)}),
+    "lssvm": (variants.lssvm, {**LABELLED, "alpha": torch.tensor(0.1)}),
+    "pooled_class_scatter": (variants.pooled_class_scatter, {**LABELLED, "alpha": torch.tensor(0.1)}),
+    "ridge": (variants.ridge, {"key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "solve_lda": (variants.solve_lda, {"moments": MOMENTS, "shrinkage": torch.tensor(0.1)}),
+    "solve_qda": (variants.solve_qda, {"moments": variants.class_moments(K, LABELS, 3), "regularisation": torch.tensor(0.1)}),
+    "solve_lssvm": (variants.solve_lssvm, {"moments": MOMENTS, "alpha": torch.tensor(0.1)}),
+    "solve_pooled_class_scatter": (variants.solve_pooled_class_scatter, {"moments": MOMENTS, "alpha": torch.tensor(0.1)}),
+}  # fmt: skip
+OTHERS = {"empty_state", "empty_ridge", "explain", "use_impl"}
+"""Functions that take no tensor, or any arguments."""
+ALONE = {"iterative_pinv", "regularised_inverse"}
+"""Functions of one tensor, with any dimensions before the last two."""
+NUMBERS = {"alpha", "gamma", "shrinkage", "regularisation"}
+"""Arguments that may be a number, be it of NumPy's."""
+
+
+def _changed(kind: str, given: Any) -> Any:
+    """What is given in place of a tensor, or of the tensors of a state."""
+    if isinstance(given, tuple):
+        return {
+            "None": None,
+            "array": [np.asarray(part) for part in given],
+            "list": list(given),
+            "dict": {"out": 1},
+            "a part that is an array": given._replace(**{given._fields[0]: np.asarray(given[0])}),
+            "a part that is None": given._replace(**{given._fields[1]: None}),
+            "half": given._replace(**{given._fields[0]: given[0].half()}),
+        }[kind]
+    return {
+        "None": None,
+        "array": np.ones((2, 2)) if given.dim() == 0 else given.numpy(),
+        "list": [[1.0, 2.0]] if given.dim() == 0 else given.tolist(),
+        "text": "key",
+        "whole": given.long() if given.dtype != torch.int64 else given.float(),
+        "double": given.double() if given.is_floating_point() else given.int() if given.dtype == torch.bool else given.bool(),
+        "complex": given.to(torch.complex64),
+        "one dimension less": given[0] if given.dim() else torch.ones(9, 9),
+        "one dimension more": given[None],
+        "elsewhere": given.to("meta"),
+    }[kind]
+
+
+OF_STATES = ("None", "array", "list", "dict", "a part that is an array", "a part that is None", "half")
+OF_TENSORS = ("None", "array", "list", "text", "whole", "double", "complex", "one dimension less", "one dimension more", "elsewhere")
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for name, (_, arguments) in CALLS.items():
+        for argument, given in arguments.items():
+            of_state = isinstance(given, tuple) and hasattr(given, "_replace")
+            kinds = OF_STATES if of_state else OF_TENSORS if isinstance(given, Tensor) else ()
+            cases += [pytest.param(name, argument, kind, id=f"{name}-{argument}-{kind}") for kind in kinds]
+    return cases
+
+
+def _may_be(name: str, argument: str, kind: str) -> bool:
+    """Whether the call is right with it."""
+    function, arguments = CALLS[name]
+    if kind == "None":
+        return inspect.signature(function).parameters[argument].default is None
+    if argument in NUMBERS or argument == "weights":
+        return kind == "double" or (kind == "one dimension more" and argument != "weights")  # of a dtype of its own, and broadcast
+    if kind == "double":
+        return name in ALONE or (argument == "key" and "labels" in arguments)
+    if argument == "query" and kind == "one dimension less":
+        return not name.startswith("continual") and not name.endswith("features")  # shared over the batch
+    if name in ALONE:
+        return kind in ("one dimension less", "one dimension more", "elsewhere")
+    return (name, argument) == ("feed_forward_layer", "x") and "dimension" in kind
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), _cases())
+def test_a_wrong_kind_is_named(name: str, argument: str, kind: str) -> None:
+    function, arguments = CALLS[name]
+    if _may_be(name, argument, kind):
+        function(**{**arguments, argument: _changed(kind, arguments[argument])})
+        return
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(**{**arguments, argument: _changed(kind, arguments[argument])})
+    message = str(raised.value)
+    named = "states" if argument == "first" else argument
+    assert message.startswith("`") and re.search(rf"\b{named}\b", message), message
+
+
+def test_every_public_function_is_here() -> None:
+    public = {name for name in ck.__all__ if inspect.isfunction(getattr(ck, name))} | {
+        name for name in variants.__all__ if inspect.isfunction(getattr(variants, name))
+    }
+    assert public - OTHERS == {name.split()[0] for name in CALLS}
+
+
+def _swapped(*names: str) -> dict[str, Tensor]:
+    return {name: given.transpose(1, 2) if name in names else given for name, given in ROWS.items()}
+
+
+@pytest.mark.parametrize(
+    ("swapped", "said"),
+    [
+        (("key", "value"), "`key` has shape .* query has shape .*; key seems to have the heads in the third dimension: give .transpose"),
+        (("query",), "`query` has shape .* key has shape .*; query seems to have the heads in the third dimension: give .transpose"),
+        (("query", "key", "value"), "`key` has shape .*; key and query seem to have the heads in the third dimension: give .transpose"),
+        (("value",), r"`value` has shape .* as key has shape .*; one of them seems to be \(B, N, H, D\): give its .transpose\(1, 2\)"),
+        (("key",), r"`value` has shape .* as key has shape .*; one of them seems to be \(B, N, H, D\): give its .transpose\(1, 2\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["latent_attention", "prefix_attention_states", "intention", "sigma_intention", "nystrom_attention"])
+def test_a_swapped_layout_is_said(name: str, swapped: tuple[str, ...], said: str) -> None:
+    options = {"alpha": 0.1} if "intention" in name else {"num_landmarks": 1} if "nystrom" in name else {}
+    with pytest.raises(ValueError, match=said):
+        getattr(ck, name)(**_swapped(*swapped), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ck.merge_states([STATE, STATE]), r"`states\[0\]` is a list: an AttentionState.* a list of them with \*"),
+        (lambda: ck.merge_ridge([SUMS, SUMS]), r"`states\[0\]` is a list: a RidgeState.* a list of them with \*"),
+        (lambda: variants.merge_moments((MOMENTS, MOMENTS)), r"`states\[0\]` is a tuple: a ClassMoments.* a list of them with \*"),
+        (lambda: ck.merge_states(tuple(STATE), STATE), r"AttentionState\(\*states\[0\]\) makes one"),
+        (lambda: ck.attention_state(Q, K, V, state=STATE._asdict()), r"`state` is a dict: .*AttentionState\(\*\*state\) makes one"),
+        (lambda: ck.latent_attention(Q, K.numpy(), V), r"`key` is a ndarray: a torch.Tensor is needed; torch.as_tensor\(key\) makes one"),
+        (lambda: ck.latent_attention(Q, K, V.tolist()), r"`value` is a list: a torch.Tensor is needed; torch.as_tensor\(value\)"),
+    ],
+)
+def test_the_likely_cause_is_said(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        call()
