@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
 
 from ..attention import AttentionState, attention_state, latent_attention
@@ -128,7 +129,7 @@ def fused_impl(features: Tensor) -> str | None:
     return None if impl == "reference" and not needs_definition() else impl
 
 
-def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
     A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
@@ -144,6 +145,40 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
+
+
+def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+    """Return what `own_parameters` does, for an operator to read; None also if one is a subclass of Tensor, as a quantised weight is.
+
+    A subclass says what `torch.nn.functional.linear` makes of it, and need not know the operators, nor torch's stacks and slices.
+    """
+    parameters = own_parameters(module, kind)
+    if parameters is not None:
+        for each in parameters.values():
+            if not is_own(each):
+                return None
+    return parameters
+
+
+def is_own(weight: Tensor | None) -> bool:
+    """Return whether a weight is none of a subclass with operations of its own, or is absent; compilers' fake tensors have none."""
+    return weight is None or type(weight) in _PLAIN_TYPES or hasattr(weight, "fake_mode")
+
+
+_PLAIN_TYPES = (nn.Parameter, Tensor)
+
+
+def called(part: Any, x: Tensor) -> Tensor:
+    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
+    kind: Any = type(part)
+    if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (own := own_parameters(part, kind)) is not None:
+        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
+    if kind is nn.LayerNorm and (own := own_parameters(part, kind)) is not None:
+        return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
+    if kind is nn.Dropout and not part.training and own_parameters(part, kind) is not None:
+        return x
+    result: Tensor = part(x)
+    return result
 
 
 def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:

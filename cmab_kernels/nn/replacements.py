@@ -76,7 +76,7 @@ def _why_torch(module: Any, *, training: bool) -> str | None:
     why_torch = module.why_torch
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
     options = {"need_weights": False} if module is attention else {}
-    row = attention.out_proj.weight.new_empty(1, 1, attention.embed_dim)
+    row = next(attention.parameters()).new_empty(1, 1, attention.embed_dim)
     before, module.training = module.training, training
     try:
         rows = 3 if module is attention else 2 if isinstance(module, nn.TransformerDecoderLayer) else 1
