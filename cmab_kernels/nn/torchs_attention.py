@@ -46,9 +46,12 @@ def forward(
     if query.is_nested:
         raise RuntimeError(wrong("query", "is a nested tensor, and `out_proj` does more than its kind", "pad it, and pass a mask"))
     swap = attention.batch_first and query.dim() == 3
-    turned: dict[int, Tensor] = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
+    # The same where they were the same: torch then projects them in one product.
+    turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
     out, weights = F.multi_head_attention_forward(
-        *(turned[id(each)] for each in (query, key, value)),  # still the same where they were: torch then projects them in one product
+        turned[id(query)],
+        turned[id(key)],
+        turned[id(value)],
         attention.embed_dim,
         attention.num_heads,
         attention.in_proj_weight,

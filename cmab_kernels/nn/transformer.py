@@ -24,6 +24,7 @@ from .layers import (
     fused_impl,
     is_additive,
     of_one_dtype,
+    own_parameters,
     plain_parameters,
 )
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
+_THEIR_ACTIVATIONS: dict[str | None, int] = {"relu": 1, "gelu": 2}
+"""The values of `activation_relu_or_gelu`, by which torch's fused layer chooses; 0: it does not run."""
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
 """The methods of torch's layers, or ours, that the operators stand for."""
 _SEVERAL_DTYPES = "its weights have several dtypes"
@@ -251,6 +254,11 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         kinds = {nn.MultiheadAttention: ("self_attn",), nn.Linear: ("linear1", "linear2"), nn.LayerNorm: ("norm1", "norm2")}
         kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
         if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
+            return False
+        made: Any = self.activation
+        if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
+            return False
+        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # another was put in its place
             return False
         return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
 
