@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -18,19 +21,98 @@ class ModuleExplanation(NamedTuple):
     reason: str
 
 
+class _Watch:
+    """What is noted of the calls of one `explain`: the reason of each call of the attention modules, and of the function of attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(_attentions(model, "", set()))
+        self.reasons: dict[str, list[str | None]] = {path: [] for path in self.modules}
+        self.functions: dict[tuple[str, str], list[str | None]] = {}
+        self._watched = {id(module): path for path, module in self.modules.items()}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._inside: list[nn.Module] = []
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and note why torch's own code runs in it, or None."""
+        if id(module) in self._watched:
+            self.reasons[self._watched[id(module)]].append(_why_torch(module, *args, **kwargs))
+        self._inside.append(module)
+        try:
+            return _torchs_call(module, *args, **kwargs)
+        finally:
+            self._inside.pop()
+
+    def note(self, why: str | None) -> None:
+        """Note a call of the function of attention, by the module that is running."""
+        module = self._inside[-1] if self._inside else None
+        if not hasattr(module, "why_torch"):
+            place = self._paths.get(id(module), ""), type(module).__name__
+            self.functions.setdefault(place, []).append(why)
+
+    def rows(self, model: nn.Module) -> list[ModuleExplanation]:
+        found = {(path, type(each).__name__): self.reasons[path] or [_why_not_called(model, path)] for path, each in self.modules.items()}
+        for place, reasons in self.functions.items():
+            found[place] = [*found.get(place, ()), *reasons]
+        return [
+            ModuleExplanation(*at, why is None, why or "the operators run") for at, each in found.items() for why in dict.fromkeys(each)
+        ]
+
+
+_watch: ContextVar[_Watch | None] = ContextVar("cmab_kernels.explain", default=None)
+_lock = threading.Lock()
+_watches = 0
+"""How many calls of `explain` are running, in all threads."""
+_torchs_call = nn.Module.__call__
+
+
 def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExplanation]:
-    """Call the model, and return a row for each attention module inside, or several where its calls differed."""
-    modules = dict(_attentions(model, "", set()))
-    reasons: dict[str, list[str | None]] = {path: [] for path in modules}
-    with ExitStack() as stack:
-        for path, module in modules.items():
-            stack.enter_context(_watched(module, reasons[path]))
-        model(*args, **kwargs)
-    rows = []
-    for path, module in modules.items():
-        found = dict.fromkeys(reasons[path] or [_why_not_called(model, path)])
-        rows += [ModuleExplanation(path, type(module).__name__, why is None, why or "the operators run") for why in found]
-    return rows
+    """Call the model, and return a row for each attention module inside, or several where its calls differed.
+
+    Modules that call the function of attention, `scaled_dot_product_attention` of `cmab_kernels.integrations`, have rows too.
+    """
+    watch = _Watch(model)
+    with _calls_seen():
+        token = _watch.set(watch)
+        try:
+            model(*args, **kwargs)
+        finally:
+            _watch.reset(token)
+    return watch.rows(model)
+
+
+@contextmanager
+def _calls_seen() -> Iterator[None]:
+    """Let calls of modules be seen by the `explain` of the same thread or task.
+
+    Nothing is put on a module, which may be copied, pickled or explained by another thread meanwhile. Hooks would be, and with hooks torch
+    and this package run other code.
+    """
+    global _watches, _torchs_call
+    with _lock:
+        if not _watches:
+            _torchs_call = nn.Module.__call__
+            nn.Module.__call__ = _seen  # type: ignore[method-assign]  # torch has no other way to see all calls that leaves them as they are
+        _watches += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _watches -= 1
+            if not _watches:
+                nn.Module.__call__ = _torchs_call  # type: ignore[method-assign]  # as it was
+
+
+def _seen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    watch = _watch.get()
+    return _torchs_call(module, *args, **kwargs) if watch is None else watch.call(module, args, kwargs)
+
+
+def note(why: str | None) -> None:
+    """Note for an `explain` that is running why torch's own code runs in a call of the function of attention; None: the operator does."""
+    if _watches and not torch.compiler.is_compiling():
+        watch = _watch.get()
+        if watch is not None:
+            watch.note(why)
 
 
 def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -43,26 +125,6 @@ def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[
         return
     for name, child in module.named_children():
         yield from _attentions(child, f"{path}.{name}".lstrip("."), seen)
-
-
-@contextmanager
-def _watched(module: nn.Module, reasons: list[str | None]) -> Iterator[None]:
-    """Note for each call why torch's own code ran, or None. Hooks would do so too, but with hooks torch and this package run other code."""
-    before = module.__dict__.get("forward")
-    call = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        reasons.append(_why_torch(module, *args, **kwargs))
-        return call(*args, **kwargs)
-
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:
