@@ -69,6 +69,19 @@ def is_watched() -> bool:
     return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
+
+
+def is_recorded() -> bool:
+    """Whether a call is recorded as a program of its own, by `torch.export`, `torch.jit.trace` or `make_fx`, with what it holds fixed.
+
+    `torch.compile` records too, but looks at every call whether its constants still hold.
+    """
+    if _is_compiling():
+        return _is_exporting()
+    return _is_tracing() or (_dispatch_modes() > 0 and _mode_of(_PROXY) is not None)
+
+
 def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an autograd Function, where a tensor that is given twice is another the second time, as Dynamo requires."""
     if not _is_compiling():

@@ -18,7 +18,7 @@ from . import fused
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .layers import plain_parameters, projects_inside
-from .stream import AttentionStream, follow_weights
+from .stream import AttentionStream, follow_weights, refuse_to_record
 
 
 class CMABStack(nn.Module):
@@ -104,6 +104,8 @@ class CMABStack(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
+        if state is None:
+            refuse_to_record("update", "update(..., state)")
         blocks, before = self._blocks, self.stream.held if state is None else state
         self._check(new_inputs, latents, key_padding_mask)
         found = fused.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
@@ -119,6 +121,8 @@ class CMABStack(nn.Module):
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
         """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
+        if state is None:
+            refuse_to_record("remove", "remove(..., state)")
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from .layers import called, check_features, is_own
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
-from .stream import follow_weights
+from .stream import follow_weights, refuse_to_record
 
 
 class Continual(MultiheadProjections):
@@ -44,6 +44,8 @@ class Continual(MultiheadProjections):
     sequence_len: int
     output: str
     stream: ContinualStream
+    _recordable: ClassVar[str]
+    """The operator that takes and returns the state of a step, for an error message."""
 
     def forward(
         self,
@@ -165,6 +167,7 @@ class Continual(MultiheadProjections):
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        refuse_to_record("forward_step", self._recordable)
         stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
@@ -330,6 +333,7 @@ class ContinualAttention(Continual, MultiheadAttention):
     """
 
     lacks = no_extra_keys(ONLY_TOKENS)
+    _recordable = "cmab_kernels.continual_attention_step"
 
     @extending(MultiheadAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", **kwargs: Any) -> None:
@@ -393,6 +397,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
     """
 
     schemes = ("continual", "fixed")
+    _recordable = "cmab_kernels.continual_nystrom_step"
 
     @extending(NystromAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:

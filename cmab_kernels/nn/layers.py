@@ -27,6 +27,8 @@ ADDITIVE = "the key padding mask is added to logits, and has other numbers than 
 DROPOUT = "dropout is on"
 """Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
 
+Device = torch.device | str | None
+Dtype = torch.dtype | None
 CHUNK = 16_384
 """Rows that are read at a time where inputs come in chunks."""
 
@@ -221,15 +223,16 @@ class FeedForward(_Residual):
         dim: columns of x (..., L, dim).
         ff_dim: hidden width, that of a and of the gate.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.FeedForward(dim=16, ff_dim=32)
     >>> layer(torch.randn(2, 8, 16)).shape
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(self, dim: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, ff_dim = check_count("dim", dim), check_count("ff_dim", ff_dim)
         self.norm = nn.LayerNorm(dim, **factory)
         self.expand = nn.Linear(dim, 2 * ff_dim, **factory)
@@ -254,8 +257,9 @@ class FeedForward(_Residual):
 class _Attention(_Residual):
     """Base class of both attentions: a norm, projections to query, key and value without bias, and an output projection with bias."""
 
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, self.num_heads = check_heads("dim", dim, num_heads)
         self.norm = nn.LayerNorm(dim, **factory)
         self.query = nn.Linear(dim, dim, bias=False, **factory)
@@ -310,7 +314,7 @@ class SelfAttention(_Attention):
         dim: columns of x.
         num_heads: a divisor of dim.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.SelfAttention(dim=16, num_heads=4)
     >>> layer(torch.randn(2, 8, 16)).shape
@@ -334,7 +338,7 @@ class CrossAttention(_Attention):
         dim: columns of x, and of the context.
         num_heads: a divisor of dim.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.CrossAttention(dim=16, num_heads=4)
     >>> x, context = torch.randn(2, 8, 16), torch.randn(2, 1000, 16)
@@ -343,9 +347,9 @@ class CrossAttention(_Attention):
     True
     """
 
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
-        super().__init__(dim, num_heads, residual, **factory)
-        self.context_norm = nn.LayerNorm(self.norm.normalized_shape, **factory)
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(dim, num_heads, residual, device=device, dtype=dtype)
+        self.context_norm = nn.LayerNorm(self.norm.normalized_shape, device=device, dtype=dtype)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
@@ -406,15 +410,18 @@ class LatentLayer(nn.Module):
         num_heads: a divisor of dim.
         ff_dim: hidden width of the feed-forward layers.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.LatentLayer(dim=16, num_heads=4, ff_dim=32)
     >>> layer(torch.randn(2, 8, 16), torch.randn(2, 1000, 16)).shape
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.cross_attention = CrossAttention(dim, num_heads, residual, **factory)
         self.cross_feed_forward = FeedForward(dim, ff_dim, residual, **factory)
         self.self_attention = SelfAttention(dim, num_heads, residual, **factory)

@@ -17,7 +17,7 @@ from ..intention.state import check_ridge
 from .layers import bool_mask
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
-from .stream import RidgeStream, follow_weights
+from .stream import RidgeStream, follow_weights, refuse_to_record
 
 
 class LearnedRidge(MatrixFreeAttention):
@@ -142,6 +142,8 @@ class MultiheadIntention(LearnedRidge):
 
         `key` is (B, N, kdim) and `value` (B, N, vdim), or as `batch_first` says. With `state` None the module's own stream is advanced.
         """
+        if state is None:
+            refuse_to_record("update", "update(..., state=state)")
         updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = updated
@@ -154,6 +156,8 @@ class MultiheadIntention(LearnedRidge):
 
         With `state` None the module's own stream is changed; `RuntimeError` if it has seen no key.
         """
+        if state is None:
+            refuse_to_record("remove", "remove(..., state=state)")
         left = remove_ridge(self.stream.started(state), **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = left

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +32,43 @@ def extending(parent: type) -> Callable[[Init], Init]:
         theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
         parameters = dict(theirs.parameters)
         parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
-        init.__signature__ = theirs.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-        return init
+        return naming_options(init, theirs.replace(parameters=list(parameters.values())))
 
     return shown
+
+
+def naming_options(init: Init, signature: inspect.Signature | None = None) -> Init:
+    """Return the constructor with `signature`, or its own, and errors that name the class and the unknown or missing option."""
+    shown = inspect.signature(init) if signature is None else signature
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        check_options(type(self).__name__, shown, options, self, *args)
+        init(self, *args, **options)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]  # functions have this attribute if they are given it
+    return cast("Init", checked)
+
+
+def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
+    """Raise `TypeError` for an option that a constructor of `name` does not have, or lacks, and for arguments that do not fit."""
+    for option in options:
+        if option not in signature.parameters:
+            close = difflib.get_close_matches(option, signature.parameters, 1)
+            meant = f"did you mean {close[0]}? " if close else "an argument of forward? " if option in _OF_FORWARD else ""
+            known = ", ".join(each for each in signature.parameters if each != "self")
+            raise TypeError(wrong(option, f"is no option of {name}", f"{meant}it has {known}"))
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        text = str(error)
+        missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
+        if missing:
+            raise TypeError(wrong(missing[1], f"is missing in {name}", "it has no default")) from None
+        raise TypeError(f"{name}: {text}") from None
+
+
+_OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
 
 
 def no_extra_keys(why: str) -> dict[str, str]:
@@ -46,6 +82,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     lacks: ClassVar[Mapping[str, str]] = {}
     """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
 
+    @naming_options
     def __init__(
         self,
         embed_dim: int,
