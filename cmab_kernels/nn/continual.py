@@ -61,6 +61,7 @@ class Continual(MultiheadProjections):
         """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
         key = query if key is None else key
         value = query if value is None else value
+        self._check(None, query=query)  # before it is sliced
         query = self._asking(query)
         return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 

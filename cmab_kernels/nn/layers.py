@@ -46,24 +46,40 @@ def join_heads(features: Tensor) -> Tensor:
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
     """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
     if not isinstance(features, Tensor):
-        raise TypeError(wrong(name, f"is {kind_of(features)}", "a torch.Tensor is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(features)}", _needed(features)))
     if features.is_nested:
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.layout is not torch.strided:
         raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
     if features.dim() not in dims or features.shape[-1] != width:
-        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
+        allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
+        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
     if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 
+def _needed(given: Any) -> str:
+    """Return what is needed in place of what is no tensor, and how to make it."""
+    array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
+    return "a torch.Tensor is needed" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
+
+
+def _likely_layout(shape: tuple[int, ...], width: int) -> str:
+    """Return the likely cause of a wrong shape, where it shows."""
+    if len(shape) > 1 and shape[-2] == width:
+        return "; it seems to be transposed"
+    if len(shape) > 2 and shape[-2] * shape[-1] == width:
+        return "; heads are split inside, flatten(-2) joins these"
+    return ""
+
+
 def check_floating(**features: Any) -> None:
     """Raise unless these are tensors of floating numbers, which is all that torch's own code needs to tell what is wrong."""
     for name, each in features.items():
         if not isinstance(each, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
+            raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
         if not each.is_floating_point():
             raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
 
@@ -239,6 +255,7 @@ class FeedForward(_Residual):
         self.contract = nn.Linear(ff_dim, dim, **factory)
 
     def forward(self, latents: Tensor) -> Tensor:
+        check_floating(latents=latents)
         parts: dict[str, Any] = self._modules
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
@@ -322,6 +339,7 @@ class SelfAttention(_Attention):
     """
 
     def forward(self, latents: Tensor) -> Tensor:
+        check_floating(latents=latents)
         fused = self._fused(latents, None, None)
         if fused is not None:
             return fused
@@ -353,6 +371,7 @@ class CrossAttention(_Attention):
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
+        check_floating(latents=latents, context=context)
         fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
         return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
 
@@ -363,6 +382,7 @@ class CrossAttention(_Attention):
 
         Keys and values are computed inside the operator, so that nothing of size N is allocated.
         """
+        check_floating(latents=latents, context=context)
         query, projections = self.heads(self.query, self.norm(latents)), self.projections()
         if projections is None or not projects_inside(query, context, *projections[:2]):
             return self._read_in_parts(query, context, state, key_padding_mask)

@@ -17,8 +17,8 @@ _UNMASKED = "need_weights=False, no mask"
 _CONDITIONS = {"MultiheadAttention": _UNMASKED, "ContinualAttention": _UNMASKED, "TransformerEncoderLayer": "no mask"}
 _CONDITIONS["TransformerDecoderLayer"] = "no mask"
 _CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too),
-a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before the first call nobody knows: cmab_kernels.explain(model, *inputs) makes one, and says it of
-each module."""
+a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before the first call nobody knows:
+cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
 
 
 class Replacement(NamedTuple):
