@@ -86,3 +86,18 @@ def test_the_function_in_place_of_torchs_has_rows(monkeypatch: pytest.MonkeyPatc
     rows = cmab_kernels.explain(model, torch.randn(1, 2, 40, 8), torch.randn(1, 2, 900, 8))
     assert [(row.module, row.kind, row.fused) for row in rows] == [("block", "Own", True), ("block", "Own", False)]
     assert rows[1].reason == "attention is causal"
+
+
+def test_a_kernel_without_gradients_has_a_row_in_a_profile() -> None:
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 40, 8)
+    block = cmab_kernels.nn.CMABStack(16, 4, 2, 2)
+    calls = {
+        "cmab::attention": lambda: cmab_kernels.latent_attention(query, key, key),
+        "cmab::ridge_update": lambda: cmab_kernels.ridge_state(key, key),
+        "cmab::block_stack": lambda: block.update(torch.randn(1, 9, 16), torch.randn(3, 16)),
+        "cmab::block_stack_read": lambda: block.read(torch.randn(1, 9, 16)),
+    }
+    for name, call in calls.items():
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        assert name in {row.key for row in profile.key_averages()}
