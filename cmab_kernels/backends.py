@@ -285,8 +285,9 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments. It takes no `options` (`TypeError`).
 
     Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
-    autograd; compiled modules run uncompiled. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, and each layer of
-    `cmab_kernels.nn` that may hand work to torch: whether the call ran this package's operators, and why not.
+    autograd; compiled modules run uncompiled. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, each layer of
+    `cmab_kernels.nn` that may hand work to torch, and each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or
+    has `attn_implementation="cmab"`: whether the call ran this package's operators, and why not.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

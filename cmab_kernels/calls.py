@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from threading import Lock
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -19,25 +21,104 @@ class ModuleExplanation(NamedTuple):
     reason: str
 
 
+class _Watch:
+    """What is noted of the calls of one `explain`: the reason of each call of the attention modules, and of the function of attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(_attentions(model, "", set()))
+        self.reasons: dict[str, list[str | None]] = {path: [] for path in self.modules}
+        self.functions: dict[tuple[str, str], list[str | None]] = {}
+        self._watched = {id(module): path for path, module in self.modules.items()}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._inside: list[nn.Module] = []
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and note why torch's own code runs in it, or None."""
+        if id(module) in self._watched:
+            self.reasons[self._watched[id(module)]].append(_why_torch(module, *args, **kwargs))
+        self._inside.append(module)
+        try:
+            return _uncompiled(module)(*args, **kwargs)
+        finally:
+            self._inside.pop()
+
+    def note(self, why: str | None) -> None:
+        """Note a call of the function of attention, by the module that is running."""
+        module = self._inside[-1] if self._inside else None
+        if not hasattr(module, "why_torch"):
+            place = self._paths.get(id(module), ""), type(module).__name__
+            self.functions.setdefault(place, []).append(why)
+
+    def rows(self, model: nn.Module) -> list[ModuleExplanation]:
+        found = {(path, type(each).__name__): self.reasons[path] or [_why_not_called(model, path)] for path, each in self.modules.items()}
+        for place, reasons in self.functions.items():
+            found[place] = [*found.get(place, ()), *reasons]
+        return [
+            ModuleExplanation(*at, why is None, why or "the operators run") for at, each in found.items() for why in dict.fromkeys(each)
+        ]
+
+
+def _uncompiled(module: Any) -> Any:
+    """What a call of the module runs without the compiler, which would trace past what watches its parts."""
+    return getattr(module, "_orig_mod", module._call_impl)
+
+
+_watch: ContextVar[_Watch | None] = ContextVar("cmab_kernels.explain", default=None)
+_lock = threading.Lock()
+_watches = 0
+"""How many calls of `explain` are running, in all threads."""
+_torchs_call = nn.Module.__call__
+
+
 def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExplanation]:
     """Call the model, and return a row for each attention module inside, or several where its calls differed.
 
-    Compiled modules inside run uncompiled: the compiler would trace past what watches their parts.
+    Modules that call the function of attention, `scaled_dot_product_attention` of `cmab_kernels.integrations`, have rows too. Compiled
+    modules run uncompiled.
     """
-    modules = dict(_attentions(model, "", set()))
-    reasons: dict[str, list[str | None]] = {path: [] for path in modules}
-    with ExitStack() as stack:
-        for path, module in modules.items():
-            stack.enter_context(_watched(module, reasons[path]))
-        for module in model.modules():
-            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-                stack.enter_context(_watched(module, []))
-        model(*args, **kwargs)
-    rows = []
-    for path, module in modules.items():
-        found = dict.fromkeys(reasons[path] or [_why_not_called(model, path)])
-        rows += [ModuleExplanation(path, type(module).__name__, why is None, why or "the operators run") for why in found]
-    return rows
+    watch = _Watch(model)
+    with _calls_seen():
+        token = _watch.set(watch)
+        try:
+            model(*args, **kwargs)
+        finally:
+            _watch.reset(token)
+    return watch.rows(model)
+
+
+@contextmanager
+def _calls_seen() -> Iterator[None]:
+    """Let calls of modules be seen by the `explain` of the same thread or task.
+
+    Nothing is put on a module, which may be copied, pickled or explained by another thread meanwhile. Hooks would be, and with hooks torch
+    and this package run other code.
+    """
+    global _watches, _torchs_call
+    with _lock:
+        if not _watches:
+            _torchs_call = nn.Module.__call__
+            nn.Module.__call__ = _seen  # type: ignore[method-assign]  # torch has no other way to see all calls that leaves them as they are
+        _watches += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _watches -= 1
+            if not _watches:
+                nn.Module.__call__ = _torchs_call  # type: ignore[method-assign]  # as it was
+
+
+def _seen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    watch = _watch.get()
+    return _torchs_call(module, *args, **kwargs) if watch is None else watch.call(module, args, kwargs)
+
+
+def note(why: str | None) -> None:
+    """Note for an `explain` that is running why torch's own code runs in a call of the function of attention; None: the operator does."""
+    if _watches and not torch.compiler.is_compiling():
+        watch = _watch.get()
+        if watch is not None:
+            watch.note(why)
 
 
 def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -50,46 +131,6 @@ def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[
         return
     for name, child in module.named_children():
         yield from _attentions(child, f"{path}.{name}".lstrip("."), seen)
-
-
-class _Watch:
-    """What `Module.__call__` runs for a module that calls of `explain` watch, in place of its `_call_impl`.
-
-    There torch puts what `Module.compile` has made, and leaves it out of copies and pickles. A hook would make torch and this package run
-    other code, and so would a `forward` of the module's own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.before = module, module._compiled_call_impl
-        self.records: list[list[str | None]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        why = _why_torch(self.module, *args, **kwargs)
-        for record in self.records:
-            record.append(why)
-        return getattr(self.module, "_orig_mod", self.module._call_impl)(*args, **kwargs)
-
-
-_watching = Lock()
-
-
-@contextmanager
-def _watched(module: nn.Module, record: list[str | None]) -> Iterator[None]:
-    """Note for each call why torch's own code ran, or None. Of threads that watch one module, the last leaves it as it was."""
-    with _watching:
-        watch = module._compiled_call_impl
-        if not isinstance(watch, _Watch):
-            watch = module._compiled_call_impl = _Watch(module)
-        watch.records = [*watch.records, record]
-    try:
-        yield
-    finally:
-        with _watching:
-            watch.records = [each for each in watch.records if each is not record]
-            if not watch.records and watch.before is None:
-                del module._compiled_call_impl
-            elif not watch.records:
-                module._compiled_call_impl = watch.before
 
 
 def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:

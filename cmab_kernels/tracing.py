@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # Bound once here: looking a function up in torch takes as long as calling it, which a streaming step of a few us would notice.
@@ -67,6 +69,32 @@ def is_transformed(tensor: Tensor) -> bool:
 def is_watched() -> bool:
     """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
     return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
+
+
+def is_recorded() -> bool:
+    """Whether a call is recorded as a program of its own, by `torch.export`, `torch.jit.trace` or `make_fx`, with what it holds fixed.
+
+    `torch.compile` records too, but looks at every call whether its constants still hold.
+    """
+    if _is_compiling():
+        return _is_exporting()
+    return _is_tracing() or (_dispatch_modes() > 0 and _mode_of(_PROXY) is not None)
+
+
+def is_profiled() -> bool:
+    """Whether torch's profiler is on: it sees no call that bypasses the dispatcher. To ask takes one look at a name."""
+    return _profiler._is_profiler_enabled
+
+
+def as_row(name: str) -> AbstractContextManager[Any]:
+    """A context that is a row of a profile, for a call that no dispatcher sees; where no profiler is on, nothing."""
+    return _profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_ROW
+
+
+_NO_ROW = nullcontext()
 
 
 def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:

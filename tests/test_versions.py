@@ -42,6 +42,7 @@ UNPROMISED = {
     "torch._C._len_torch_dispatch_stack",
     "torch._assert_async",
     "torch._dynamo.reset",
+    "torch.autograd.profiler._is_profiler_enabled",
     "torch.cuda._DeviceGuard",
     "torch.nn.TransformerEncoderLayer._ff_block",
     "torch.nn.modules.module._global_backward_hooks",

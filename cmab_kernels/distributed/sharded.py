@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,11 +21,30 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class _Group(NamedTuple):
+    """A process group, or None. Copies have the same one, as no process has two; it is not to be pickled."""
+
+    group: ProcessGroup | None
+
+    def __copy__(self) -> _Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is None:
+            return _Group, (None,)
+        allowed = "save the state_dict(), and load it into a module that each process makes with its own group"
+        raise TypeError(wrong("group", "is a process group, which belongs to its process and cannot be pickled", allowed))
+
+
 class ContextSharded(nn.Module, Generic[State]):
     """Base class: a module whose context is spread over the ranks of a group.
 
     The wrapped module is the attribute `module`, with its parameters and its own stream, which is advanced on all ranks alike. An error
-    that one rank raises for its arguments or its stream makes all ranks raise, and no stream advances.
+    that one rank raises for its arguments or its stream makes all ranks raise, and no stream advances. A copy has weights of its own and
+    the same group. A module with a group cannot be pickled (`TypeError`): save its `state_dict`.
     """
 
     wraps: ClassVar[tuple[type[nn.Module], ...]]
@@ -38,7 +57,12 @@ class ContextSharded(nn.Module, Generic[State]):
         if not isinstance(module, self.wraps):
             given, allowed = type(module), " or ".join(f"a cmab_kernels.nn.{each.__name__}" for each in self.wraps)
             raise TypeError(wrong("module", f"is a {given.__module__}.{given.__name__}", f"{allowed} is needed"))
-        self.module, self.group = module, group
+        self.module, self._group = module, _Group(group)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group; None is the default one."""
+        return self._group.group
 
     def _read(self, read: Callable[[], State], before: State | None = None) -> State:
         """Return the state `before`, the same on all ranks, with what the ranks read added."""

@@ -1,4 +1,4 @@
-"""Our continual modules in `continual.Sequential` of the package continual-inference, and stepped in its `continual.Residual`."""
+"""Our continual modules in the containers of the package continual-inference; in its `continual.Residual` they are stepped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
 
     _state_shape = 0
     _dynamic_state_inds: list[bool] = []  # noqa: RUF012  # the class that it comes from declares it so
-    receptive_field = 1
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -32,8 +31,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         if not last.batch_first or getattr(last, "output", "single") != "single":
             raise ValueError("a module for containers of continual-inference needs batch_first=True and output='single'")
         self.module = module
-        if not isinstance(module, CircularPositionalEncoding):
-            self.receptive_field = module.sequence_len
+        self.receptive_field = _receptive_field(module)
 
     delay = 0  # an output is that of the newest token
 
@@ -90,3 +88,11 @@ def register() -> None:
     """
     for kind in (CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention):
         continual.convert.register(kind, Adapted)
+        # Residual, Parallel and BroadcastReduce ask a module for these before they convert it.
+        for name, given in {"delay": 0, "padding": 0, "stride": 1, "receptive_field": property(_receptive_field)}.items():
+            setattr(kind, name, given)
+
+
+def _receptive_field(module: Any) -> int:
+    """The number of tokens that an output of one of our modules has seen."""
+    return 1 if isinstance(module, CircularPositionalEncoding) else int(module.sequence_len)

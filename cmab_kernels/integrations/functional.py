@@ -7,11 +7,15 @@ from torch import Tensor
 
 from ..attention import latent_attention
 from ..backends import has_kernel, is_free
+from ..calls import note
 from ..dtypes import FLOATING
 from ..tracing import has_values, is_differentiated
 
 FEW, FEW_KEYS, WIDE = 16, 1024, 64
 """Fewer queries than this share too little work, over fewer keys than that or in heads as wide as this: torch's function is faster then."""
+
+DROPOUT, CAUSAL, FASTER = "dropout is on", "attention is causal", "torch's function is faster for so few queries"
+"""Reasons why torch's own function runs."""
 
 _torchs = torch.nn.functional.scaled_dot_product_attention  # as it is now: a program may put ours in its place
 
@@ -44,30 +48,35 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(latents, points, points, attn_mask=seen[:, None, None], enable_gqa=True).shape
     torch.Size([2, 8, 16, 4])
     """
-    out = None if dropout_p or is_causal else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
-    if out is None:
+    out = DROPOUT if dropout_p else CAUSAL if is_causal else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
+    note(out if isinstance(out, str) else None)
+    if isinstance(out, str):
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out
 
 
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
-) -> Tensor | None:
-    """Return the attention of all queries over all keys that the mask shows, by the operator; None where it has none for that."""
+) -> Tensor | str:
+    """Return the attention of all queries over all keys that the mask shows, by the operator; where it has none for that, the reason."""
     if query.dim() == 3 and (attn_mask is None or attn_mask.dim() <= 3):
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         out = fused_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, scale, False)
-        return None if out is None else out.squeeze(1)
-    if not _fit(query, key, value, enable_gqa) or not has_kernel("attention", query, key, value):
-        return None
+        return out if isinstance(out, str) else out.squeeze(1)
+    if not _fit(query, key, value, enable_gqa):
+        return "the operator does not take tensors of such shapes or dtypes"
+    if not has_kernel("attention", query, key, value):
+        return "no kernel runs here for such heads"
     if attn_mask is None and _share_too_little(query, key, value):
-        return None
+        return FASTER
     ignore = None
     if attn_mask is not None:
         row = _common_row(attn_mask, query, key)
-        ignore = None if row is None else _ignored(row)
+        if row is None:
+            return "the mask depends on the query or the head, or its shape and strides do not show that it does not"
+        ignore = _ignored(row)
         if ignore is None:
-            return None
+            return "the mask is to be added to logits, or its numbers are not read here"
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     # All query heads that share a key head become more queries of that one head.

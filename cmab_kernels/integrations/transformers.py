@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calls import note
 from ..checks import wrong
-from .functional import fused_attention
+from .functional import CAUSAL, DROPOUT, FASTER, fused_attention
 
 NAME = "cmab"
 """The name under which `register_transformers` makes the operator known."""
@@ -32,7 +34,8 @@ def register_transformers() -> None:
     depend on the query, masks to be added to logits, a position bias, dropout in training, and without gradients the few queries of which
     `scaled_dot_product_attention` says that torch is faster, as a token that is decoded. A query whose keys are all padding gets 0.
     `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it. A model with attention
-    sinks, such as GPT-OSS, which "sdpa" does not support, is a `ValueError` at its first call.
+    sinks, such as GPT-OSS, which "sdpa" does not support, is a `ValueError` at its first call. The first call of a kind of module that is
+    left to "sdpa", except where torch is faster, is a `RuntimeWarning` with the reason; `cmab_kernels.explain` gives that of each call.
 
     >>> from cmab_kernels.integrations import register_transformers
     >>> register_transformers()
@@ -73,13 +76,28 @@ def attention(
             raise ValueError(wrong(name, "is given", f"neither {NAME!r} nor 'sdpa' has attention sinks; use attn_implementation='eager'"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     sees_all = attention_mask is not None or query.shape[2] == 1 or not causal
-    asked = any(kwargs.get(name, False) is not False and kwargs[name] is not None for name in _NEVER_FUSED)
-    out = fused_attention(query, key, value, attention_mask, scaling, True) if sees_all and not dropout and not asked else None
-    if out is None:
+    asked = [name for name in _NEVER_FUSED if kwargs.get(name, False) is not False and kwargs[name] is not None]
+    why = f"the operator has no {asked[0]}" if asked else DROPOUT if dropout else None if sees_all else CAUSAL
+    out = fused_attention(query, key, value, attention_mask, scaling, True) if why is None else why
+    note(out if isinstance(out, str) else None)
+    if isinstance(out, str):
+        _warn_once(type(module).__name__, out)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     return out.transpose(1, 2).contiguous(), None
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_once(kind: str, why: str) -> None:
+    """Warn the first time that a kind of module leaves its attention to "sdpa" for a reason, unless that is the faster way."""
+    if why == FASTER or torch.compiler.is_compiling() or (kind, why) in _warned:
+        return
+    _warned.add((kind, why))
+    text = f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) says it of each call"
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:

@@ -17,7 +17,7 @@ from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
 from ..dtypes import state_dtype
-from ..tracing import is_batched_gradient, is_differentiated
+from ..tracing import as_row, is_batched_gradient, is_differentiated
 from .reference import in_dtype, layer_norm
 from .schema import attention, feed_forward
 
@@ -141,7 +141,8 @@ def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], s
         result: Tensor = _BlockStack.apply(settings, all_blocks, x, None, None, attended, *parameters)
         return result
     forward = kernel("layers", "native", "block_stack")
-    y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
+    with as_row("cmab::block_stack"):
+        y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
     return y
 
 
@@ -168,7 +169,8 @@ def updated_blocks(
     `state` is that of the inputs before, (out, lse); out is (K B, H, M, C / H), lse (K B, H, M).
     """
     forward = kernel("layers", "native", "block_stack")
-    y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
+    with as_row("cmab::block_stack"):
+        y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
     return y, out, lse
 
 
@@ -184,5 +186,6 @@ def read_blocks(
     The parameters are those of each block that this takes, its first eight: latents, norm, context norm, query, key and value.
     """
     read = kernel("layers", "native", "block_stack_read")
-    result: tuple[Tensor, Tensor] = read(inputs, mask, state, tuple(parameters), settings)
+    with as_row("cmab::block_stack_read"):
+        result: tuple[Tensor, Tensor] = read(inputs, mask, state, tuple(parameters), settings)
     return result

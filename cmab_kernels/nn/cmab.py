@@ -13,7 +13,7 @@ from ..attention.state import subtract_state
 from ..checks import check_count, check_heads, check_mask, wrong
 from . import fused, official
 from .layers import CrossAttention, LatentLayer, check_features, plain_parameters
-from .stream import AttentionStream, follow_weights
+from .stream import AttentionStream, follow_weights, refuse_to_record
 
 if TYPE_CHECKING:
     from typing import Self
@@ -146,6 +146,8 @@ class CMAB(nn.Module):
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
         self._check(new_inputs, latents, key_padding_mask)
+        if state is None:
+            refuse_to_record("update", "update(..., state)")
         before = self.stream.held if state is None else state
         found = fused.update([self], new_inputs, latents, before, key_padding_mask)
         if found is None:
@@ -164,6 +166,8 @@ class CMAB(nn.Module):
         The inputs must be part of the state. A removal loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`.
         `RuntimeError` if the module's own stream has seen no input.
         """
+        if state is None:
+            refuse_to_record("remove", "remove(..., state)")
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState, Removal
 from ..attention.projected import projected_attention_state
-from ..attention.projected.api import attention_state_of_chunks
+from ..attention.projected.api import NO_CHUNK, attention_state_of_chunks
 from ..attention.state import subtract_state
 from ..checks import check_count, kind_of, wrong
 from . import fused
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .layers import plain_parameters, projects_inside
-from .stream import AttentionStream, follow_weights
+from .stream import AttentionStream, follow_weights, refuse_to_record
 
 
 class CMABStack(nn.Module):
@@ -104,6 +104,8 @@ class CMABStack(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
+        if state is None:
+            refuse_to_record("update", "update(..., state)")
         blocks, before = self._blocks, self.stream.held if state is None else state
         self._check(new_inputs, latents, key_padding_mask)
         found = fused.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
@@ -119,6 +121,8 @@ class CMABStack(nn.Module):
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
         """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
+        if state is None:
+            refuse_to_record("remove", "remove(..., state)")
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
@@ -166,8 +170,8 @@ class CMABStack(nn.Module):
         a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be
         read once only, is a `ValueError`. The module's own stream is neither read nor written; `stack.stream.state = stack.encode(...)`
         under `torch.no_grad()` starts it. Transforms of `torch.func` and forward mode differentiate each chunk's `read` instead, in the
-        inputs too, and keep the chunks. A chunk that does not fit is a `ValueError` or `TypeError` that names it;
-        projections with hooks, or that are no `torch.nn.Linear`, are a `RuntimeError`.
+        inputs too, and keep the chunks. So does autograd where the norms or projections are called one by one, because they have hooks,
+        are of a kind of their own, or hold quantised weights. A chunk that does not fit is a `ValueError` or `TypeError` that names it.
 
         >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=2)
         >>> data = torch.randn(10_000, 16).numpy()
@@ -183,15 +187,6 @@ class CMABStack(nn.Module):
         if state is not None:
             self.stream._check(state)
         stacked = self._stacked()
-        if stacked is None:
-            raise RuntimeError(
-                wrong(
-                    "blocks",
-                    "hold a module of another kind, or with hooks, among their projections, or norms that differ in eps",
-                    "use update() instead",
-                )
-            )
-        query, weights, norm = stacked
         modes = callers_modes(weight.device)  # here: within autograd's forward and backward there are others
 
         def read() -> Iterator[Tensor]:
@@ -199,7 +194,19 @@ class CMABStack(nn.Module):
 
         told = progress if callable(progress) else lambda *_: None
         with progress_bar(chunks) if progress is True else nullcontext(told) as after:
+            if stacked is None:
+                return self._read_each(read(), state, after)
+            query, weights, norm = stacked
             return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
+
+    def _read_each(self, chunks: Iterator[Tensor], state: AttentionState | None, after: Callable[..., Any]) -> AttentionState:
+        """Return what `encode` does, with the parts of the blocks called one by one."""
+        for count, chunk in enumerate(chunks, 1):
+            state = self._read(chunk, state, None)
+            after(count, state)
+        if state is None:
+            raise ValueError(NO_CHUNK)
+        return state
 
     @property
     def _blocks(self) -> list[CMAB]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,11 @@ from ..nystrom.continual.api import OUTPUTS
 from ..tracing import has_values
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .continual_training import attention_over_stream, nystrom_over_stream
-from .layers import check_features
+from .layers import called, check_features, is_own
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
-from .stream import follow_weights
+from .stream import follow_weights, refuse_to_record
 
 
 class Continual(MultiheadProjections):
@@ -44,6 +44,8 @@ class Continual(MultiheadProjections):
     sequence_len: int
     output: str
     stream: ContinualStream
+    _recordable: ClassVar[str]
+    """The operator that takes and returns the state of a step, for an error message."""
 
     def forward(
         self,
@@ -59,6 +61,7 @@ class Continual(MultiheadProjections):
         """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
         key = query if key is None else key
         value = query if value is None else value
+        self._check(None, query=query)  # before it is sliced
         query = self._asking(query)
         return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
@@ -146,14 +149,14 @@ class Continual(MultiheadProjections):
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         super().adopt(module)
-        self._start(module.out_proj.weight)
+        self._start(self._like)
 
     def _stream_over(self, sequence_len: int, output: str) -> None:
         """Check and keep the arguments that all constructors have in common, and make the stream."""
         self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
         if output not in OUTPUTS:
             raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
-        self._start(self.out_proj.weight)
+        self._start(self._like)
 
     def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
         """Return what `forward_step` returns, for a token that is checked."""
@@ -165,6 +168,7 @@ class Continual(MultiheadProjections):
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        refuse_to_record("forward_step", self._recordable)
         stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
@@ -210,7 +214,7 @@ class Continual(MultiheadProjections):
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values of a window, from one matrix product where they are of the same tokens."""
         weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
-        if key is not value or key_padding_mask is not None or weight is None:
+        if key is not value or key_padding_mask is not None or weight is None or not is_own(weight):
             return super()._project_pair(key, value, key_padding_mask)
         packed = self._batch_first(F.linear(key, weight[first:], None if bias is None else bias[first:]))
         keys, values = packed.view(*packed.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -218,7 +222,7 @@ class Continual(MultiheadProjections):
 
     def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return heads in the module's dtype, which autocast may have changed."""
-        dtype: Any = self._modules["out_proj"].weight.dtype  # type: ignore[union-attr, unused-ignore]  # torch types parts loosely
+        dtype = self._like.dtype
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
     def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
@@ -235,9 +239,9 @@ class Continual(MultiheadProjections):
         """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
-        weight = self._modules["out_proj"].weight  # type: ignore[union-attr, unused-ignore]  # torch types parts loosely
+        weight = self._like
         for name, features in token.items():
-            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)  # type: ignore[arg-type, unused-ignore]  # the same
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)
             dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
@@ -289,7 +293,7 @@ class Continual(MultiheadProjections):
         `batch_first`."""
         project: Any = self._modules["out_proj"]
         rows = attended if attended.dim() == 2 else attended.movedim(1, -2).flatten(-2)
-        out = F.linear(rows, project.weight, project.bias)
+        out = called(project, rows)
         if not batched:
             return out.squeeze(0)
         return out if self.batch_first or out.dim() == 2 else out.movedim(0, -2)
@@ -330,6 +334,7 @@ class ContinualAttention(Continual, MultiheadAttention):
     """
 
     lacks = no_extra_keys(ONLY_TOKENS)
+    _recordable = "cmab_kernels.continual_attention_step"
 
     @extending(MultiheadAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", **kwargs: Any) -> None:
@@ -393,6 +398,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
     """
 
     schemes = ("continual", "fixed")
+    _recordable = "cmab_kernels.continual_nystrom_step"
 
     @extending(NystromAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import check_count, kind_of, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
-from .layers import plain_parameters
+from .layers import called
 from .projections import extending
 from .stream import Stream, extent, follow_weights
 
 LayerState = WindowState | tuple[RecentTokens, WindowState]
-
-
-def _called(part: Any, x: Tensor) -> Tensor:
-    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
-    kind: Any = type(part)
-    if kind is nn.Linear and (own := plain_parameters(part, kind)) is not None:
-        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
-    if kind is nn.LayerNorm and (own := plain_parameters(part, kind)) is not None:
-        return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
-    if kind is nn.Dropout and not part.training and plain_parameters(part, kind) is not None:
-        return x
-    result: Tensor = part(x)
-    return result
 
 
 class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -99,7 +85,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         attention, query = parts["self_attn"], src
         attention._check_token(src=src)
         if self.norm_first:
-            query = _called(parts["norm1"], src)
+            query = called(parts["norm1"], src)
             attention._check_token(query=query)
         attended = attention._stepped(query, None, None, update_state)
         return None if attended is None else self._fed(src, attended)
@@ -135,7 +121,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return attended
 
     def _asking(self, src: Tensor) -> Tensor:
-        return _called(self.norm1, src) if self.norm_first else src
+        return called(self.norm1, src) if self.norm_first else src
 
     def _added(self, src: Tensor, attended: Tensor) -> Tensor:
         """Return what the rest of the layer makes of attended tokens, which are the newest of `src`."""
@@ -146,19 +132,19 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     def _fed(self, tokens: Tensor, attended: Tensor) -> Tensor:
         """Return what the rest of the layer makes of tokens and of their attention's outputs."""
         parts = self._modules
-        tokens = tokens + _called(parts["dropout1"], attended)
+        tokens = tokens + called(parts["dropout1"], attended)
         if self.norm_first:
-            return tokens + self._fed_forward(_called(parts["norm2"], tokens))
-        tokens = _called(parts["norm1"], tokens)
-        return _called(parts["norm2"], tokens + self._fed_forward(tokens))
+            return tokens + self._fed_forward(called(parts["norm2"], tokens))
+        tokens = called(parts["norm1"], tokens)
+        return called(parts["norm2"], tokens + self._fed_forward(tokens))
 
     def _fed_forward(self, tokens: Tensor) -> Tensor:
         """Return what torch's method does, which a subclass may have replaced."""
         if type(self)._ff_block is not torch.nn.TransformerEncoderLayer._ff_block or "_ff_block" in self.__dict__:
             return self._ff_block(tokens)
         parts = self._modules
-        hidden = _called(parts["dropout"], self.activation(_called(parts["linear1"], tokens)))
-        return _called(parts["dropout2"], _called(parts["linear2"], hidden))
+        hidden = called(parts["dropout"], self.activation(called(parts["linear1"], tokens)))
+        return called(parts["dropout2"], called(parts["linear2"], hidden))
 
     def _refuse_to_drop(self) -> None:
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
 
 from ..attention import AttentionState, attention_state, latent_attention
@@ -26,6 +27,8 @@ ADDITIVE = "the key padding mask is added to logits, and has other numbers than 
 DROPOUT = "dropout is on"
 """Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
 
+Device = torch.device | str | None
+Dtype = torch.dtype | None
 CHUNK = 16_384
 """Rows that are read at a time where inputs come in chunks."""
 
@@ -43,24 +46,40 @@ def join_heads(features: Tensor) -> Tensor:
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
     """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
     if not isinstance(features, Tensor):
-        raise TypeError(wrong(name, f"is {kind_of(features)}", "a torch.Tensor is needed"))
+        raise TypeError(wrong(name, f"is {kind_of(features)}", _needed(features)))
     if features.is_nested:
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.layout is not torch.strided:
         raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
     if features.dim() not in dims or features.shape[-1] != width:
-        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", f"{allowed} is needed, with {width} columns"))
+        allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
+        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
     if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
 
+def _needed(given: Any) -> str:
+    """Return what is needed in place of what is no tensor, and how to make it."""
+    array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
+    return "a torch.Tensor is needed" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
+
+
+def _likely_layout(shape: tuple[int, ...], width: int) -> str:
+    """Return the likely cause of a wrong shape, where it shows."""
+    if len(shape) > 1 and shape[-2] == width:
+        return "; it seems to be transposed"
+    if len(shape) > 2 and shape[-2] * shape[-1] == width:
+        return "; heads are split inside, flatten(-2) joins these"
+    return ""
+
+
 def check_floating(**features: Any) -> None:
     """Raise unless these are tensors of floating numbers, which is all that torch's own code needs to tell what is wrong."""
     for name, each in features.items():
         if not isinstance(each, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
+            raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
         if not each.is_floating_point():
             raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
 
@@ -128,7 +147,7 @@ def fused_impl(features: Tensor) -> str | None:
     return None if impl == "reference" and not needs_definition() else impl
 
 
-def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
     A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
@@ -144,6 +163,40 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
+
+
+def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+    """Return what `own_parameters` does, for an operator to read; None also if one is a subclass of Tensor, as a quantised weight is.
+
+    A subclass says what `torch.nn.functional.linear` makes of it, and need not know the operators, nor torch's stacks and slices.
+    """
+    parameters = own_parameters(module, kind)
+    if parameters is not None:
+        for each in parameters.values():
+            if not is_own(each):
+                return None
+    return parameters
+
+
+def is_own(weight: Tensor | None) -> bool:
+    """Return whether a weight is none of a subclass with operations of its own, or is absent; compilers' fake tensors have none."""
+    return weight is None or type(weight) in _PLAIN_TYPES or hasattr(weight, "fake_mode")
+
+
+_PLAIN_TYPES = (nn.Parameter, Tensor)
+
+
+def called(part: Any, x: Tensor) -> Tensor:
+    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
+    kind: Any = type(part)
+    if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (own := own_parameters(part, kind)) is not None:
+        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
+    if kind is nn.LayerNorm and (own := own_parameters(part, kind)) is not None:
+        return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
+    if kind is nn.Dropout and not part.training and own_parameters(part, kind) is not None:
+        return x
+    result: Tensor = part(x)
+    return result
 
 
 def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
@@ -186,21 +239,23 @@ class FeedForward(_Residual):
         dim: columns of x (..., L, dim).
         ff_dim: hidden width, that of a and of the gate.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.FeedForward(dim=16, ff_dim=32)
     >>> layer(torch.randn(2, 8, 16)).shape
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(self, dim: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, ff_dim = check_count("dim", dim), check_count("ff_dim", ff_dim)
         self.norm = nn.LayerNorm(dim, **factory)
         self.expand = nn.Linear(dim, 2 * ff_dim, **factory)
         self.contract = nn.Linear(ff_dim, dim, **factory)
 
     def forward(self, latents: Tensor) -> Tensor:
+        check_floating(latents=latents)
         parts: dict[str, Any] = self._modules
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
@@ -219,8 +274,9 @@ class FeedForward(_Residual):
 class _Attention(_Residual):
     """Base class of both attentions: a norm, projections to query, key and value without bias, and an output projection with bias."""
 
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, self.num_heads = check_heads("dim", dim, num_heads)
         self.norm = nn.LayerNorm(dim, **factory)
         self.query = nn.Linear(dim, dim, bias=False, **factory)
@@ -275,7 +331,7 @@ class SelfAttention(_Attention):
         dim: columns of x.
         num_heads: a divisor of dim.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.SelfAttention(dim=16, num_heads=4)
     >>> layer(torch.randn(2, 8, 16)).shape
@@ -283,6 +339,7 @@ class SelfAttention(_Attention):
     """
 
     def forward(self, latents: Tensor) -> Tensor:
+        check_floating(latents=latents)
         fused = self._fused(latents, None, None)
         if fused is not None:
             return fused
@@ -299,7 +356,7 @@ class CrossAttention(_Attention):
         dim: columns of x, and of the context.
         num_heads: a divisor of dim.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.CrossAttention(dim=16, num_heads=4)
     >>> x, context = torch.randn(2, 8, 16), torch.randn(2, 1000, 16)
@@ -308,12 +365,13 @@ class CrossAttention(_Attention):
     True
     """
 
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", **factory: Any) -> None:
-        super().__init__(dim, num_heads, residual, **factory)
-        self.context_norm = nn.LayerNorm(self.norm.normalized_shape, **factory)
+    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(dim, num_heads, residual, device=device, dtype=dtype)
+        self.context_norm = nn.LayerNorm(self.norm.normalized_shape, device=device, dtype=dtype)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
+        check_floating(latents=latents, context=context)
         fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
         return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
 
@@ -324,6 +382,7 @@ class CrossAttention(_Attention):
 
         Keys and values are computed inside the operator, so that nothing of size N is allocated.
         """
+        check_floating(latents=latents, context=context)
         query, projections = self.heads(self.query, self.norm(latents)), self.projections()
         if projections is None or not projects_inside(query, context, *projections[:2]):
             return self._read_in_parts(query, context, state, key_padding_mask)
@@ -371,15 +430,18 @@ class LatentLayer(nn.Module):
         num_heads: a divisor of dim.
         ff_dim: hidden width of the feed-forward layers.
         residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
-        **factory: device and dtype of the parameters.
+        device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.LatentLayer(dim=16, num_heads=4, ff_dim=32)
     >>> layer(torch.randn(2, 8, 16), torch.randn(2, 1000, 16)).shape
     torch.Size([2, 8, 16])
     """
 
-    def __init__(self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", **factory: Any) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.cross_attention = CrossAttention(dim, num_heads, residual, **factory)
         self.cross_feed_forward = FeedForward(dim, ff_dim, residual, **factory)
         self.self_attention = SelfAttention(dim, num_heads, residual, **factory)

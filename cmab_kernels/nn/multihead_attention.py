@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ..attention import AttentionState, attention_state
 from ..backends import has_kernel
 from ..checks import wrong
+from . import torchs_attention
 from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
 from .projections import MultiheadProjections
 
@@ -66,7 +68,8 @@ class MultiheadAttention(MultiheadProjections):
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
-            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            theirs = super().forward if torchs_attention.is_as_made(self) else partial(torchs_attention.forward, self)
+            return theirs(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         ignore, read = bool_mask(key_padding_mask, key)
         self._check(ignore, query=query, key=read, value=value)
         return self._attend(query, read, value, None, ignore).out, None

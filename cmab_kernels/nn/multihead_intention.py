@@ -17,7 +17,7 @@ from ..intention.state import check_ridge
 from .layers import bool_mask
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
-from .stream import RidgeStream, follow_weights
+from .stream import RidgeStream, follow_weights, refuse_to_record
 
 
 class LearnedRidge(MatrixFreeAttention):
@@ -39,7 +39,7 @@ class LearnedRidge(MatrixFreeAttention):
         super().__init__(*args, **kwargs)
         self.fixed_alpha = alpha
         self.scale = scale
-        self._start(self.out_proj.weight)
+        self._start(self._like)
 
     def _start(self, like: Tensor) -> None:
         """Make the parameters and streams that torch's module does not have, on the device and in the dtype of the weight `like`."""
@@ -48,7 +48,7 @@ class LearnedRidge(MatrixFreeAttention):
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         super().adopt(module)
-        self._start(module.out_proj.weight)
+        self._start(self._like)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
         """Cast or move the module. A `log_alpha` that leaves the meta device starts: weights of torch's module, loaded next, have none."""
@@ -63,7 +63,7 @@ class LearnedRidge(MatrixFreeAttention):
         """The penalty of each head, (H,) float64: exp(log_alpha), differentiable, or the fixed number."""
         if self.fixed_alpha is None:
             return self.log_alpha.double().exp()
-        return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self.out_proj.weight.device)
+        return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self._like.device)
 
     def _scaled(self, heads: Tensor, alpha: Tensor) -> Tensor:
         """Return heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
@@ -142,6 +142,8 @@ class MultiheadIntention(LearnedRidge):
 
         `key` is (B, N, kdim) and `value` (B, N, vdim), or as `batch_first` says. With `state` None the module's own stream is advanced.
         """
+        if state is None:
+            refuse_to_record("update", "update(..., state=state)")
         updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = updated
@@ -154,6 +156,8 @@ class MultiheadIntention(LearnedRidge):
 
         With `state` None the module's own stream is changed; `RuntimeError` if it has seen no key.
         """
+        if state is None:
+            refuse_to_record("remove", "remove(..., state=state)")
         left = remove_ridge(self.stream.started(state), **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = left

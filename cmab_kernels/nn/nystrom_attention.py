@@ -115,7 +115,7 @@ class NystromAttention(MatrixFreeAttention):
             raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
         for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
             if each is not None:
-                check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self.out_proj.weight)
+                check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self._like)
         if keys is None:
             centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
             fitted = [self._project(part, centres)[0] for part in range(2)]
@@ -171,7 +171,7 @@ class NystromAttention(MatrixFreeAttention):
         names = LANDMARKS if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]
         made = [name for name in saved if getattr(self, name) is None]
-        like, errors = self.out_proj.weight, len(error_msgs)
+        like, errors = self._like, len(error_msgs)
         for name in made:
             setattr(self, name, torch.nn.Parameter(like.new_empty(self.num_heads, self.num_landmarks, self.head_dim)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import check_count, wrong
 from .layers import check_features
-from .stream import Keeper
+from .stream import Keeper, refuse_to_record
 
 
 class CircularPositionalEncoding(Keeper[int]):
@@ -83,6 +83,7 @@ class CircularPositionalEncoding(Keeper[int]):
     def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
         """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
         self._check("token", token, (1, 2))
+        refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
         out = token + self.encodings[self.position]
         self._move(int(update_state))
         return out
@@ -90,6 +91,7 @@ class CircularPositionalEncoding(Keeper[int]):
     def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
         """Return any number of tokens, in the shape of `forward`, with their encodings added."""
         self._check("tokens", tokens, (2, 3))
+        refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
         out = self._added(tokens, self.position)
         self._move(tokens.shape[self._along(tokens)] if update_state else 0)
         return out
@@ -115,7 +117,7 @@ class CircularPositionalEncoding(Keeper[int]):
 
     @property
     def _learned(self) -> bool:
-        return "encodings" in self._parameters
+        return "encodings" not in self._buffers  # a parametrization has it elsewhere
 
     def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
         """Cast or move the module. Sines and cosines are computed anew: `to_empty` gives memory without values."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_count, check_heads, check_mask, wrong
-from .layers import check_features, hide_padding, split_heads
+from .layers import called, check_features, hide_padding, is_own, split_heads
 
 if TYPE_CHECKING:
     from typing import Self
@@ -29,10 +32,43 @@ def extending(parent: type) -> Callable[[Init], Init]:
         theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
         parameters = dict(theirs.parameters)
         parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
-        init.__signature__ = theirs.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-        return init
+        return naming_options(init, theirs.replace(parameters=list(parameters.values())))
 
     return shown
+
+
+def naming_options(init: Init, signature: inspect.Signature | None = None) -> Init:
+    """Return the constructor with `signature`, or its own, and errors that name the class and the unknown or missing option."""
+    shown = inspect.signature(init) if signature is None else signature
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        check_options(type(self).__name__, shown, options, self, *args)
+        init(self, *args, **options)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]  # functions have this attribute if they are given it
+    return cast("Init", checked)
+
+
+def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
+    """Raise `TypeError` for an option that a constructor of `name` does not have, or lacks, and for arguments that do not fit."""
+    for option in options:
+        if option not in signature.parameters:
+            close = difflib.get_close_matches(option, signature.parameters, 1)
+            meant = f"did you mean {close[0]}? " if close else "an argument of forward? " if option in _OF_FORWARD else ""
+            known = ", ".join(each for each in signature.parameters if each != "self")
+            raise TypeError(wrong(option, f"is no option of {name}", f"{meant}it has {known}"))
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        text = str(error)
+        missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
+        if missing:
+            raise TypeError(wrong(missing[1], f"is missing in {name}", "it has no default")) from None
+        raise TypeError(f"{name}: {text}") from None
+
+
+_OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
 
 
 def no_extra_keys(why: str) -> dict[str, str]:
@@ -46,6 +82,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     lacks: ClassVar[Mapping[str, str]] = {}
     """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
 
+    @naming_options
     def __init__(
         self,
         embed_dim: int,
@@ -91,16 +128,28 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj
 
+    @property
+    def _like(self) -> Tensor:
+        """A weight of its own, which has the dtype and device of the module: an adapter in place of `out_proj` need not have one."""
+        weight: Tensor | None = self._parameters.get("in_proj_weight")
+        if weight is None:
+            weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        return weight
+
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why torch's own implementation runs for such a call of `forward`; None, here always, if the operators do."""
         return None
 
     def _project(self, part: int, features: Tensor) -> Tensor:
         """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch packs their weights if all widths are equal."""
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weight = separate[part] if self.in_proj_weight is None else self.in_proj_weight.chunk(3)[part]
-        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
-        return split_heads(self._batch_first(F.linear(features, weight, bias)), self.num_heads)
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None and not is_own(packed):  # of a subclass, which need not have slices
+            projected = F.linear(features, packed, bias).chunk(3, -1)[part]
+        else:
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weight = separate[part] if packed is None else packed.chunk(3)[part]
+            projected = F.linear(features, weight, None if bias is None else bias.chunk(3)[part])
+        return split_heads(self._batch_first(projected), self.num_heads)
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs do not reach any gradient."""
@@ -133,7 +182,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         """Return the output projection of attended heads (B, H, L, D), in the layout of `query`."""
         attended = attended.transpose(1, 2)
         attended = self._batch_first(attended) if query.dim() == 3 else attended.squeeze(0)
-        return F.linear(attended.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        return called(self.out_proj, attended.flatten(-2))
 
     def _batch_first(self, features: Tensor) -> Tensor:
         """Return a view (B, N, ...) of features in the module's layout, or of (N, C). It also converts (B, N, ...) back to that layout."""
@@ -147,7 +196,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (2, 3)
         for name, features in arguments.items():
-            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self.out_proj.weight)
+            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self._like)
             dims = (features.dim(),)
         shape = features.shape[:-1]
         check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..checks import kind_of, wrong
 from .informer import InformerEncoderLayer
-from .projections import MultiheadProjections
+from .projections import MultiheadProjections, check_options
 from .replacements import Replacement, Replacements
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -62,7 +63,8 @@ def replace_modules(
     dropout=0.0)` gives it up, and leaves all other dropout.
 
     Raises:
-        TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above.
+        TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above; or a `partial` has an option that its class
+            has not, or lacks one that it needs.
         ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, added parts, or a `forward` that
             was assigned to it, which would be lost (give it these after the replacement); or the new module does not support the old
             one's configuration: Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys.
@@ -85,11 +87,12 @@ def replace_modules(
         allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, is needed"
         raise TypeError(wrong("mapping", f"is {mapping!r}", allowed))
     for old, made in mapping.items():
-        new = _class_of(made)[0]
+        new, options = _class_of(made)
         if not (isinstance(new, type) and issubclass(new, _REPLACEABLE.get(old, ()))):
             names = "MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer"
             allowed = f"only {names} of torch.nn, by their counterparts in cmab_kernels.nn"
             raise TypeError(wrong("mapping", f"asks to replace {old!r} by {made!r}", allowed))
+        _check_options(new, options)
     if type(model) in mapping:
         allowed = "put it into a container, or make the new module and load its state_dict"
         raise ValueError(wrong("model", f"is itself {kind_of(model)}", allowed))
@@ -152,6 +155,16 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
     """Return (class, keyword arguments) for a class or a `functools.partial` of one."""
     return (made.func, made.keywords) if isinstance(made, partial) and not made.args else (made, {})
+
+
+def _check_options(new: Any, options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an option that the class does not have, or needs; the arguments of torch's module come from the old one."""
+    if not issubclass(new, MultiheadProjections):
+        for option in options:
+            raise TypeError(wrong(option, f"is given for {new.__name__}", "it takes all that it has from the layer it replaces"))
+        return
+    signature = inspect.signature(new.__init__)
+    check_options(new.__name__, signature, {"embed_dim": None, "num_heads": None, **options}, None)
 
 
 def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:

@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 _HEADING = ("module", "is now a", "in training", "in evaluation")
 _NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
 A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
+_UNMASKED = "need_weights=False, no mask"
+_CONDITIONS = {"MultiheadAttention": _UNMASKED, "ContinualAttention": _UNMASKED, "TransformerEncoderLayer": "no mask"}
+_CONDITIONS["TransformerDecoderLayer"] = "no mask"
 _CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too),
-a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. explain(model, *inputs) says it of each call."""
+a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before the first call nobody knows:
+cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
 
 
 class Replacement(NamedTuple):
@@ -44,7 +48,7 @@ class Replacements(int):
     >>> print("\\n".join(str(replaced).splitlines()[:3]))
     3 modules replaced
     module              is now a            in training             in evaluation
-    layers.0.self_attn  MultiheadAttention  torch's: dropout is on  fused
+    layers.0.self_attn  MultiheadAttention  torch's: dropout is on  fused if need_weights=False, no mask
     """
 
     modules: tuple[Replacement, ...]
@@ -61,14 +65,16 @@ class Replacements(int):
     def __str__(self) -> str:
         if not self.modules:
             return _NONE
-        rows = [_HEADING] + [(each.module, each.kind, _verdict(each.training), _verdict(each.evaluation)) for each in self.modules]
+        rows = [_HEADING]
+        rows += [(at, kind, _verdict(kind, training), _verdict(kind, evaluation)) for at, kind, training, evaluation in self.modules]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{int(self)} {'module' if self == 1 else 'modules'} replaced", *lines, _CALLS])
 
 
-def _verdict(why: str | None) -> str:
-    return "fused" if why is None else f"torch's: {why}"
+def _verdict(kind: str, why: str | None) -> str:
+    """What becomes of a call; what may still be handed to torch depends on the call, of which the table cannot know."""
+    return f"torch's: {why}" if why is not None else f"fused if {_CONDITIONS[kind]}" if kind in _CONDITIONS else "fused"
 
 
 def _why_torch(module: Any, *, training: bool) -> str | None:
@@ -76,7 +82,7 @@ def _why_torch(module: Any, *, training: bool) -> str | None:
     why_torch = module.why_torch
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
     options = {"need_weights": False} if module is attention else {}
-    row = attention.out_proj.weight.new_empty(1, 1, attention.embed_dim)
+    row = next(attention.parameters()).new_empty(1, 1, attention.embed_dim)
     before, module.training = module.training, training
     try:
         rows = 3 if module is attention else 2 if isinstance(module, nn.TransformerDecoderLayer) else 1

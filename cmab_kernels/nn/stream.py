@@ -15,6 +15,7 @@ from ..checks import check_count, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState, empty_ridge
 from ..intention.state import check_ridge
+from ..tracing import is_recorded
 
 Value = TypeVar("Value")
 State = TypeVar("State", bound=tuple)
@@ -208,6 +209,13 @@ class Stream(Keeper[State]):
             entries = self._entries(held)
             self.hold(self._built(self._cast(entries) if cast else entries, self.weight_like.device))
         return self
+
+
+def refuse_to_record(method: str, instead: str) -> None:
+    """Raise where a call that advances the state a module holds is recorded: each run would start from the same state."""
+    if is_recorded():
+        given = "is recorded by torch.export, torch.jit.trace or make_fx, which would freeze the stream that the module holds"
+        raise RuntimeError(wrong(method, given, f"record {instead}, with the state among its inputs and outputs"))
 
 
 def follow_weights(module: nn.Module, _: Any = None) -> None:

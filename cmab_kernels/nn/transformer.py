@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..checks import kind_of, wrong
 from ..layers import attention_layer, feed_forward_layer
+from . import torchs_attention
 from .layers import (
     ADDITIVE,
     DROPOUT,
@@ -23,6 +24,7 @@ from .layers import (
     fused_impl,
     is_additive,
     of_one_dtype,
+    own_parameters,
     plain_parameters,
 )
 
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from typing import Self
 
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
+_THEIR_ACTIVATIONS: dict[str | None, int] = {"relu": 1, "gelu": 2}
+"""The values of `activation_relu_or_gelu`, by which torch's fused layer chooses; 0: it does not run."""
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-"""The methods of torch's layers that the operators stand for."""
+"""The methods of torch's layers, or ours, that the operators stand for."""
 _SEVERAL_DTYPES = "its weights have several dtypes"
 _Masks = tuple[Tensor | None, bool, Tensor | None]
 
@@ -58,6 +62,7 @@ class _FusedLayer(nn.Module):
         activation: Any
         linear1: nn.Linear
         linear2: nn.Linear
+        dropout1: nn.Dropout
 
     @classmethod
     def sharing(cls, layer: nn.Module) -> Self:
@@ -82,7 +87,14 @@ class _FusedLayer(nn.Module):
         return None
 
     def _has_their_blocks(self) -> bool:
-        return all(getattr(getattr(self, name, None), "__func__", None) is getattr(self.theirs, name, None) for name in _BLOCKS)
+        ours = TransformerEncoderLayer if self.theirs is nn.TransformerEncoderLayer else TransformerDecoderLayer
+        return all(getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS)
+
+    def _sa_block(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False) -> Tensor:
+        """Return what torch's method does; parts of the attention that were changed are called."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        attended: Tensor = torchs_attention.call(self.self_attn, x, x, x, **masks, need_weights=False)[0]
+        return self.dropout1(attended)
 
     def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
         """Return x after a block of torch's layer, with its norm and residual connection."""
@@ -229,9 +241,11 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
             self._check(src=src)
             self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
             return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
-        if src.is_nested or self._is_as_made():
+        if self._is_as_made():
             theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return theirs
+        if src.is_nested:
+            return torch.nested.as_nested_tensor([self(each, src_mask, None, is_causal) for each in src.unbind()])
         x = self._as_torch(lambda x: self._sa_block(x, src_mask, src_key_padding_mask, is_causal), self.norm1, src)
         return self._as_torch(self._ff_block, self.norm2, x)
 
@@ -241,7 +255,12 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
         if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
             return False
-        return plain_parameters(self.self_attn.out_proj, NonDynamicallyQuantizableLinear) is not None and self._has_their_blocks()
+        made: Any = self.activation
+        if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
+            return False
+        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # another was put in its place
+            return False
+        return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
 
     def why_torch(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
@@ -268,6 +287,14 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
 
     theirs = nn.TransformerDecoderLayer
     multihead_attn: nn.MultiheadAttention
+
+    def _mha_block(
+        self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        """Return what torch's method does; parts of the attention that were changed are called."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        attended: Tensor = torchs_attention.call(self.multihead_attn, x, mem, mem, **masks, need_weights=False)[0]
+        return self.dropout2(attended)
 
     def forward(
         self,

@@ -69,6 +69,44 @@ def test_our_attention_in_a_residual_equals_theirs() -> None:
     torch.testing.assert_close(torch.stack(pair[0]), torch.stack(pair[1]), rtol=1e-5, atol=1e-5)
 
 
+def positions() -> nn.Module:
+    return CircularPositionalEncoding(C, N, learned=False, batch_first=True)
+
+
+@pytest.mark.parametrize("kind", [*MODULES, "positions"])
+@pytest.mark.parametrize("container", ["Residual", "BroadcastReduce", "Parallel"])
+def test_other_containers_take_our_modules_as_they_are(kind: str, container: str) -> None:
+    """They ask for delays before they convert; a branch with a delay is waited for."""
+    make = MODULES.get(kind, positions)
+    torch.manual_seed(0)
+    module = make().eval()
+    tokens = torch.randn(2, C, 20)
+    adapted = peer.continual(module)
+    with torch.no_grad():
+        alone = [adapted.forward_step(token) for token in tokens.unbind(2)]
+        adapted.clean_state()
+        if container == "Residual":
+            whole = peer.Residual(module)
+            steps = [whole.forward_step(token) for token in tokens.unbind(2)]
+            expected = [None if out is None else out + token for out, token in zip(alone, tokens.unbind(2), strict=True)]
+        elif container == "BroadcastReduce":
+            whole = peer.BroadcastReduce(module, peer.Delay(2), reduce="sum")
+            steps = [whole.forward_step(token) for token in tokens.unbind(2)]
+            late = [None, None, *alone[:-2]]
+            delayed = [tokens[:, :, max(i - 2, 0)] for i in range(20)]
+            expected = [None if out is None or i < 2 else out + delayed[i] for i, out in enumerate(late)]
+        else:
+            whole = peer.Parallel(module, peer.forward_stepping(nn.Identity()))
+            pairs = [whole.forward_step([token, token]) for token in tokens.unbind(2)]
+            steps, expected = [first for first, _ in pairs], alone
+            assert all(torch.equal(second, token) for (_, second), token in zip(pairs, tokens.unbind(2), strict=True))
+        for step, wanted in zip(steps, expected, strict=True):
+            assert isinstance(step, torch.Tensor) == (wanted is not None)
+            if wanted is not None:
+                torch.testing.assert_close(step, wanted, rtol=1e-5, atol=1e-5)
+    assert whole.receptive_field >= module.receptive_field
+
+
 def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
     """Theirs is right for n - 1 outputs: its ring of the n tokens that attention is added to turns at n - 1 places. It takes two layers."""
     whole = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).eval()

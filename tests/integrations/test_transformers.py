@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cmab_kernels
 from cmab_kernels.integrations import functional
 from cmab_kernels.integrations import transformers as integration
 
@@ -301,3 +302,19 @@ def test_doctest() -> None:
     import cmab_kernels
 
     assert doctest.testmod(integration, extraglobs={"cmab_kernels": cmab_kernels, "torch": torch}) == (0, 6)
+
+
+def test_a_silent_fallback_warns_once_and_explain_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "_warned", set())
+    config = transformers.LlamaConfig(**TINY, vocab_size=50, max_position_embeddings=16, num_key_value_heads=2)
+    model = transformers.AutoModel.from_config(config, attn_implementation="cmab").eval()
+    with pytest.warns(RuntimeWarning, match=r"LlamaAttention runs 'sdpa', because attention is causal") as seen:
+        for _ in range(2):
+            model(input_ids=ids())
+    assert len([each for each in seen if "LlamaAttention" in str(each.message)]) == 1
+    rows = cmab_kernels.explain(model, input_ids=ids())
+    assert [(row.module, row.fused) for row in rows] == [(f"layers.{i}.self_attn", False) for i in range(2)]
+    encoder, given = vit()
+    encoder.set_attn_implementation("cmab")
+    rows = cmab_kernels.explain(encoder, **given)
+    assert len(rows) == 2 and all(row.fused for row in rows)

@@ -72,8 +72,13 @@ def test_a_projection_with_a_hook_is_called() -> None:
     module.blocks[1].compress.cross_attention.key.register_forward_hook(lambda *_: called.append(1))
     close(module(inputs, latents), expected)
     assert called
-    with pytest.raises(RuntimeError, match="`blocks` hold a module of another kind, or with hooks"):
-        module.encode([inputs])
+    called.clear()
+    counts: list[int] = []
+    state = module.encode(inputs.split(9, 1), progress=lambda count, _: counts.append(count))
+    close(module.retrieve(latents, state), expected)
+    assert len(called) == len(counts) == len(inputs.split(9, 1))
+    with pytest.raises(ValueError, match="`chunks` holds no chunk"):
+        module.encode([])
 
 
 @pytest.mark.parametrize("all_blocks", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import re
@@ -117,3 +118,42 @@ def test_sizes(kind: type[nn.Module]) -> None:
 def test_numbers_of_intention(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` is"):
         ours.MultiheadIntention(8, 2, **wrong)
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
+    """With the class that was called, and none that it inherits from."""
+    needed = {name: given for name, given in EXAMPLE.items() if name in OWN[kind][1]}
+    with pytest.raises(TypeError, match=rf"`batch_frist` is no option of {kind.__name__}: did you mean batch_first\? it has "):
+        kind(16, 2, **needed, batch_frist=True)
+    for name, default in OWN[kind][1].items():
+        if default is REQUIRED:
+            with pytest.raises(TypeError, match=f"`{name}` is missing in {kind.__name__}"):
+                kind(16, 2, **{other: given for other, given in needed.items() if other != name})
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            functools.partial(ours.MultiheadAttention, need_weights=False),
+            "`need_weights` is no option of MultiheadAttention: an argument of",
+        ),
+        (
+            functools.partial(ours.NystromAttention, num_landmark=4),
+            "`num_landmark` is no option of NystromAttention: did you mean num_landm",
+        ),
+        (ours.NystromAttention, "`num_landmarks` is missing in NystromAttention"),
+        (ours.ContinualAttention, "`sequence_len` is missing in ContinualAttention"),
+    ],
+)
+def test_options_of_replace_modules_are_named(made: Any, message: str) -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, 0.0)
+    attention = model.self_attn
+    with pytest.raises(TypeError, match=message):
+        ours.replace_modules(model, {nn.MultiheadAttention: made}, verbose=False)
+    assert model.self_attn is attention
+    layer = nn.Sequential(model)
+    with pytest.raises(TypeError, match="`dropout` is given for TransformerEncoderLayer"):
+        options = functools.partial(ours.TransformerEncoderLayer, dropout=0.0)
+        ours.replace_modules(layer, {nn.TransformerEncoderLayer: options}, verbose=False)

@@ -144,7 +144,7 @@ def test_the_result_says_what_is_fused_and_what_is_torchs_and_why(capsys: pytest
     lines = str(result).splitlines()
     assert lines[0] == "3 modules replaced"
     assert [line.split()[0] for line in lines[2:5]] == list(names)
-    assert lines[2].endswith("torch's: dropout is on  fused")
+    assert lines[2].endswith("torch's: dropout is on                fused if need_weights=False, no mask")
     assert "attention mask" in str(result) and "need_weights" in str(result)
     for again in (copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
         assert (again, again.modules) == (3, result.modules)

@@ -142,6 +142,9 @@ def attention_state_of_chunks(
     return AttentionState(*_OverChunksFunction.apply(call, *operands))
 
 
+NO_CHUNK = wrong("chunks", "holds no chunk", "at least one is needed, or a state")
+
+
 class _OverChunks(NamedTuple):
     """What a pass over chunks needs besides tensors; `dtype` is that in which the inputs are read."""
 
@@ -166,7 +169,7 @@ class _OverChunks(NamedTuple):
             count += 1
             self.after(count, AttentionState(*state))
         if state[0] is None:
-            raise ValueError(wrong("chunks", "holds no chunk", "at least one is needed, or a state"))
+            raise ValueError(NO_CHUNK)
         return state, count
 
 

@@ -1,0 +1,56 @@
+"""Copies of modules that hold a process group."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
+
+from cmab_kernels import nn
+from cmab_kernels.distributed import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention
+
+MODULES = {
+    ShardedCMAB: lambda: nn.CMABStack(16, 8, 2, 2),
+    ShardedMultiheadAttention: lambda: nn.MultiheadAttention(16, 2, batch_first=True),
+    ShardedMultiheadIntention: lambda: nn.MultiheadIntention(16, 2, batch_first=True),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_a_copy_has_weights_of_its_own_and_the_same_group(kind: Any, group: Any) -> None:
+    sharded = kind(MODULES[kind](), group)
+    few, many = torch.randn(1, 3, 16), torch.randn(1, 9, 16)
+    given = (many, few) if kind is ShardedCMAB else (few, many, many)
+    for other in (
+        copy.deepcopy(sharded),
+        copy.deepcopy(torch.nn.Sequential(sharded))[0],
+        AveragedModel(sharded).module,
+        copy.copy(sharded),
+    ):
+        assert other.group is group and other is not sharded
+        torch.testing.assert_close(other(*given), sharded(*given))
+    own = copy.deepcopy(sharded)
+    assert not {id(each) for each in own.parameters()} & {id(each) for each in sharded.parameters()}
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_a_pickle_says_what_to_do(kind: Any, group: Any) -> None:
+    sharded = kind(MODULES[kind](), group)
+    for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"`group` is a process group.*save the state_dict\(\)"):
+            save(sharded)
+    assert pickle.loads(pickle.dumps(kind(MODULES[kind]()))).group is None

@@ -1,0 +1,287 @@
+"""Whoever changes a part of a module gets it called: by adapters, hooks, parametrizations or tensor subclasses, whatever the part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrize
+from torch import Tensor, nn
+
+import cmab_kernels.nn as ours
+from cmab_kernels.nn.stream import Keeper
+
+C, H, N = 16, 2, 6
+WINDOW: dict[str, Any] = {"sequence_len": N, "batch_first": True}
+LAYER = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True}
+Run = Callable[[Any, Tensor, Tensor], Any]
+
+
+def attended(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(few, many, many, need_weights=False)[0]
+
+
+def weighed(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(few, many, many)[0]
+
+
+def windows(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module.forward_stream(many)
+
+
+def steps(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    module.clean_state()
+    return module.forward_steps(many)
+
+
+def single_steps(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    module.clean_state()
+    return torch.stack([out for token in many.unbind(1) if (out := module.forward_step(token)) is not None])
+
+
+def updated(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    state = module.update(many[:, :5], few, module.init_state(len(many))).state
+    return module.update(many[:, 5:], few, state).latents
+
+
+def removed(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    state = module.update(many, few, module.init_state(len(many))).state
+    return module.remove(many[:, :3], few, state).latents
+
+
+def encoded(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module.retrieve(few, module.encode([many[:, :5], many[:, 5:]]))
+
+
+def predicted(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module.predict(few, module.update(many, state=module.init_state(len(many))))
+
+
+def tokens(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(many)
+
+
+def causal(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(many, src_mask=torch.full((many.shape[1],) * 2, -torch.inf, dtype=many.dtype).triu(1))
+
+
+def pair(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(few, many)
+
+
+def context_first(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(many, few)
+
+
+def causal_pair(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    return module(
+        few, many, tgt_mask=torch.full((few.shape[1],) * 2, -torch.inf, dtype=few.dtype).triu(1), memory_mask=few.new_zeros(3, 11)
+    )
+
+
+def chained(module: Any, few: Tensor, many: Tensor) -> Tensor:
+    state = module.attend_state(few, many[:, :5]).state
+    return module.attend_state(few, many[:, 5:], state).out
+
+
+CONTINUAL = {"train": [windows], "eval": [windows, steps, single_steps]}
+ENCODER = {"train": [tokens], "eval": [tokens, steps, single_steps]}
+MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
+    "CMAB": (lambda: ours.CMAB(C, 4, H), {"train": [context_first, updated], "eval": [context_first, updated, removed]}),
+    "CMABStack": (
+        lambda: ours.CMABStack(C, 4, H, 2),
+        {"train": [context_first, updated, encoded], "eval": [context_first, updated, encoded, removed]},
+    ),
+    "CrossAttention": (lambda: ours.CrossAttention(C, H), {"train": [pair], "eval": [pair]}),
+    "SelfAttention": (lambda: ours.SelfAttention(C, H), {"train": [tokens], "eval": [tokens]}),
+    "FeedForward": (lambda: ours.FeedForward(C, 24), {"train": [tokens], "eval": [tokens]}),
+    "LatentLayer": (lambda: ours.LatentLayer(C, H, 24), {"train": [pair], "eval": [pair]}),
+    "MultiheadAttention": (
+        lambda: ours.MultiheadAttention(C, H, batch_first=True),
+        {"train": [attended, weighed, chained], "eval": [attended, weighed, chained]},
+    ),
+    "MultiheadIntention": (
+        lambda: ours.MultiheadIntention(C, H, batch_first=True),
+        {"train": [attended, weighed, predicted], "eval": [attended, weighed, predicted]},
+    ),
+    "MultiheadSigmaIntention": (lambda: ours.MultiheadSigmaIntention(C, H, batch_first=True), {"train": [attended], "eval": [weighed]}),
+    "NystromAttention": (
+        lambda: ours.NystromAttention(C, H, batch_first=True, num_landmarks=3),
+        {"train": [attended, weighed], "eval": [attended, weighed]},
+    ),
+    "ContinualAttention": (lambda: ours.ContinualAttention(C, H, **WINDOW), CONTINUAL),
+    "ContinualNystromAttention": (lambda: ours.ContinualNystromAttention(C, H, num_landmarks=3, **WINDOW), CONTINUAL),
+    "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(C, H, 24, 0.0, **WINDOW), ENCODER),
+    "ContinualEncoderLayer, norm first": (lambda: ours.ContinualEncoderLayer(C, H, 24, 0.0, "gelu", norm_first=True, **WINDOW), ENCODER),
+    "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(C, H, 24, 0.0, **WINDOW), ENCODER),
+    "ContinualEncoder": (lambda: ours.ContinualEncoder(ours.ContinualEncoderLayer(C, H, 24, 0.0, **WINDOW), 2, nn.LayerNorm(C)), ENCODER),
+    "ContinualEncoder, retroactive": (
+        lambda: ours.ContinualEncoder(ours.RetroactiveEncoderLayer(C, H, 24, 0.0, **WINDOW), 2, nn.LayerNorm(C)),
+        ENCODER,
+    ),
+    "InformerEncoderLayer": (lambda: ours.InformerEncoderLayer(C, H, **LAYER), {"train": [tokens], "eval": [tokens]}),
+    "TransformerEncoderLayer": (
+        lambda: ours.TransformerEncoderLayer(C, H, activation=nn.GELU(), **LAYER),
+        {"train": [tokens, causal], "eval": [tokens, causal]},
+    ),
+    "TransformerEncoderLayer, norm first": (
+        lambda: ours.TransformerEncoderLayer(C, H, norm_first=True, **LAYER),
+        {"train": [tokens, causal], "eval": [tokens, causal]},
+    ),
+    "TransformerDecoderLayer": (
+        lambda: ours.TransformerDecoderLayer(C, H, **LAYER),
+        {"train": [pair, causal_pair], "eval": [pair, causal_pair]},
+    ),
+}
+NO_PARTS = {"AttentionStream", "ContinualStream", "RecentStream", "RidgeStream", "CircularPositionalEncoding"}
+"""Public modules that have no parts."""
+
+
+def test_every_module_is_here() -> None:
+    public = {name for name in ours.__all__ if isinstance(getattr(ours, name), type) and issubclass(getattr(ours, name), nn.Module)}
+    assert public == {name.partition(",")[0] for name in MODULES} | NO_PARTS
+
+
+def leaves(module: nn.Module) -> list[str]:
+    """Return the parts without parts of their own; of a stack, whose blocks are CMABs, some from each half of a block."""
+    names = [name for name, part in module.named_modules() if name and not list(part.children()) and not isinstance(part, Keeper)]
+    some = ("blocks.1.compress.cross_attention", "blocks.0.retrieve.self_feed_forward")
+    return [name for name in names if name.startswith(some)] if isinstance(module, ours.CMABStack) else names
+
+
+class Twice(nn.Module):
+    """A layer in place of another, with weights of that name, as a LoRA is."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(super().__getattr__("layer"), name) if name in ("weight", "bias", "eps", "p") else super().__getattr__(name)
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        return 2 * self.layer(features)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class TwiceTensor(Tensor):
+    """A weight that knows what it is in a linear layer and a norm, and refuses all else that would read it, as quantised weights do."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in (F.linear, F.layer_norm, torch.layer_norm):
+                cls.calls += 1
+                given = [2 * each.as_subclass(Tensor) if isinstance(each, TwiceTensor) else each for each in args]
+                named = {
+                    key: 2 * each.as_subclass(Tensor) if isinstance(each, TwiceTensor) else each for key, each in (kwargs or {}).items()
+                }
+                return function(*given, **named)
+            if function in (torch.stack, torch.cat, Tensor.chunk, Tensor.t, Tensor.__getitem__, Tensor.to, Tensor.matmul):
+                raise NotImplementedError(f"TwiceTensor has no {function}")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def twice_tensors(part: nn.Module) -> None:
+    for name, parameter in [*part.named_parameters(recurse=False)]:
+        part.register_parameter(name, nn.Parameter(parameter.detach().as_subclass(TwiceTensor)))
+
+
+def changed(module: nn.Module, name: str, how: str) -> Callable[[], int]:
+    """Double what a part of a module returns, in one of the ways; return the function that counts its calls."""
+    part: Any = module.get_submodule(name)
+    parent, _, child = name.rpartition(".")
+    calls: list[int] = []
+    if how == "adapter":
+        adapter = Twice(part)
+        setattr(module.get_submodule(parent), child, adapter)
+        return lambda: adapter.calls
+    if how == "hook":
+        part.register_forward_hook(lambda _part, _given, result: calls.append(1) or 2 * result)
+    elif how == "forward":
+        forward = part.forward
+        part.forward = lambda features: calls.append(1) or 2 * forward(features)
+    elif how == "parametrization":
+        for each, _ in [*part.named_parameters()]:
+            torch.nn.utils.parametrize.register_parametrization(part, each, Doubled())
+        return lambda: 1
+    else:
+        before = TwiceTensor.calls
+        twice_tensors(part)
+        return lambda: TwiceTensor.calls - before
+    return lambda: len(calls)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 3, C, dtype=torch.float64), torch.randn(2, 11, C, dtype=torch.float64)
+
+
+def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tensor]]:
+    """Return the result, and in training the gradients of the parameters in their order; those that are None are left out."""
+    few, many = inputs()
+    module.train(training)
+    with torch.set_grad_enabled(training):
+        out = run(module, few, many)
+    if training:
+        module.zero_grad()
+        out.sin().sum().backward()
+    return out.detach(), [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("how", ["adapter", "hook", "forward", "parametrization", "subclass"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_changed_part_is_called(kind: str, how: str) -> None:
+    make, runs = MODULES[kind]
+    torch.manual_seed(1)
+    made = make().double()
+    for name in leaves(made):
+        weights = [*made.get_submodule(name).parameters()]
+        if how in ("parametrization", "subclass") and not weights:
+            continue
+        for mode, ways in runs.items():
+            for run in ways:
+                ours_, theirs = copy.deepcopy(made), copy.deepcopy(made)
+                if weights:
+                    with torch.no_grad():
+                        for each in theirs.get_submodule(name).parameters():
+                            each.mul_(2)
+                else:  # a dropout of 0 or an activation
+                    changed(theirs, name, "hook")
+                count = changed(ours_, name, how)
+                expected, gradients = ran(theirs, run, mode == "train")
+                result, found = ran(ours_, run, mode == "train")
+                assert count(), (name, mode, run.__name__)
+                torch.testing.assert_close(
+                    result, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, mode, run.__name__): f"{at}: {m}"
+                )
+                assert len(found) == len(gradients), (name, mode, run.__name__)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_hooks_of_all_kinds_run(kind: str) -> None:
+    make, runs = MODULES[kind]
+    made = make().double()
+    for name in leaves(made):
+        for mode, ways in runs.items():
+            for run in ways:
+                module, calls = copy.deepcopy(made), []
+                part = module.get_submodule(name)
+                part.register_forward_pre_hook(lambda *_, calls=calls: calls.append("before"))
+                if mode == "train":
+                    part.register_full_backward_hook(lambda *_, calls=calls: calls.append("backward"))
+                    part.register_full_backward_pre_hook(lambda *_, calls=calls: calls.append("before backward"))
+                ran(module, run, mode == "train")
+                wanted = {"before", "backward", "before backward"} if mode == "train" else {"before"}
+                assert set(calls) == wanted, (name, mode, run.__name__)

@@ -1,0 +1,62 @@
+"""What is no tensor, or has another layout, is refused by the name of the argument, with the likely cause, by every module's forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cmab_kernels.nn as ours
+
+WINDOW: dict[str, Any] = {"sequence_len": 6, "batch_first": True}
+LAYER: dict[str, Any] = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+ATTENTION = ("query", "key", "value")
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "CMAB": (lambda: ours.CMAB(16, 4, 2), ("inputs", "latents")),
+    "CMABStack": (lambda: ours.CMABStack(16, 4, 2, 2), ("inputs", "latents")),
+    "CrossAttention": (lambda: ours.CrossAttention(16, 2), ("latents", "context")),
+    "SelfAttention": (lambda: ours.SelfAttention(16, 2), ("latents",)),
+    "FeedForward": (lambda: ours.FeedForward(16, 32), ("latents",)),
+    "LatentLayer": (lambda: ours.LatentLayer(16, 2, 32), ("latents", "context")),
+    "MultiheadAttention": (lambda: ours.MultiheadAttention(16, 2, batch_first=True), ATTENTION),
+    "MultiheadIntention": (lambda: ours.MultiheadIntention(16, 2, batch_first=True), ATTENTION),
+    "MultiheadSigmaIntention": (lambda: ours.MultiheadSigmaIntention(16, 2, batch_first=True), ATTENTION),
+    "NystromAttention": (lambda: ours.NystromAttention(16, 2, batch_first=True, num_landmarks=2), ATTENTION),
+    "ContinualAttention": (lambda: ours.ContinualAttention(16, 2, **WINDOW), ATTENTION),
+    "ContinualNystromAttention": (lambda: ours.ContinualNystromAttention(16, 2, num_landmarks=2, **WINDOW), ATTENTION),
+    "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(16, 2, 32, **WINDOW), ("src",)),
+    "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(16, 2, 32, **WINDOW), ("src",)),
+    "ContinualEncoder": (lambda: ours.ContinualEncoder(ours.ContinualEncoderLayer(16, 2, 32, **WINDOW), 1), ("src",)),
+    "CircularPositionalEncoding": (lambda: ours.CircularPositionalEncoding(16, 8, batch_first=True), ("tokens",)),
+    "InformerEncoderLayer": (lambda: ours.InformerEncoderLayer(16, 2, **LAYER), ("src",)),
+    "TransformerEncoderLayer": (lambda: ours.TransformerEncoderLayer(16, 2, **LAYER), ("src",)),
+    "TransformerDecoderLayer": (lambda: ours.TransformerDecoderLayer(16, 2, **LAYER), ("tgt", "memory")),
+}
+GIVEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "an array": (lambda features: features.numpy(), "is a ndarray: a torch.Tensor is needed; torch.from_numpy makes one"),
+    "a list": (lambda features: features.tolist(), "is a list: a torch.Tensor is needed; torch.tensor makes one"),
+    "nothing": (lambda features: None, "is None: a torch.Tensor is needed"),
+    "integers": (lambda features: features.long(), "is torch.int64"),
+    "split heads": (lambda features: features.unflatten(-1, (2, 8)), ".*flatten.-2. joins these"),
+    "columns first": (lambda features: features.mT, ".*it seems to be transposed"),
+    "too wide": (lambda features: torch.cat([features, features], -1), "has shape .* with 16 columns"),
+}
+
+
+@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("kind", MODULES)
+def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
+    make, names = MODULES[kind]
+    module, (change, message) = make(), GIVEN[what]
+    options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}
+    for i, name in enumerate(names):
+        if what == "nothing" and i > 0 and kind.startswith("Continual"):
+            continue  # there None is the query
+        given: list[Any] = [torch.randn(2, 6, 16) for _ in names]
+        given[i] = change(given[i])
+        with pytest.raises((TypeError, ValueError), match=f"`{name}` {message}"):
+            module(*given, **options)
