@@ -55,7 +55,8 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
-        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
+        remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
+        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
     if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
