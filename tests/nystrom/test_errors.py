@@ -130,7 +130,7 @@ BAD_TOKENS: dict[str, Error] = {
     "two keys": (ValueError, r"`query` has shape \(2, 3, 1, 8\)", {"key": K[:, :, :2]}),
     "no token": (
         ValueError,
-        r"`query` has shape \(2, 3, 0, 8\).*t >= 1",
+        r"`key` has shape \(2, 3, 0, 8\).*t >= 1",
         _all(lambda t: t[:, :, :0]),
     ),
     "another dtype": (
