@@ -183,6 +183,11 @@ def check_count(name: str, count: int, least: int = 1) -> int:
     return int(count)
 
 
+def is_count(given: object, most: int) -> bool:
+    """Whether it is an int from 1 to `most`, also one of NumPy's."""
+    return isinstance(given, Integral) and not isinstance(given, bool) and 1 <= int(given) <= most
+
+
 def check_extents(**extents: Any) -> None:
     """Raise unless each is an int >= 0."""
     for name, extent in extents.items():
@@ -212,12 +217,13 @@ def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
     return width, num_heads
 
 
-def check_every(every: int) -> None:
-    """Raise unless the number of keys from one prefix to the next is an int >= 1."""
-    if isinstance(every, bool) or not isinstance(every, int):
+def check_every(every: int) -> int:
+    """The number of keys from one prefix to the next as an int, also of NumPy's; raise unless it is one >= 1."""
+    if isinstance(every, bool) or not isinstance(every, Integral):
         raise TypeError(wrong("every", f"is {kind_of(every)}", "an int >= 1 is needed"))
     if every < 1:
         raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
+    return int(every)
 
 
 def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:

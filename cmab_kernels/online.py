@@ -154,10 +154,11 @@ class OnlineRidge:
             allowed = "the examples so far were added with the other; change it before `fit`, which starts anew"
             raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", allowed))
         weights, state, number = rows.weights, held.state, len(rows.x)
-        faded = self.forgetting**number
-        if self.forgetting != 1:
+        forgetting = float(self.forgetting)  # powers of one of NumPy's have its few digits
+        faded = forgetting**number
+        if forgetting != 1:
             ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)
-            fading = self.forgetting**ages
+            fading = forgetting**ages
             weights = fading[None] if weights is None else fading * weights
             state = RidgeState(state.gram * faded, state.moment * faded, state.count)
         self._sums = held.with_state(ridge_state(*rows.operands(held), weights=weights, state=state), faded)

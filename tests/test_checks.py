@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,3 +103,29 @@ def test_a_float_mask_that_is_not_read_is_nan(module: type[torch.nn.Module], mon
     with Launched() as launched:
         assert layer(points, points, points, key_padding_mask=mask)[0].isnan().all()
     assert "_assert_async" not in launched.names
+
+
+TOKENS = torch.randn(1, 2, 12, 4)
+COUNTS = {
+    "num_landmarks": lambda count: ck.nystrom_attention(TOKENS, TOKENS, TOKENS, count),
+    "num_landmarks of a stream": lambda count: ck.continual_nystrom_init(TOKENS, TOKENS, TOKENS, count).sums,
+    "pinv_iterations": lambda count: ck.nystrom_attention(TOKENS, TOKENS, TOKENS, 4, pinv_iterations=count),
+    "iterations": lambda count: ck.iterative_pinv(torch.eye(3) + 0.1, count),
+    "every": lambda count: ck.prefix_attention_states(TOKENS, TOKENS, TOKENS, every=count).out,
+    "every of a regression": lambda count: ck.prefix_ridge_states(TOKENS, TOKENS, every=count).gram,
+}
+
+
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_a_count_may_be_one_of_numpys(count: Any) -> None:
+    """A count may be one of NumPy's, as sizes of modules may; True is none."""
+    for number in (np.int64(3), np.uint8(3)):
+        torch.testing.assert_close(count(number), count(3), rtol=0, atol=0)
+    for wrong in (True, np.bool_(True), 3.0, "3", np.int64(0), torch.tensor(3)):
+        with pytest.raises((TypeError, ValueError), match=r"an int (>= 1|from 1|between 1)"):
+            count(wrong)
+
+
+def test_iterations_of_a_module_may_be_numpys() -> None:
+    module = nn.NystromAttention(8, 2, num_landmarks=np.int64(4), pinv_iterations=np.int64(5), batch_first=True)
+    assert type(module.pinv_iterations) is int and type(module.num_landmarks) is int

@@ -119,6 +119,15 @@ def test_numbers_of_numpy(number: Any) -> None:
     assert OnlineRidge(forgetting=np.float32(0.5)).fit(x, y).info_ == 0
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float16])
+def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
+    """Powers of one of NumPy's have its digits only: the result depended on how a stream was cut."""
+    rng = np.random.default_rng(3)
+    x, y = rng.standard_normal((400, 3)), rng.standard_normal((400, 1))
+    at_once, in_parts = (_streamed(OnlineRidge(forgetting=number(0.99)), x, y, size=size) for size in (400, 40))
+    np.testing.assert_allclose(in_parts.coef_, at_once.coef_, rtol=1e-12, atol=1e-12)
+
+
 def test_a_forgetting_factor_is_a_weight_by_age() -> None:
     """Any way of cutting the stream gives the same."""
     x, y, weights = _data()

@@ -202,7 +202,7 @@ def prefix_ridge_states(
     True
     """
     inputs = _inputs(None, key, value, weights, key_padding_mask)
-    check_every(every)
+    every = check_every(every)
     batch, heads, length, width = inputs.key.shape
     if state is not None:
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)

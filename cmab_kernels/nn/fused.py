@@ -140,6 +140,7 @@ _HALF: Layers = (
 """The layers of a `LatentLayer`, their kinds and modules, in this order too."""
 _READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
 _PLAIN = {nn.Parameter, Tensor}
+_is_negated = Tensor.is_neg
 
 
 def _readings(blocks: Sequence[Block]) -> Found:
@@ -155,7 +156,8 @@ def _parameters(blocks: Sequence[Block]) -> Found:
 def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -> Found:
     """Return the block latents and the parameters of these layers of the halves of each block, and the settings.
 
-    None if a module, a layer included, is not just its kind, a parameter is absent or of a type of its own, or the settings differ.
+    None if a module, a layer included, is not just its kind, a parameter is absent, of a type of its own or lazily negated, or the settings
+    differ.
     """
     collect = kernel("layers", "native", "collect_parameters")
     tensors: list[Tensor] = []
@@ -171,4 +173,6 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -
                 return None
             if not collect(modules=half._modules, layers=layers, settings=settings, tensors=tensors, eps=eps):
                 return None
+    if any(map(_is_negated, tensors)):  # memory that does not hold its values: only torch's dispatcher resolves it
+        return None
     return (tensors, Settings(first.num_heads, eps.pop(), first.residual)) if len(eps) == 1 else None

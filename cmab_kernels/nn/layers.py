@@ -55,7 +55,8 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
-        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; move them together"))
+        remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
+        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
     if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
         raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
 
@@ -205,6 +206,18 @@ def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
     return len({weight.dtype for weight in weights if weight is not None}) == 1
 
 
+def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | None]) -> None:
+    """Raise unless the parameters of all parts are where the `features` called `name` are.
+
+    With one of them on the meta device, where a load left it, torch would run the shapes of a kernel and none of its work.
+    """
+    for part, parameters in parts.items():
+        for kind, each in parameters.items():
+            if each is not None and each.device != features.device:
+                allowed = f"{name} is on {features.device}; move them together"
+                raise ValueError(wrong(f"{part}.{kind}", f"is on {each.device}", allowed))
+
+
 TRAINED_COLUMNS = 128
 """Columns of inputs up to which a GPU's kernels project them in training: gradients of more columns come piece by piece, each with all
 scores anew."""
@@ -266,6 +279,7 @@ class FeedForward(_Residual):
             return (normed if self.residual == "normed" else latents) + contract(features * F.gelu(gate))
         weight = cast("Tensor", c["weight"])
         check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
+        check_together("latents", latents, norm=n, expand=e, contract=c)
         rows = latents.flatten(0, -2)
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
         return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", residual=self.residual, impl=impl).view_as(latents)
@@ -307,6 +321,7 @@ class _Attention(_Residual):
             return None
         weight = cast("Tensor", o["weight"])
         check_features("latents", latents, "(B, L, dim)", (3,), weight.shape[0], weight)
+        check_together("latents", latents, norm=n, context_norm=other, query=q, key=k, value=v, output=o)
         if context is not None:
             check_features("context", context, "(B, N, dim)", (3,), weight.shape[0], weight)
             check_mask(mask, context, context.shape[:2])

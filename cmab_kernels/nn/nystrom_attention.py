@@ -87,7 +87,7 @@ class NystromAttention(MatrixFreeAttention):
         self.num_landmarks = num_landmarks
         self.landmarks = landmarks
         self.pinv = pinv
-        self.pinv_iterations = pinv_iterations
+        self.pinv_iterations = int(pinv_iterations)
         if landmarks == "fixed":
             for name in LANDMARKS:
                 self.register_parameter(name, None)

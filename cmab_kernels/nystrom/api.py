@@ -16,6 +16,7 @@ from ..checks import (
     check_operands,
     fixed,
     has_shape,
+    is_count,
     kind_of,
     not_a_tensor,
     over_batch,
@@ -127,7 +128,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
         raise TypeError(wrong("matrix", f"is {matrix.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
-    _check_iterations("iterations", iterations)
+    iterations = _check_iterations("iterations", iterations)
     # Casts and views that change nothing are skipped: each takes 1 us, where the whole call takes 10 us.
     dtype = state_dtype(matrix.dtype)
     if matrix.dtype != dtype:
@@ -151,20 +152,22 @@ def check_pinv(pinv: str, iterations: int) -> int:
     """Check both options and return the number of iterations, 0 for the exact pseudo-inverse."""
     if pinv not in PINVS:
         raise ValueError(wrong("pinv", f"is {pinv!r}", f"it must be one of {', '.join(PINVS)}"))
-    _check_iterations("pinv_iterations", iterations)
+    iterations = _check_iterations("pinv_iterations", iterations)
     return iterations if pinv == "iterative" else 0
 
 
-def _check_iterations(name: str, iterations: int) -> None:
-    if not isinstance(iterations, int) or not 1 <= iterations <= MOST_ITERATIONS:
+def _check_iterations(name: str, iterations: int) -> int:
+    if not is_count(iterations, MOST_ITERATIONS):
         raise ValueError(wrong(name, f"is {iterations!r}", f"an int from 1 to {MOST_ITERATIONS} is needed"))
+    return int(iterations)
 
 
-def _check_number(num_landmarks: int, length: int, tokens: str) -> None:
-    """Raise unless `num_landmarks` is an int from 1 to `length`; `tokens` is "queries" or "keys", for the message."""
-    if not isinstance(num_landmarks, int) or not 1 <= num_landmarks <= length:
+def _check_number(num_landmarks: int, length: int, tokens: str) -> int:
+    """`num_landmarks` as an int; raise unless it is one from 1 to `length`; `tokens` is "queries" or "keys", for the message."""
+    if not is_count(num_landmarks, length):
         allowed = f"an int between 1 and {length}, the number of {tokens}, is needed"
         raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", allowed))
+    return int(num_landmarks)
 
 
 def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
@@ -196,7 +199,7 @@ def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tupl
     if given is not None:
         return _given_landmarks(given, key)
     assert number is not None
-    _check_number(number, key.shape[2], "keys")
+    number = _check_number(number, key.shape[2], "keys")
     _check_number(number, query.shape[2], "queries")
     if mask is None:
         return Landmarks(segment_means(query, number), segment_means(key, number))

@@ -92,7 +92,9 @@ class StepArguments {
 
   bool scale(double& number) const {
     TensorView tensor;
-    if (!view_plain(field(fields_.scale), tensor) || tensor.dtype != DType::kFloat64 || tensor.dims != 0) return false;
+    PyObject* const given = field(fields_.scale);
+    if (!view_plain(given, tensor) || is_negated(given) || tensor.dtype != DType::kFloat64 || tensor.dims != 0)
+      return false;
     number = *static_cast<const double*>(tensor.data);
     return true;
   }

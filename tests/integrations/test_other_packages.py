@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cmab_kernels import nn
 from cmab_kernels.integrations import functional
 
 from .. import pages
@@ -32,3 +34,23 @@ def test_programs(program: str, package: str, threads: Callable[[int], None], mo
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", theirs)  # so that it is restored after the program
     exec(compile(program, str(PAGE), "exec"), {"__name__": "program"})
     assert len(calls) == FUSED[package]
+
+
+@pytest.mark.parametrize(
+    "make, given",
+    [
+        (lambda: nn.CMABStack(16, 4, 2, 2), (11, 3)),
+        (lambda: nn.TransformerDecoderLayer(16, 2, 24, 0.0, batch_first=True), (3, 11)),
+        (lambda: nn.ContinualEncoderLayer(16, 2, 24, 0.0, sequence_len=8, batch_first=True), (11,)),
+    ],
+    ids=["CMABStack", "TransformerDecoderLayer", "ContinualEncoderLayer"],
+)
+def test_offloaded_weights_come_for_a_class_that_is_named(make: Any, given: tuple[int, ...]) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    module, tokens = make(), [torch.randn(2, count, 16) for count in given]
+    expected = module(*tokens)
+    cpu, name = torch.device("cpu"), type(module).__name__
+    named = accelerate.cpu_offload(copy.deepcopy(module), cpu, preload_module_classes=[name])
+    torch.testing.assert_close(named(*tokens), expected)
+    with pytest.raises(ValueError, match=r"the module is on meta; .*accelerate's preload_module_classes"):
+        accelerate.cpu_offload(module, cpu)(*tokens)

@@ -285,3 +285,37 @@ def test_hooks_of_all_kinds_run(kind: str) -> None:
                 ran(module, run, mode == "train")
                 wanted = {"before", "backward", "before backward"} if mode == "train" else {"before"}
                 assert set(calls) == wanted, (name, mode, run.__name__)
+
+
+def negated(module: nn.Module) -> nn.Module:
+    """Return a copy of the module with weights of the same values, whose memory holds their opposites."""
+    copied = copy.deepcopy(module)
+    for each in copied.parameters():
+        each.data = torch.complex(torch.zeros_like(each.data), -each.data).conj().imag
+        assert each.is_neg()
+    return copied
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_weights_may_be_lazily_negated(kind: str) -> None:
+    make, runs = MODULES[kind]
+    made = make().double()
+    for mode, ways in runs.items():
+        for run in ways:
+            result, found = ran(negated(made), run, mode == "train")
+            expected, gradients = ran(copy.deepcopy(made), run, mode == "train")
+            torch.testing.assert_close((result, found), (expected, gradients), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["CrossAttention", "SelfAttention", "FeedForward", "LatentLayer"])
+def test_a_weight_that_a_load_left_on_the_meta_device_is_refused(kind: str) -> None:
+    make, runs = MODULES[kind]
+    weights = make().double().state_dict()
+    few, many = inputs()
+    for missing in weights:
+        with torch.device("meta"):
+            module = make().double()
+        module.load_state_dict({name: each for name, each in weights.items() if name != missing}, strict=False, assign=True)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"the module is on meta|is on meta: \w+ is on cpu"):
+                runs["train"][0](module, few, many)

@@ -61,7 +61,7 @@ def prefix_attention_states(
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
     query = over_batch(query, key, key.shape[0])
-    check_every(every)
+    every = check_every(every)
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
     if state is not None:

@@ -454,6 +454,19 @@ def test_a_state_may_hold_a_parameter(impl: str, kind: str, field: str) -> None:
     assert torch.equal(out, wanted) and torch.equal(frozen, before)
 
 
+@pytest.mark.parametrize("field", ["queries", "values", "sums", "scale"])
+@pytest.mark.parametrize("kind", ["exact", "continual"])
+def test_a_state_may_be_lazily_negated(impl: str, kind: str, field: str) -> None:
+    """The memory of a field then holds the opposites of its values."""
+    state, tokens = _of_kind(kind)
+    wanted, _ = last(state, tokens, impl=impl)
+    part = getattr(state, field)
+    negated = torch.complex(torch.zeros_like(part), -part).conj().imag
+    out, _ = last(state._replace(**{field: negated}), tokens, impl=impl)
+    assert negated.is_neg()
+    torch.testing.assert_close(out, wanted)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("kind", ["exact", "continual"])
