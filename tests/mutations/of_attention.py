@@ -114,7 +114,7 @@ IN_CPP = {
         "csrc/attention/merge.h", "size <= kSureRounding / eps * left ||", "size < INFINITY ||", f"{STATE} -k digits"
     ),
     "a removal of nothing that is not reliable": Fault(
-        "csrc/attention/merge.h", "reliable_[row] = sums.empty() ||", "reliable_[row] =", f"{STATE} -k removal"
+        "csrc/attention/merge.h", "reliable_[row] = sums.empty() ? left == 1 :", "reliable_[row] =", f"{STATE} -k removal"
     ),
     "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];", f"{NATIVE} -k pieces"),
     "= for += over pieces of the queries": Fault(
@@ -247,9 +247,9 @@ IN_CPP = {
 
 IN_PYTHON = {
     "a lost gradient to the state's lse": Fault(
-        "cmab_kernels/attention/schema.py",
-        "share * dscore",
-        "0 * dscore",
+        "cmab_kernels/attention/state.py",
+        "(share * slope)",
+        "(0 * slope)",
         "tests/attention/test_suite.py::TestIncomingState::test_gradcheck",
     ),
     "a lost second derivative": Fault(
@@ -371,8 +371,8 @@ IN_TRITON = {
     ),
     "a removal of nothing that takes something": Fault(
         "cmab_kernels/attention/kernels/removal.py",
-        "share = tl.where(nothing_removed, 0.0, tl.exp(",
-        "share = tl.where(nothing_there, 0.0, tl.exp(",
+        "gap = removed - tl.where(nothing_there",
+        "gap = tl.where(nothing_removed, 0.0, removed) - tl.where(nothing_there",
         f"{KERNELS}::test_removal",
     ),
     "a gradient of one run without the scale": Fault(

@@ -17,6 +17,8 @@ from .state import ContinualAttentionState, ContinualNystromState, StepResult
 _C = load()
 
 continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_nystrom_step
+is_sole_owner: Callable[[ContinualNystromState | ContinualAttentionState], bool] = _C.is_sole_owner
+remember: Callable[[ContinualNystromState | ContinualAttentionState], None] = _C.remember
 continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_attention_step
 
 

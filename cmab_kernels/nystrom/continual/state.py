@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...backends import imported
 from ...checks import check_dense, device_of, is_dense, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
-from ...extension import load
 
 
 class ContinualNystromState(NamedTuple):
@@ -295,11 +295,8 @@ _WRITTEN = 5
 
 @functools.cache
 def _ownership() -> Any:
-    """The native extension, which counts who holds a tensor (csrc/common/ownership.h); None if it was not built: then all is copied."""
-    try:
-        return load()
-    except ImportError:
-        return None
+    """The native code, which counts who holds a tensor (csrc/common/ownership.h); None if it was not built: then all is copied."""
+    return imported("nystrom.continual", "native")
 
 
 def remembered(state: State) -> State:
