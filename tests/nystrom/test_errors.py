@@ -131,18 +131,18 @@ BAD_TOKENS: dict[str, Error] = {
     "two keys": (ValueError, r"`query` has shape \(2, 3, 1, 8\)", {"key": K[:, :, :2]}),
     "no token": (
         ValueError,
-        r"`query` has shape \(2, 3, 0, 8\).*t >= 1",
+        r"`key` has shape \(2, 3, 0, 8\).*t >= 1",
         _all(lambda t: t[:, :, :0]),
     ),
     "another dtype": (
         TypeError,
-        r"`query` is torch.float64.*window is torch.float32",
+        r"`key` is torch.float64.*window is torch.float32",
         _all(lambda t: t.double()),
     ),
     "one of another dtype": (TypeError, r"`value` is torch.bfloat16", {"value": TOKEN[2].bfloat16()}),
     "elsewhere": (
         ValueError,
-        r"`query` is on meta.*state is on cpu",
+        r"`key` is on meta.*state is on cpu",
         _all(lambda t: t.to("meta")),
     ),
     "a list": (TypeError, r"`key` is a list", {"key": TOKEN[1].tolist()}),
