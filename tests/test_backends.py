@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import cmab_kernels as ck
 from cmab_kernels import backends
@@ -177,6 +178,24 @@ def test_one_object_may_be_entered_again() -> None:
                 return [_chosen()]
 
         assert thread.submit(enter).result() == ["reference"] and thread.submit(backends.current_impl).result() == "auto"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_function_that_chooses_does_so_in_both_calls(use_reentrant: bool) -> None:
+    """The second call is in the backward pass, on a GPU in another thread."""
+    seen = []
+
+    def part(query: torch.Tensor) -> torch.Tensor:
+        with ck.use_impl("reference"):
+            seen.append(_chosen())
+            return ck.latent_attention(query, K, K)
+
+    query = Q.clone().requires_grad_()
+    right = torch.autograd.grad(part(query).sum(), query)[0]
+    loss = torch.utils.checkpoint.checkpoint(part, query, use_reentrant=use_reentrant).sum()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(loss.backward).result()
+    assert seen == ["reference"] * 3 and torch.equal(query.grad, right)
 
 
 def test_a_call_inside_a_block_holds_until_it_ends() -> None:

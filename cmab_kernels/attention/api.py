@@ -114,12 +114,10 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 
 def union(first: AttentionState, *others: AttentionState) -> AttentionState:
     """What `merge_states` returns of states that are checked."""
-    if not others:
-        return first
     states = (first, *others)
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
-    if not is_direct(chosen, *(part for state in states for part in state)):
-        return merged(*states)
+    if not others or not is_direct(chosen, *(part for state in states for part in state)):
+        return merged(*states)  # of one state, too: its empty rows may hold anything
     merge = kernel("attention", "native", "merge_states")
     for other in others:
         first = AttentionState(*merge(*first, *other))

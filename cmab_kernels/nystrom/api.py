@@ -195,7 +195,7 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
 def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
     """The landmarks: means of `number` segments, or those that are `given` by the caller."""
     if (number is None) == (given is None):
-        raise ValueError(wrong("num_landmarks", "and landmarks are both given" if given else "is None", "give one of the two"))
+        raise ValueError(wrong("num_landmarks", "is None" if given is None else "and landmarks are both given", "give one of the two"))
     if given is not None:
         return _given_landmarks(given, key)
     assert number is not None

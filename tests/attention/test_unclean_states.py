@@ -54,6 +54,7 @@ PATHS: dict[str, Callable[[AttentionState, str], AttentionState]] = {
     "merged second": _merge(1, 0),
     "all merged": _merge(0, 1),
     "merged among many": _merge(1, 3),
+    "merged alone": lambda state, impl: _module(ck.merge_states, state, impl),
     "attention_state": _attend,
     "remove_from_state": _remove,
     "prefix_attention_states": lambda state, impl: ck.prefix_attention_states(Q, K, V, every=2, state=state, impl=impl),

@@ -25,6 +25,7 @@ BAD_WINDOWS: dict[str, Error] = {
     "fewer values than keys": (ValueError, r"`value` has shape \(2, 3, 8, 5\)", {"value": V[:, :, 1:]}),
     "no landmarks": (ValueError, r"`num_landmarks` is None.*one of the two", {"num_landmarks": None}),
     "landmarks twice": (ValueError, r"`num_landmarks` and landmarks are both given", {"landmarks": (NEAR, NEAR)}),
+    "landmarks twice, of one tensor": (ValueError, r"`num_landmarks` and landmarks are both given", {"landmarks": NEAR}),
     "more landmarks than tokens": (ValueError, r"`num_landmarks` is 10.*between 1 and 9", {"num_landmarks": 10}),
     "no landmark": (ValueError, r"`num_landmarks` is 0.*between 1 and 9", {"num_landmarks": 0}),
     "half a landmark": (ValueError, r"`num_landmarks` is 2.5.*an int", {"num_landmarks": 2.5}),
