@@ -58,7 +58,7 @@ def measure(path: Path) -> None:
     if path == WHOLE:
         save(session.measured(scans=PLOTS, groups=shown(TABLES)), path)
     else:
-        save(session.measured(groups=shown(TABLES) if path == NARROW else {case.name for case in short_cases()}), path)
+        save(session.measured(groups=shown(TABLES[:1]) if path == NARROW else {case.name for case in short_cases()}), path)
 
 
 def page(run: Run, narrow: Run) -> str:

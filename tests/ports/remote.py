@@ -44,7 +44,6 @@ class Remote(ModuleType):
         return functools.partial(self._ask, name) if callable(here) else self._ask(name)
 
     def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
-        alone = self._owned_by_state(*arguments)
         try:
             sent, tensors = server.pack((arguments, named), {})
         except OverflowError as error:
@@ -53,7 +52,7 @@ class Remote(ModuleType):
             refused = getattr(self.here, name)(*arguments, **named)
             assert refused is None, f"{name} has taken a tensor without memory"
             return refused
-        call = server.Call(name, sent, torch.get_num_threads(), os.environ.get("CMAB_KERNELS_ISA"), alone)
+        call = server.Call(name, sent, torch.get_num_threads(), os.environ.get("CMAB_KERNELS_ISA"))
         with self._lock:
             self.calls[name] += 1
             pickle.dump(call, self._process.stdin)
@@ -71,12 +70,6 @@ class Remote(ModuleType):
             return pickle.load(self._process.stdout)
         except EOFError as error:
             raise RuntimeError(f"the other machine's process has ended: {shlex.join(map(str, self._process.args))}") from error
-
-    def _owned_by_state(self, state: Any = None, *_: Any) -> bool:
-        try:
-            return self.here.is_sole_owner(state)
-        except TypeError:  # none of those that steps take
-            return False
 
     def close(self) -> None:
         self._process.stdin.close()

@@ -101,8 +101,6 @@ class Call(NamedTuple):
     arguments: Sent
     threads: int
     instruction_set: str | None
-    alone: bool
-    """Whether nothing but the state, the first argument, owns its tensors: the extension may then write to them."""
 
 
 class Reply(NamedTuple):
@@ -121,8 +119,6 @@ def answer(native: Any, call: Call) -> Reply:
     """Run a call."""
     (arguments, named), tensors, storages = unpack(call.arguments, [])
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    if call.alone:
-        tensors.clear()
     torch.set_num_threads(call.threads)
     os.environ.pop("CMAB_KERNELS_ISA", None)
     if call.instruction_set is not None:

@@ -301,9 +301,8 @@ def _ownership() -> Any:
 
 def remembered(state: State) -> State:
     """The state itself, whose tensors are new and have memory of their own: steps may write to it while nothing else can reach it."""
-    ownership = _ownership()
-    if ownership is not None:
-        ownership.remember(state)
+    if not torch.compiler.is_compiling() and _ownership() is not None:
+        _ownership().remember(state)
     return state
 
 
