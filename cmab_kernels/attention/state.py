@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends import is_available, kernel
+from ..backends import imported
 from ..checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
 
 SURE_ROUNDING = 2.0**-5
@@ -152,6 +153,13 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
     refuse_wrong_sums(state, name)
 
 
+@functools.cache
+def _not_below_infinity() -> Callable[[Tensor], bool | None]:
+    """The native check of lse, which takes a microsecond; it returns None for layouts that it does not read, and where it was not built."""
+    native = imported("attention", "native")
+    return native.is_not_below_infinity if native else lambda lse: None
+
+
 def refuse_wrong_sums(state: AttentionState, name: str) -> None:
     """Raise `ValueError` if values that may be read, on the CPU and by no trace, are those of no keys: an lse of +inf or NaN.
 
@@ -160,7 +168,7 @@ def refuse_wrong_sums(state: AttentionState, name: str) -> None:
     lse = state.lse
     if not is_read(lse):
         return
-    found = kernel("attention", "native", "is_not_below_infinity")(lse) if is_available("attention", "native") else None
+    found = _not_below_infinity()(lse)
     if found is None:
         found = lse.numel() > 0 and not lse.detach().max().item() < math.inf
     if found and ((lse == math.inf) | (lse.isnan() & ~state.out.isnan().all(-1))).any():
