@@ -118,16 +118,16 @@ def tokens_seen(state: ContinualState) -> int:
     """
     position = state.position
     if isinstance(position, Tensor):
-        return state.window if position.is_meta else _common_position("state.position", position, state.window)
+        return state.window if position.is_meta else _common_position(position, state.window)
     return position
 
 
-def _common_position(name: str, positions: Tensor, window: int) -> int:
+def _common_position(positions: Tensor, window: int) -> int:
     """The position that all rows share; the window if there is none."""
     found = positions.unique().tolist()
     if len(found) > 1:
         allowed = "one position for all is needed here; a step of a kernel on a GPU takes one for each row"
-        raise ValueError(wrong(name, f"is {' and '.join(map(str, found[:2]))} in rows of one batch", allowed))
+        raise ValueError(wrong("state.position", f"is {' and '.join(map(str, found[:2]))} in rows of one batch", allowed))
     return int(found[0]) if found else window
 
 
