@@ -53,7 +53,7 @@ class ContinualStream(Stream[WindowState]):
         kind: the type of the state of the operator that steps.
         heads, width: H and D = E.
         rows: the numbers of rows that the sums of such a state may have.
-        counts: the ints of such a state, except its position, by name: `window` and, of a `ContinualNystromState`, `pinv_iterations` and
+        counts: the ints of such a state, by name: `window` and, of a `ContinualNystromState`, `pinv_iterations` and
             `fixed`.
         device, dtype: of the module's weights.
 
@@ -121,7 +121,10 @@ class ContinualStream(Stream[WindowState]):
         if self.kind is ContinualNystromState:
             parts["landmark_queries"] = parts["landmark_keys"] = Part((batch, self.heads, rows, self.width), sums)
             parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
-        return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(("position", *self.counts), Part((), torch.int64))}
+        given = entries.get("position")
+        common = isinstance(given, Tensor) and not given.dim()  # one number for all streams, as older files have it
+        parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
+        return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(self.counts, Part((), torch.int64))}
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         for name, entry in entries.items():
@@ -139,9 +142,9 @@ class ContinualStream(Stream[WindowState]):
         for name, count in self.counts.items():
             if entries[name] != count:
                 return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")
-        if not self.window <= entries["position"] <= LAST_POSITION:
-            allowed = f"the window's {self.window} to {LAST_POSITION} are needed"
-            return wrong(prefix + "position", f"is {int(entries['position'])}", allowed)
+        for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
+            if not self.window <= extreme <= LAST_POSITION:
+                return wrong(prefix + "position", f"is {extreme}", f"the window's {self.window} to {LAST_POSITION} are needed")
         if entries["scale"] != self.width**-0.5:
             return wrong(prefix + "scale", f"is {float(entries['scale'])}", f"it is {self.width**-0.5} in this module")
         return unlikely_totals(prefix + "sums", entries["sums"])

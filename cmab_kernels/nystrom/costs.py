@@ -8,6 +8,7 @@ is executed here is counted as torch's `FlopCounterMode` does: two for each mult
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -134,6 +135,23 @@ def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: i
     return _upkeep(n, m, D, E, position, tokens, iterations, fixed) + outputs
 
 
+def mean_operations(n: int, m: int, D: int, E: int, tokens: int, iterations: int, fixed: bool, retroactive: bool) -> float:
+    """The mean of `executed_operations` over the positions of an endless stream.
+
+    >>> from cmab_kernels.nystrom.costs import mean_operations
+    >>> mean_operations(64, 16, 64, 64, tokens=1, iterations=6, fixed=True, retroactive=False)
+    13056.0
+    """
+    outputs = _retroactive_output(n, m, D, E) if retroactive else tokens * _single_output(m, D, E)
+    return tokens * _mean_upkeep(n, m, D, E, iterations, fixed) + outputs
+
+
+@functools.cache
+def _mean_upkeep(n: int, m: int, D: int, E: int, iterations: int, fixed: bool) -> float:
+    stretch = n * SCHEDULE  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
+    return _upkeep(n, m, D, E, n, stretch, iterations, fixed) / stretch
+
+
 def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool) -> int:
     """Operations that keep the sums, the landmarks and the pseudo-inverse up to date, without those of the output."""
     end = position + tokens
@@ -232,9 +250,7 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
     if scheme in ("single", "retroactive"):
         return executed_attention_operations(n, d, d, 1, scheme == "retroactive")
     landmarks, output = scheme.split(" ")
-    stretch = n * SCHEDULE  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
-    upkeep = _upkeep(n, m, d, d, n, stretch, iterations, landmarks == "fixed") / stretch
-    return upkeep + (_single_output(m, d, d) if output == "single" else _retroactive_output(n, m, d, d))
+    return mean_operations(n, m, d, d, 1, iterations, landmarks == "fixed", output == "retroactive")
 
 
 def cost_table(n: int, m: int, d: int, iterations: int = 6) -> list[str]:

@@ -103,6 +103,11 @@ bool dtype_of(const dlpack::Tensor& seen, DType& dtype) {
   return false;
 }
 
+uint8_t code_of(DType dtype) {
+  if (dtype == DType::kInt64) return dlpack::kInt;
+  return dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
+}
+
 // A tensor that torch never gave memory to, as its gradients of zero may be, has elements but no address.
 bool has_memory(const TensorView& tensor) {
   return tensor.data || std::count(tensor.shape, tensor.shape + tensor.dims, 0) > 0;
@@ -132,17 +137,22 @@ struct Lent {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], stride[kMaxDims];
 
-  static Lent* make(DType dtype, const int64_t (&sizes)[kMaxDims]) {
+  static Lent* make(DType dtype, Extents sizes) {
     constexpr uintptr_t kAlignment = 64;
+    const int dims = int(sizes.size());
+    int64_t elements = 1;
+    for (const int64_t size : sizes) elements *= size;
     const int64_t element = element_bytes(dtype);
-    const size_t bytes = size_t(sizes[0] * sizes[1] * sizes[2] * sizes[3] * element);
+    const size_t bytes = size_t(elements * element);
     void* memory = std::malloc(sizeof(Lent) + kAlignment + bytes);
     if (!memory) throw std::bad_alloc();
     Lent* made = new (memory) Lent;
     const uintptr_t data = (reinterpret_cast<uintptr_t>(made + 1) + kAlignment - 1) / kAlignment * kAlignment;
     int64_t step = 1;
-    for (int i = kMaxDims - 1; i >= 0; --i) made->shape[i] = sizes[i], made->stride[i] = step, step *= sizes[i];
-    const uint8_t code = dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
+    for (int i = dims - 1; i >= 0; --i) {
+      made->shape[i] = sizes.begin()[i], made->stride[i] = step;
+      step *= made->shape[i];
+    }
     made->managed.version = {1, 0};
     made->managed.context = memory;
     made->managed.release = [](dlpack::Managed* managed) { std::free(managed->context); };
@@ -150,8 +160,8 @@ struct Lent {
     made->managed.tensor = {reinterpret_cast<void*>(data),
                             dlpack::kCpu,
                             0,
-                            kMaxDims,
-                            code,
+                            dims,
+                            code_of(dtype),
                             uint8_t(8 * element),
                             1,
                             made->shape,
@@ -161,7 +171,7 @@ struct Lent {
   }
 };
 
-NewTensor lend(const dlpack::Table& table, DType dtype, const int64_t (&shape)[kMaxDims]) {
+NewTensor lend(const dlpack::Table& table, DType dtype, Extents shape) {
   Lent* lent = Lent::make(dtype, shape);
   void* data = lent->managed.tensor.data;
   void* object;
@@ -208,13 +218,16 @@ bool look_slowly(PyObject* object, TensorView& tensor) {
 }
 
 // function(shape, dtype=dtype).
-Object make_tensor(PyObject* function, DType dtype, const int64_t (&shape)[kMaxDims]) {
-  const Object given = Object::owned(Py_BuildValue("((LLLL))", shape[0], shape[1], shape[2], shape[3]));
+Object make_tensor(PyObject* function, DType dtype, Extents shape) {
+  Object sizes = Object::owned(PyTuple_New(Py_ssize_t(shape.size())));
+  Py_ssize_t at = 0;
+  for (const int64_t size : shape) PyTuple_SET_ITEM(sizes.get(), at++, python::from_integer(size).release());
+  const Object given = Object::owned(PyTuple_Pack(1, sizes.get()));
   const Object named = Object::owned(Py_BuildValue("{s:O}", "dtype", torch().dtypes[int(dtype)]));
   return Object::owned(PyObject_Call(function, given.get(), named.get()));
 }
 
-NewTensor make_slowly(DType dtype, const int64_t (&shape)[kMaxDims]) {
+NewTensor make_slowly(DType dtype, Extents shape) {
   NewTensor made{make_tensor(torch().empty, dtype, shape), nullptr};
   made.data = data_of(made.object.get());
   return made;
@@ -260,9 +273,8 @@ bool requires_grad(PyObject* tensor) {
   return Object::owned(PyObject_GetAttr(tensor, torch().requires_grad)).get() == Py_True;
 }
 
-NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+NewTensor new_tensor(DType dtype, Extents shape) {
   const dlpack::Table* table = torch().table;
-  const int64_t shape[kMaxDims] = {batch, heads, rows, columns};
   return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "common/dtype.h"
 #include "common/python.h"
@@ -49,8 +50,10 @@ struct NewTensor {
   void* data;
 };
 
-// A contiguous, uninitialised CPU tensor of a floating type, of shape (batch, heads, rows, columns).
-NewTensor new_tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
+using Extents = std::initializer_list<int64_t>;  // of a shape, at most kMaxDims
+
+// A contiguous, uninitialised CPU tensor of a floating type or int64.
+NewTensor new_tensor(DType dtype, Extents shape);
 
 // torch.get_num_threads(); 1 in the child of a fork, where OpenMP would wait for threads that the fork has not copied.
 int torch_threads();

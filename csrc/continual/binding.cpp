@@ -50,9 +50,8 @@ class StepArguments {
     stream.value = operand(tokens[2]);
     stream.queries = rings[0].data, stream.keys = rings[1].data, stream.values = rings[2].data;
     shape.retroactive = retroactive_;
-    return count(fields_.position, shape.position) && count(fields_.window, shape.window) && scale(shape.scale) &&
-           shape.window >= 1 && shape.position >= shape.window && shape.position <= kLastPosition &&
-           shape.capacity > shape.window && shape.tokens >= 1;
+    return count(fields_.window, shape.window) && scale(shape.scale) && shape.window >= 1 &&
+           positions(shape, stream.positions) && shape.capacity > shape.window && shape.tokens >= 1;
   }
 
   // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false as read().
@@ -89,6 +88,18 @@ class StepArguments {
   static constexpr int64_t kMostColumns = 1 << 20;
 
   PyObject* field(int index) const { return PyTuple_GET_ITEM(state_, index); }
+
+  // Reads the position of each head's stream; false unless every window is full.
+  bool positions(const StreamShape& shape, const int64_t*& numbers) const {
+    TensorView tensor;
+    if (!view_plain(field(fields_.position), tensor) || is_negated(field(fields_.position)) || tensor.dims != 2 ||
+        tensor.dtype != DType::kInt64 || tensor.shape[0] != shape.batch || tensor.shape[1] != shape.heads ||
+        !tensor.contiguous())
+      return false;
+    numbers = static_cast<const int64_t*>(tensor.data);
+    return std::all_of(numbers, numbers + shape.batch * shape.heads,
+                       [&](int64_t number) { return number >= shape.window && number <= kLastPosition; });
+  }
 
   bool scale(double& number) const {
     TensorView tensor;
@@ -171,10 +182,10 @@ class Step {
   PyObject* result(NextState& next, Kind& stream) {
     const StreamShape& shape = stream.shape;
     const int64_t rows = shape.retroactive ? shape.window : shape.tokens;
-    NewTensor out = new_tensor(shape.dtype, shape.batch, shape.heads, rows, shape.value_width);
+    NewTensor out = new_tensor(shape.dtype, {shape.batch, shape.heads, rows, shape.value_width});
     stream.out = out.data;
     run(stream);
-    next.set_position(python::from_integer(shape.position + shape.tokens));
+    next.advance_positions(shape, stream.positions);
     return step_result(std::move(out.object), next.make());
   }
 

@@ -13,13 +13,15 @@ namespace cmab::cpu {
 namespace {
 
 // Copies the window's rows of one head from a ring of `capacity` rows to one of shape.capacity rows.
-void move_rows(const StreamShape& shape, int64_t head, const void* from, int64_t capacity, void* to, int width) {
+void move_rows(const Stream& stream, int64_t head, const void* from, int64_t capacity, void* to, int width) {
+  const StreamShape& shape = stream.shape;
+  const int64_t position = stream.positions[head];
   const int64_t bytes = width * element_bytes(shape.dtype);
   const char* source = static_cast<const char*>(from) + head * capacity * bytes;
   char* target = static_cast<char*>(to) + head * shape.capacity * bytes;
-  for (int64_t token = shape.position - shape.window; token < shape.position;) {
+  for (int64_t token = position - shape.window; token < position;) {
     const int64_t at = token % capacity, to_at = token % shape.capacity;
-    const int64_t rows = std::min({shape.position - token, capacity - at, shape.capacity - to_at});
+    const int64_t rows = std::min({position - token, capacity - at, shape.capacity - to_at});
     std::memcpy(target + to_at * bytes, source + at * bytes, rows * bytes);
     token += rows;
   }
@@ -28,9 +30,9 @@ void move_rows(const StreamShape& shape, int64_t head, const void* from, int64_t
 void move_window(const Stream& stream, const OldRings& old, int64_t head) {
   if (!old.queries) return;
   const StreamShape& shape = stream.shape;
-  move_rows(shape, head, old.queries, old.capacity, stream.queries, shape.key_width);
-  move_rows(shape, head, old.keys, old.capacity, stream.keys, shape.key_width);
-  move_rows(shape, head, old.values, old.capacity, stream.values, shape.value_width);
+  move_rows(stream, head, old.queries, old.capacity, stream.queries, shape.key_width);
+  move_rows(stream, head, old.keys, old.capacity, stream.keys, shape.key_width);
+  move_rows(stream, head, old.values, old.capacity, stream.values, shape.value_width);
 }
 
 void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_t head) {
@@ -79,8 +81,15 @@ const ContinualKernel& continual_kernel(DType dtype) {
 
 bool replaces_landmark(const NystromStream& stream) {
   if (stream.fixed) return false;
-  for (int64_t i = 1; i <= stream.shape.tokens; ++i)
-    if (segment_ending(stream.shape.position + i, stream.shape.window, stream.landmarks)) return true;
+  const StreamShape& shape = stream.shape;
+  const auto replaces = [&](int64_t position) {
+    for (int64_t i = 1; i <= shape.tokens; ++i)
+      if (segment_ending(position + i, shape.window, stream.landmarks)) return true;
+    return false;
+  };
+  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // mostly, all heads are at one position
+    if ((head == 0 || stream.positions[head] != stream.positions[head - 1]) && replaces(stream.positions[head]))
+      return true;
   return false;
 }
 

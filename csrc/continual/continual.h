@@ -18,7 +18,6 @@ struct StreamShape {
   int64_t batch, heads;
   int64_t window;              // n
   int64_t capacity;            // C > n, rows of the rings
-  int64_t position;            // number of tokens taken before this step
   int64_t tokens;              // t >= 1
   int key_width, value_width;  // D, E >= 1
   double scale;                // logits are scale * q k'
@@ -29,6 +28,7 @@ struct StreamShape {
 // window, which are still there.
 struct Stream {
   StreamShape shape;
+  const int64_t* positions;       // (B, H), the number of tokens that each head's stream had before this step
   Operand query, key, value;      // the new tokens
   void *queries, *keys, *values;  // rings
   const void* sums;               // before the step

@@ -114,6 +114,7 @@ class Head {
   Head(const Stream& stream, int64_t head, int64_t rows, const HeadScratch<T>& scratch)
       : shape_(stream.shape),
         tokens_(stream, head),
+        position_(stream.positions[head]),
         scratch_(scratch),
         guarded_(rows, shape_.value_width, scratch.rows),
         new_sums_(static_cast<T*>(stream.new_sums) + head * rows * guarded_.stride()),
@@ -122,7 +123,7 @@ class Head {
 
  protected:
   int64_t outputs() const { return shape_.retroactive ? shape_.window : shape_.tokens; }
-  int64_t taken() const { return shape_.position + index_; }
+  int64_t taken() const { return position_ + index_; }
 
   void put_token() {
     tokens_.put(index_, taken());
@@ -177,6 +178,7 @@ class Head {
 
   const StreamShape& shape_;
   const Tokens tokens_;
+  const int64_t position_;  // before this step
   const HeadScratch<T> scratch_;
   int64_t index_ = 0;  // new tokens taken
 

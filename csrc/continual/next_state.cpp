@@ -41,10 +41,17 @@ python::Object NextState::make() {
 }
 
 void* NextState::allocate(int field, DType dtype, const cpu::StreamShape& shape, int64_t rows, int64_t columns) {
-  NewTensor made = new_tensor(dtype, shape.batch, shape.heads, rows, columns);
+  NewTensor made = new_tensor(dtype, {shape.batch, shape.heads, rows, columns});
   remember(made.object.get());
   set(field, std::move(made.object));
   return made.data;
+}
+
+void NextState::advance_positions(const cpu::StreamShape& shape, const int64_t* before) {
+  NewTensor made = new_tensor(DType::kInt64, {shape.batch, shape.heads});
+  std::transform(before, before + shape.batch * shape.heads, static_cast<int64_t*>(made.data),
+                 [&](int64_t position) { return position + shape.tokens; });
+  set(fields_.position, std::move(made.object));
 }
 
 }  // namespace cmab

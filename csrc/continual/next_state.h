@@ -60,7 +60,8 @@ class NextState {
     inverse = allocate(fields_.inverse, dtype, shape, landmarks, landmarks);
   }
 
-  void set_position(python::Object position) { set(fields_.position, std::move(position)); }
+  // Sets the positions after the step: those before it, (batch, heads), and its number of tokens.
+  void advance_positions(const cpu::StreamShape& shape, const int64_t* before);
 
   python::Object make();
 

@@ -77,7 +77,7 @@ def test_a_restored_state_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
     def changed(state: Any) -> Any:
         state = plain(state)
-        state.keys[:, :, state.position % state.keys.shape[2] - 2] += 5.0
+        state.keys[:, :, int(state.position.unique()) % state.keys.shape[2] - 2] += 5.0
         return state
 
     monkeypatch.setattr(streams, "restored", changed)

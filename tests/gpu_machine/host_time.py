@@ -48,7 +48,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "ridge_state", lambda: ck.ridge_state(key, key, impl="triton")
     yield "ridge_state with a state", lambda: ck.ridge_state(key, key, state=sums, impl="triton")
     yield "iterative_pinv", lambda: ck.iterative_pinv(square, impl="triton")
-    with counts_as_on_a_gpu():
+    with positions_unread():
         for name in ("attention", "nystrom"):
             for output in ("single", "retroactive"):
                 options = {"output": output, "impl": "triton"}
@@ -76,9 +76,9 @@ def layers() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "feed_forward_layer: gradients", partial(layer_kernels.feed_forward_layer_backward, rows, rows, *network, (True,) * 7)
 
 
-def counts_as_on_a_gpu() -> Any:
-    """A context in which the states of streams count in a tensor."""
-    return mock.patch.object(state_module, "counts_in_int", lambda device: False)
+def positions_unread() -> Any:
+    """A context in which no check reads the position of a state, as on a GPU: the stub's kernels write none."""
+    return mock.patch.object(state_module, "_check_positions", lambda *_: None)
 
 
 def stream(name: str) -> Any:

@@ -20,7 +20,7 @@ from cmab_kernels.nystrom.continual import api
 from cmab_kernels.nystrom.continual.schema import attention_step_op, form_of, nystrom_step_op
 
 from .driver import Launched, stub
-from .host_time import calls, counts_as_on_a_gpu, stream
+from .host_time import calls, positions_unread, stream
 
 
 def test_one_launch_a_call() -> None:
@@ -42,7 +42,7 @@ STEPS = {"attention": ck.continual_attention_step, "nystrom": ck.continual_nystr
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for operator in (attention_step_op, nystrom_step_op):
         monkeypatch.setattr(operator, "_ready", {})
-    with stub(90), counts_as_on_a_gpu(), torch.no_grad():
+    with stub(90), positions_unread(), torch.no_grad():
         yield
 
 
@@ -66,7 +66,7 @@ def test_steps_of_one_form_are_checked_once(kind: str, monkeypatch: pytest.Monke
 FAULTS: dict[str, Callable[[Any, list[torch.Tensor]], Any]] = {
     "`value` has shape": lambda state, tokens: (state, [*tokens[:2], torch.randn(1, 4, 1, 17)]),
     "`query` has shape": lambda state, tokens: (state, [tokens[0], torch.randn(1, 4, 2, 16), tokens[2]]),
-    "`query` is torch.float64": lambda state, tokens: (state, [t.double() for t in tokens]),
+    "`key` is torch.float64": lambda state, tokens: (state, [t.double() for t in tokens]),
     "`value` is on meta": lambda state, tokens: (state, [*tokens[:2], tokens[2].to("meta")]),
     "`key` is a list": lambda state, tokens: (state, [tokens[0], [1.0], tokens[2]]),
     "`state.window` is 64.0": lambda state, tokens: (state._replace(window=64.0), tokens),

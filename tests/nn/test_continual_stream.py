@@ -108,8 +108,9 @@ def test_entries_are_tensors_and_ints() -> None:
         *("queries", "keys", "values", "sums", "landmark_queries", "landmark_keys", "inverse"),
         *("scale", "position", "window", "pinv_iterations", "fixed"),
     }
-    numbers = {name: int(entry) for name, entry in window.items() if entry.dtype == torch.int64}
+    numbers = {name: int(entry.unique()) for name, entry in window.items() if entry.dtype == torch.int64}
     assert numbers == {"position": 13, "window": 5, "pinv_iterations": 8, "fixed": 0}
+    assert window["position"].shape == (2, 3)
     assert window["queries"].shape == (2, 3, 5, 8)
     module = streaming("continual", 13)
     ring = module.get_state().keys
@@ -197,6 +198,8 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "a negative total": ("sums", changed("sums", -1.0, 0, 0, 0, -5)),
     "a negative position": ("position", number("position", -1)),
     "an early position": ("position", number("position", 4)),
+    "one early position": ("position", changed("position", 4, 1, 2)),
+    "positions of one batch": ("position", lambda s: {"position": s["position"][:1]}),
     "another window": ("window", number("window", 6)),
     "other iterations": ("pinv_iterations", number("pinv_iterations", 6)),
     "fixed": ("fixed", number("fixed", 1)),
@@ -272,7 +275,8 @@ def test_assignment_is_checked() -> None:
     bad: list[tuple[type[Exception], Any]] = [
         (TypeError, tuple(good)),
         (ValueError, good._replace(keys=good.keys[..., :3])),
-        (ValueError, good._replace(position=3)),
+        (ValueError, good._replace(position=torch.full_like(good.position, 3))),
+        (TypeError, good._replace(position=9)),
         (ValueError, good._replace(window=6)),
         (ValueError, good._replace(fixed=1)),
         (TypeError, good._replace(sums=good.sums.double())),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...backends import check_name, choose, imported
@@ -18,7 +19,7 @@ from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
-from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, position_on, remembered, ring_of
+from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
 
 OUTPUTS = ("single", "retroactive")
 FAST = ("auto", "native")
@@ -59,7 +60,7 @@ def continual_nystrom_init(
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
     >>> state.sums.shape, state.position
-    (torch.Size([1, 4, 8, 21]), 64)
+    (torch.Size([1, 4, 8, 21]), tensor([[64, 64, 64, 64]]))
     """
     query, key, value = _window(query, key, value)
     iterations = check_pinv(pinv, pinv_iterations)
@@ -116,7 +117,7 @@ def continual_nystrom_step(
     >>> for token in rest.split(1, dim=2):
     ...     out, state = cmab_kernels.continual_nystrom_step(state, token, token, token)
     >>> out.shape, state.position
-    (torch.Size([1, 4, 1, 16]), 100)
+    (torch.Size([1, 4, 1, 16]), tensor([[100, 100, 100, 100]]))
     """
     return _step(nystrom_step_op, ContinualNystromState, state, query, key, value, output, impl)
 
@@ -247,10 +248,9 @@ def _scale(scale: float | None, key: Tensor) -> Tensor:
 
 def _rings(*tokens: Tensor) -> Any:
     """The rings of a new state, each with one spare row, so that a step can write without changing the state before it."""
-    length = tokens[0].shape[2]
-    return tuple(ring_of(t, length, length + 1) for t in tokens)
+    return tuple(F.pad(t, (0, 0, 0, 1)).contiguous() for t in tokens)
 
 
 def _counts(scale: Tensor, key: Tensor) -> Any:
     batch, heads, length, _ = map(extent, key.shape)
-    return scale, position_on(key.device, length, batch, heads), length
+    return scale, torch.full((batch, heads), length, dtype=torch.int64, device=key.device), length

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ...dtypes import state_dtype
+from ...tracing import has_values
 from ..reference import landmark_kernel, logits, pinv_reference, segment_ends
-from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, State, tokens_seen, window_of
+from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, State, window_of
 
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -45,11 +46,11 @@ def row_means(sums: Tensor) -> Tensor:
     return sums[..., :-EXTRA_SUMS] / sums[..., -EXTRA_SUMS, None]
 
 
-def segment_ending(position: int, window: int, landmarks: int) -> int:
-    """The length of the segment that ends after `position` tokens of the stream; 0 if none ends there."""
+def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
+    """The length (B, H) of the segment that ends after `position` (B, H) tokens of the stream; 0 if none ends there."""
+    bounds = torch.tensor([0, *segment_ends(window, landmarks)], device=position.device)
     phase = (position - 1) % window + 1
-    ends = [0, *segment_ends(window, landmarks)]
-    return phase - ends[ends.index(phase) - 1] if phase in ends else 0
+    return ((phase[..., None] == bounds[1:]) * bounds.diff()).sum(-1)
 
 
 def nystrom_step_reference(
@@ -63,26 +64,25 @@ def nystrom_step_reference(
             outs.append(_nystrom_rows(state, tokens[0]))
     if not retroactive:
         return torch.cat(outs, dim=-2), state
-    return _nystrom_rows(state, window_of(state.queries, tokens_seen(state), state.window)), state
+    return _nystrom_rows(state, window_of(state.queries, state.position, state.window)), state
 
 
 def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
     """The state after one more token: the token enters the window, may complete a landmark, and the sums are recomputed."""
     state = _pushed(state, *tokens)
-    position = tokens_seen(state)
-    segment = 0 if state.fixed else segment_ending(position, state.window, state.sums.shape[-2])
-    if segment:
-        state = _replaced(state, segment)
-    keys, values = (window_of(ring, position, state.window) for ring in (state.keys, state.values))
+    if not state.fixed:
+        segment = segment_ending(state.position, state.window, state.sums.shape[-2])
+        if not has_values(segment) or segment.any():
+            state = _replaced(state, segment)
+    keys, values = (window_of(ring, state.position, state.window) for ring in (state.keys, state.values))
     sums = row_sums(state.landmark_queries, keys, values, state.scale)
     return _with(state, sums=sums, spare=torch.empty_like(sums))
 
 
 def _pushed(state: State, *tokens: Tensor) -> State:
-    position = tokens_seen(state)
-    rows = torch.tensor([position % state.keys.shape[-2]], device=state.keys.device)
+    rows = (state.position % state.keys.shape[-2])[..., None, None]
     rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 knows none
-    queries, keys, values = (ring.index_copy(-2, rows, token) for ring, token in zip(rings, tokens, strict=True))
+    queries, keys, values = (ring.scatter(-2, rows.expand_as(token), token) for ring, token in zip(rings, tokens, strict=True))
     return _with(state, queries=queries, keys=keys, values=values, position=state.position + 1)
 
 
@@ -91,15 +91,20 @@ def _with(state: State, **changed: Any) -> State:
     return type(state)(**{name: changed.get(name, getattr(state, name)) for name in type(state)._fields})
 
 
-def _replaced(state: ContinualNystromState, segment: int) -> ContinualNystromState:
-    """The state with the mean of the newest `segment` tokens in place of the oldest landmark, and the new pseudo-inverse."""
-    position, dtype = tokens_seen(state), state.landmark_keys.dtype
-    queries, keys = (
-        torch.cat([old[..., 1:, :], window_of(ring, position, segment).to(dtype).mean(-2, keepdim=True)], dim=-2)
-        for old, ring in ((state.landmark_queries, state.queries), (state.landmark_keys, state.keys))
-    )
+def _replaced(state: ContinualNystromState, segment: Tensor) -> ContinualNystromState:
+    """The state with the mean of the newest `segment` (B, H) tokens in place of the oldest landmark, and the new pseudo-inverse; where
+    `segment` is 0, no landmark is replaced."""
+    longest = -(-state.window // state.sums.shape[-2])
+    length, ends = segment[..., None, None].clamp(min=1), segment[..., None, None] > 0
+    too_old = torch.arange(-longest, 0, device=segment.device)[:, None] < -length
+
+    def after(old: Tensor, ring: Tensor) -> Tensor:
+        newest = window_of(ring, state.position, longest).to(old.dtype).masked_fill(too_old, 0.0)
+        return old.where(~ends, torch.cat([old[..., 1:, :], newest.sum(-2, keepdim=True) / length], dim=-2))
+
+    queries, keys = after(state.landmark_queries, state.queries), after(state.landmark_keys, state.keys)
     inverse = pinv_reference(landmark_kernel(queries, keys, None, state.scale), state.pinv_iterations)
-    return _with(state, landmark_queries=queries, landmark_keys=keys, inverse=inverse)
+    return _with(state, landmark_queries=queries, landmark_keys=keys, inverse=inverse.where(ends, state.inverse))
 
 
 def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
@@ -119,10 +124,10 @@ def attention_step_reference(
     if not retroactive:
         none = state.sums[..., :0, :]
         return torch.cat(outs, dim=-2).to(query.dtype), _with(state, sums=none, spare=none.clone())
-    sums = _exact_rows(state, window_of(state.queries, tokens_seen(state), state.window))
+    sums = _exact_rows(state, window_of(state.queries, state.position, state.window))
     return row_means(sums).to(query.dtype), _with(state, sums=sums, spare=torch.empty_like(sums))
 
 
 def _exact_rows(state: ContinualAttentionState, queries: Tensor) -> Tensor:
-    keys, values = (window_of(ring, tokens_seen(state), state.window) for ring in (state.keys, state.values))
+    keys, values = (window_of(ring, state.position, state.window) for ring in (state.keys, state.values))
     return row_sums(queries.to(state_dtype(queries.dtype)), keys, values, state.scale)

@@ -16,15 +16,15 @@ from torch import Tensor
 from ...backends import kernel
 from ...checks import autocasts, refuse_not_finite
 from ...flops import flop_formula
-from ...tracing import extent, is_batched_gradient, is_differentiated, is_plain
-from ..costs import executed_attention_operations, executed_operations
+from ...tracing import is_batched_gradient, is_differentiated, is_plain
+from ..costs import executed_attention_operations, mean_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 _RINGS = "Tensor queries, Tensor keys, Tensor values, Tensor sums"
 _LANDMARKS = "Tensor landmark_queries, Tensor landmark_keys, Tensor inverse"
-_COUNTS = "Tensor scale, Tensor? clock, SymInt position, SymInt window"
+_COUNTS = "Tensor scale, Tensor position, SymInt window"
 _TOKENS = "Tensor query, Tensor key, Tensor value, bool retroactive, str impl"
 LIB.define(
     f"continual_nystrom_step({_RINGS}, {_LANDMARKS}, {_COUNTS}, int iterations, int fixed, {_TOKENS}) "
@@ -56,31 +56,26 @@ def _plain_state(state: Any) -> Any:
     return type(state)._make(field.detach().clone() if type(field) is torch.nn.Parameter else field for field in state)
 
 
-def _clock(state: Any, like: Tensor) -> Tensor:
-    """The position if it is a tensor, as an operator must return; an empty tensor if it is an int, which the caller can compute."""
-    return state.position if isinstance(state.position, Tensor) else like.new_empty((0,), dtype=torch.int64)
-
-
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
     return (tensor.clone() for tensor in tensors)
 
 
 def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
-    *fields, scale, clock, position, window, iterations, fixed, query, key, value, retroactive, impl = args
+    *fields, scale, position, window, iterations, fixed, query, key, value, retroactive, impl = args
     queries, keys, values, sums, *landmarks = fields
-    counts = (scale, position if clock is None else clock.clone(), window, iterations, fixed)
+    counts = (scale, position.clone(), window, iterations, fixed)
     state = ContinualNystromState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *_copies(*landmarks), *counts])
     out, new = run_step("continual_nystrom_step", impl, remembered(state), query, key, value, retroactive)
-    return out, *new[:4], *new[5:8], _clock(new, out)
+    return out, *new[:4], *new[5:8], new.position
 
 
 def _attention_body(*args: Any) -> tuple[Tensor, ...]:
-    *fields, scale, clock, position, window, query, key, value, retroactive, impl = args
+    *fields, scale, position, window, query, key, value, retroactive, impl = args
     queries, keys, values, sums = fields
-    counts = (scale, position if clock is None else clock.clone(), window)
+    counts = (scale, position.clone(), window)
     state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *counts])
     out, new = run_step("continual_attention_step", impl, remembered(state), query, key, value, retroactive)
-    return out, *new[:4], _clock(new, out)
+    return out, *new[:4], new.position
 
 
 LIB.impl("continual_nystrom_step", _nystrom_body, "CompositeExplicitAutograd")
@@ -101,27 +96,23 @@ def _out(value: Tensor, window: int, retroactive: bool) -> Tensor:
     return value.new_empty(batch, heads, window if retroactive else tokens, width)
 
 
-def _empty_clock(clock: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty((0,) if clock is None else clock.shape, dtype=torch.int64)
-
-
 @torch.library.register_fake("cmab::continual_nystrom_step", lib=LIB)
 def _(
     queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, lq: Tensor, lk: Tensor, inverse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    _, clock, _, window, _, _, query, _, value, retroactive, _ = rest
+    _, position, window, _, _, query, _, value, retroactive, _ = rest
     rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
     small = [t.new_empty(t.shape) for t in (sums, lq, lk, inverse)]
-    return _out(value, window, retroactive), *rings, *small, _empty_clock(clock, query)
+    return _out(value, window, retroactive), *rings, *small, torch.empty_like(position)
 
 
 @torch.library.register_fake("cmab::continual_attention_step", lib=LIB)
 def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, clock, _, window, query, _, value, retroactive, _ = rest
+    _, position, window, query, _, value, retroactive, _ = rest
     rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
     batch, heads, _, width = sums.shape
     new_sums = sums.new_empty(batch, heads, window if retroactive else 0, width)
-    return _out(value, window, retroactive), *rings, new_sums, _empty_clock(clock, query)
+    return _out(value, window, retroactive), *rings, new_sums, torch.empty_like(position)
 
 
 # ---- operations
@@ -129,11 +120,11 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -
 
 @flop_formula(torch.ops.cmab.continual_nystrom_step)
 def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Count the operations, except for rows recomputed because of the data, whose number is not known beforehand."""
-    *_head, position, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
+    """Count the operations of a step at no position in particular, except for rows recomputed because of the data."""
+    *_head, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
     batch, heads, _, width = keys
-    one = executed_operations(window, sums[2], width, values[-1], position, query[2], iterations, bool(fixed), retroactive)
-    return batch * heads * one
+    one = mean_operations(window, sums[2], width, values[-1], query[2], iterations, bool(fixed), retroactive)
+    return round(batch * heads * one)
 
 
 @flop_formula(torch.ops.cmab.continual_attention_step)
@@ -154,13 +145,13 @@ MOST_FORMS = 1000
 """How many forms are remembered: the steps of a model have few."""
 
 _TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
-"""Kind of state -> how many of its fields, on a GPU, are tensors: they come first, and ints follow."""
+"""Kind of state -> how many of its fields are tensors: they come first, and ints follow."""
 
 _TYPES: dict[type, list[type]] = {
     ContinualNystromState: [*[Tensor] * 10, int, int, int, *[Tensor] * 3],
     ContinualAttentionState: [*[Tensor] * 7, int, *[Tensor] * 3],
 }
-"""Kind of state -> the types of its fields on a GPU, and of a query, a key and a value."""
+"""Kind of state -> the types of its fields, and of a query, a key and a value."""
 
 _shape, _dtype, _device, _requires_grad = map(attrgetter, ("shape", "dtype", "device", "requires_grad"))
 
@@ -168,7 +159,7 @@ _shape, _dtype, _device, _requires_grad = map(attrgetter, ("shape", "dtype", "de
 def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | None:
     """The form of a step: if one step of a form is allowed, all are, and run alike.
 
-    None where only the checked path decides: on a CPU, under autocast, for subclasses of Tensor, lazy negations, and fields with gaps.
+    None where only the checked path decides: under autocast, for subclasses of Tensor, lazy negations, and fields with gaps.
     """
     kind = type(state)
     if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind) or any(map(Tensor.is_neg, tokens)):
@@ -208,7 +199,7 @@ class StepOperator:
         """Steps of this form pass all checks, and run `impl`."""
         if len(self._ready) == MOST_FORMS:
             self._ready.clear()
-        if form and impl != "reference":
+        if form and impl not in ("reference", "native"):  # native code has a fast path of its own
             self._ready[form] = kernel("nystrom.continual", impl, self.name)
 
     def __call__(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
@@ -233,34 +224,25 @@ def _is_plain(state: Any, *tokens: Tensor) -> bool:
     return is_plain(*tokens, *[field for field in state if isinstance(field, Tensor)])
 
 
-def _place(state: Any) -> tuple[Tensor | None, int]:
-    """The position as the operators' two arguments (clock, position): (tensor, a valid int), or (None, int)."""
-    return (state.position, state.window) if isinstance(state.position, Tensor) else (None, state.position)
-
-
 def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What every state keeps of its window, by name: the compiler of torch 2.6 knows no slice of a NamedTuple."""
     return state.queries, state.keys, state.values, state.sums
 
 
 def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    clock, position = _place(state)
     rings, landmarks_before = _rings(state), (state.landmark_queries, state.landmark_keys, state.inverse)
-    counts = (state.scale, clock, position, state.window, state.pinv_iterations, state.fixed)
+    counts = (state.scale, state.position, state.window, state.pinv_iterations, state.fixed)
     fields = (*rings, *landmarks_before, *counts, query, key, value, retroactive, impl)
-    out, queries, keys, values, sums, near, far, inverse, clock_after = torch.ops.cmab.continual_nystrom_step(*fields)
-    place = position + extent(query.shape[2]) if clock is None else clock_after
+    out, queries, keys, values, sums, near, far, inverse, position = torch.ops.cmab.continual_nystrom_step(*fields)
     spare = torch.empty_like(sums)
-    rest = (state.scale, place, state.window, state.pinv_iterations, state.fixed)
+    rest = (state.scale, position, state.window, state.pinv_iterations, state.fixed)
     return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, *rest)
 
 
 def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    clock, position = _place(state)
-    fields = (*_rings(state), state.scale, clock, position, state.window, query, key, value, retroactive, impl)
-    out, queries, keys, values, sums, clock_after = torch.ops.cmab.continual_attention_step(*fields)
-    place = position + extent(query.shape[2]) if clock is None else clock_after
-    return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, place, state.window)
+    fields = (*_rings(state), state.scale, state.position, state.window, query, key, value, retroactive, impl)
+    out, queries, keys, values, sums, position = torch.ops.cmab.continual_attention_step(*fields)
+    return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, position, state.window)
 
 
 nystrom_step_op = StepOperator("continual_nystrom_step", nystrom_step_reference, _dispatched_nystrom)

@@ -12,11 +12,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...backends import imported
-from ...checks import check_dense, device_of, is_dense, kind_of, wrong
+from ...checks import check_dense, device_of, is_dense, is_read, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
 
 
@@ -47,8 +46,8 @@ class ContinualNystromState(NamedTuple):
     """(B, H, m, m) in the state dtype: the pseudo-inverse of Gamma_phi."""
     scale: Tensor
     """() float64 on the CPU: what logits are multiplied by."""
-    position: int | Tensor
-    """How many tokens the stream has had. On a GPU (B, H) int64 there, so that a captured step advances it."""
+    position: Tensor
+    """(B, H) int64: how many tokens each stream of the batch has had."""
     window: int
     """The number n of tokens in the window."""
     pinv_iterations: int
@@ -74,8 +73,8 @@ class ContinualAttentionState(NamedTuple):
     """The shape and dtype of `sums`: memory that the next step writes to."""
     scale: Tensor
     """() float64 on the CPU: what logits are multiplied by."""
-    position: int | Tensor
-    """How many tokens the stream has had. On a GPU (B, H) int64 there, so that a captured step advances it."""
+    position: Tensor
+    """(B, H) int64: how many tokens each stream of the batch has had."""
     window: int
     """The number n of tokens in the window."""
 
@@ -111,47 +110,22 @@ else:
         """The state for the next step, of the kind that this step was given, which can still be used."""
 
 
-def tokens_seen(state: ContinualState) -> int:
-    """The position as an int; this synchronises with a GPU. Where it has no value (an empty batch, the meta device) it is the window.
-
-    `ValueError` if rows of the batch are at different positions.
-    """
-    position = state.position
-    if isinstance(position, Tensor):
-        return state.window if position.is_meta else _common_position(position, state.window)
-    return position
+def window_of(ring: Tensor, position: Tensor, window: int) -> Tensor:
+    """A copy (B, H, n, *) of the newest `window` tokens in a ring (B, H, C, *) after `position` (B, H) tokens, oldest first."""
+    rows = _rows_of(position, window, ring.shape[-2])
+    return ring.gather(-2, rows[..., None].expand(*rows.shape, ring.shape[-1]))
 
 
-def _common_position(positions: Tensor, window: int) -> int:
-    """The position that all rows share; the window if there is none."""
-    found = positions.unique().tolist()
-    if len(found) > 1:
-        allowed = "one position for all is needed here; a step of a kernel on a GPU takes one for each row"
-        raise ValueError(wrong("state.position", f"is {' and '.join(map(str, found[:2]))} in rows of one batch", allowed))
-    return int(found[0]) if found else window
+def ring_of(tokens: Tensor, position: Tensor, capacity: int) -> Tensor:
+    """A ring (B, H, C, *) of C = `capacity` rows that holds these as its newest tokens, after `position` (B, H) tokens of the stream."""
+    rows = _rows_of(position, tokens.shape[-2], capacity)
+    empty = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
+    return empty.scatter(-2, rows[..., None].expand_as(tokens), tokens)
 
 
-def window_of(ring: Tensor, position: int, window: int) -> Tensor:
-    """A copy (B, H, n, *) of the newest `window` tokens in a ring after `position` tokens, oldest first."""
-    rows = torch.arange(position - window, position, device=ring.device) % ring.shape[-2]
-    return ring.index_select(-2, rows)
-
-
-def ring_of(tokens: Tensor, position: int, capacity: int) -> Tensor:
-    """A ring (B, H, C, *) of C = `capacity` rows that holds these as its newest tokens, after `position` tokens of the stream."""
-    ring = F.pad(tokens, (0, 0, 0, capacity - tokens.shape[-2])).contiguous()
-    first = (position - tokens.shape[-2]) % capacity
-    return ring.roll(first, -2) if first else ring
-
-
-def counts_in_int(device: torch.device) -> bool:
-    """Whether a state on this device holds its position as an int: on the CPU."""
-    return device.type == "cpu"
-
-
-def position_on(device: torch.device, position: int, batch: int, heads: int) -> int | Tensor:
-    """A position in the form that a state on this device needs: an int on the CPU, else an int64 tensor (B, H) on the device."""
-    return position if counts_in_int(device) else torch.full((batch, heads), position, dtype=torch.int64, device=device)
+def _rows_of(position: Tensor, tokens: int, capacity: int) -> Tensor:
+    """The rows (B, H, t) that the newest `tokens` tokens have in a ring of `capacity` rows, oldest first."""
+    return (position[..., None] + torch.arange(-tokens, 0, device=position.device)) % capacity
 
 
 def move_state(state: State, device: torch.device | str) -> State:
@@ -164,13 +138,11 @@ def move_state(state: State, device: torch.device | str) -> State:
     """
     _check_any(state)
     device = device_of(device)
-    tensors: Any = {
-        name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in ("scale", "position")
-    }
-    return state._replace(**tensors, position=position_on(device, tokens_seen(state), *state.keys.shape[:2]))
+    tensors: Any = {name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "scale"}
+    return state._replace(**tensors)
 
 
-COUNTS = ("position", "window", "pinv_iterations", "fixed")
+COUNTS = ("window", "pinv_iterations", "fixed")
 """The fields of a state that are ints."""
 
 
@@ -184,17 +156,16 @@ def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
     >>> tensors = cmab_kernels.state_to_tensors(state)
     >>> tensors["keys"].shape, tensors["position"]
-    (torch.Size([1, 4, 64, 16]), tensor(64))
+    (torch.Size([1, 4, 64, 16]), tensor([[64, 64, 64, 64]]))
     >>> restored = cmab_kernels.state_from_tensors(cmab_kernels.ContinualNystromState, tensors)
     >>> new = torch.randn(1, 4, 1, 16)
     >>> torch.equal(*(cmab_kernels.continual_nystrom_step(each, new, new, new).out for each in (state, restored)))
     True
     """
     _check_any(state)
-    position = tokens_seen(state)
     tensors = {name: field for name, field in state._asdict().items() if name != "spare"}
-    counts = {name: torch.tensor(count, device=_HOST) for name, count in {**tensors, "position": position}.items() if name in COUNTS}
-    rings = {name: window_of(tensors[name], position, state.window) for name in RINGS}
+    counts = {name: torch.tensor(count, device=_HOST) for name, count in tensors.items() if name in COUNTS}
+    rings = {name: window_of(tensors[name], state.position, state.window) for name in RINGS}
     others = {name: field.detach().clone() for name, field in tensors.items() if name not in (*COUNTS, *RINGS)}
     return {name: {**counts, **rings, **others}[name] for name in tensors}
 
@@ -204,7 +175,7 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
 
     Args:
         kind: `ContinualNystromState` or `ContinualAttentionState`.
-        tensors: all entries, and no other.
+        tensors: all entries, and no other. `position` may also be a number () that all streams of the batch share.
         name: what errors call `tensors`.
 
     Raises:
@@ -213,7 +184,7 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> tensors = cmab_kernels.state_to_tensors(cmab_kernels.continual_attention_init(tokens, tokens, tokens))
     >>> cmab_kernels.state_from_tensors(cmab_kernels.ContinualAttentionState, tensors).position
-    64
+    tensor([[64, 64, 64, 64]])
     """
     if kind not in KINDS:
         raise TypeError(wrong("kind", f"is {kind!r}", "ContinualNystromState or ContinualAttentionState is needed"))
@@ -230,9 +201,9 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
         if fields[entry].dim() != 4 or fields[entry].shape[2] != counts["window"]:
             given = f"has shape {tuple(fields[entry].shape)}"
             raise ValueError(wrong(f"{name}[{entry!r}]", given, f"(B, H, {counts['window']}, *), a window, is needed"))
-        fields[entry] = ring_of(fields[entry], counts["position"], counts["window"] + 1)
-    position = position_on(fields["keys"].device, counts["position"], *fields["keys"].shape[:2])
-    fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=_on_host(f"{name}['scale']", fields["scale"]), position=position)
+    fields["position"] = _loaded_position(f"{name}['position']", fields["position"], fields["keys"])
+    fields.update({entry: ring_of(fields[entry], fields["position"], counts["window"] + 1) for entry in RINGS})
+    fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=_on_host(f"{name}['scale']", fields["scale"]))
     state = kind(**fields)
     check_state(state, kind, name)
     problem = "" if state.sums.is_meta else unlikely_totals(f"{name}['sums']", state.sums)
@@ -253,6 +224,14 @@ def _loaded_count(name: str, count: Tensor) -> int:
     if not fits or not 0 <= int(count) <= LAST_POSITION:
         raise ValueError(wrong(name, f"is {count!r}", f"an int64 tensor () from 0 to {LAST_POSITION} is needed"))
     return int(count)
+
+
+def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
+    """The position of each stream (B, H), on the device of keys (B, H, n, D), from that or from a number ()."""
+    if position.dtype != torch.int64 or position.shape not in ((), keys.shape[:2]):
+        given = f"is {position.dtype} {tuple(position.shape)}"
+        raise ValueError(wrong(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or (), is needed"))
+    return position.to(keys.device).expand(keys.shape[:2]).contiguous()
 
 
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
@@ -328,9 +307,8 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
     landmarks: Any = fields[_WRITTEN:-5] if followed else ()  # new ones always: whether one is replaced may be known on a GPU only
-    position = torch.empty_like(state.position) if isinstance(state.position, Tensor) else state.position
     counts: Any = fields[-3 if followed else -1 :]
-    made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, position, *counts)
+    made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, torch.empty_like(state.position), *counts)
     return remembered(type(state)._make(made))
 
 
@@ -375,6 +353,7 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
         device = _HOST if part == "scale" else home
         if tensor.device != device:
             raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"{device} is needed; `move_state` moves a state"))
+    _check_positions(state, name)
 
 
 def _check_any(state: Any) -> None:
@@ -391,11 +370,16 @@ def _check_counts(state: ContinualState, name: str) -> None:
         count, least = getattr(state, field), 1 if field == "window" else 0
         if not isinstance(count, int) or count < least:
             raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int >= {least} is needed"))
-    if isinstance(state.position, int) and state.position < state.window:
-        allowed = f"its window of {state.window} must be full; continual_*_init takes the first window at once"
-        raise ValueError(wrong(name, f"has had {state.position} tokens", allowed))
-    if isinstance(state.position, int) and state.position > LAST_POSITION:
-        raise ValueError(wrong(f"{name}.position", f"is {state.position}", f"at most {LAST_POSITION} is needed"))
+
+
+def _check_positions(state: ContinualState, name: str) -> None:
+    """Raise for a position that no stream can have. On a GPU it is not read: the host would wait."""
+    if not is_read(state.position) or not state.position.numel():
+        return
+    for extreme in map(int, state.position.aminmax()):
+        if not state.window <= extreme <= LAST_POSITION:
+            allowed = f"the window's {state.window} to {LAST_POSITION} are needed; continual_*_init takes the first window at once"
+            raise ValueError(wrong(f"{name}.position", f"is {extreme}", allowed))
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -425,12 +409,9 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
         "sums": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
         "spare": ((batch, heads, rows, value_width + EXTRA_SUMS), dtype),
         "scale": ((), torch.float64),
+        "position": ((batch, heads), torch.int64),
     }
     if isinstance(state, ContinualNystromState):
         parts["landmark_queries"] = parts["landmark_keys"] = ((batch, heads, rows, width), dtype)
         parts["inverse"] = ((batch, heads, rows, rows), dtype)
-    if not counts_in_int(keys.device):
-        parts["position"] = ((batch, heads), torch.int64)
-    elif not isinstance(state.position, int) or isinstance(state.position, bool):
-        raise TypeError(wrong(f"{name}.position", f"is {kind_of(state.position)}", "an int is needed on the CPU"))
     return parts

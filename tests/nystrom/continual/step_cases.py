@@ -11,7 +11,7 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
-from cmab_kernels.nystrom.continual.state import ContinualNystromState, tokens_seen
+from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.testing import bound
 
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -37,20 +37,13 @@ def wide(tokens: Tokens) -> Tokens:
 
 
 def start(tokens: Tokens, landmarks: int | None, fixed: bool = False, **options: Any) -> Any:
-    """Return the state of a window with m landmarks, or of exact attention for None, as on a GPU."""
+    """Return the state of a window with m landmarks, or of exact attention for None."""
     if landmarks is None:
-        state: Any = ck.continual_attention_init(*tokens, **options)
-    elif fixed:
+        return ck.continual_attention_init(*tokens, **options)
+    if fixed:
         given = tuple(t[:, :, :landmarks].to(state_dtype(t.dtype)) for t in tokens[:2])
-        state = ck.continual_nystrom_init(*tokens, landmarks=given, **options)
-    else:
-        state = ck.continual_nystrom_init(*tokens, landmarks, **options)
-    return as_on_a_gpu(state)
-
-
-def as_on_a_gpu(state: Any) -> Any:
-    """Return a state whose position is a tensor."""
-    return state._replace(position=torch.full(state.keys.shape[:2], state.position))
+        return ck.continual_nystrom_init(*tokens, landmarks=given, **options)
+    return ck.continual_nystrom_init(*tokens, landmarks, **options)
 
 
 def defined(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
@@ -98,13 +91,13 @@ FADING: dict[str, Callable[[Tensor], Tensor]] = {
 """Values (t, E) of a stream that become small, by the numbers (t, 1) of its tokens."""
 
 
-def check_values_that_fade(step: Callable[[Any, Tokens], Any], state_of: Callable[[Any], Any], law: str, dtype: torch.dtype) -> None:
+def check_values_that_fade(step: Callable[[Any, Tokens], Any], law: str, dtype: torch.dtype) -> None:
     """Check the sums of each step of a stream whose values become small: what was large must leave no error behind."""
     window, length = 16, 60
     query, key, _ = tokens(1, 1, length, 8, 3, dtype)
     value = FADING[law](torch.arange(length, dtype=torch.float64)[:, None]).expand(1, 1, length, 3).to(dtype)
     near = torch.randn(1, 4, 8, dtype=dtype)
-    state = state_of(ck.continual_nystrom_init(*part((query, key, value), 0, window), landmarks=(near, near)))
+    state = ck.continual_nystrom_init(*part((query, key, value), 0, window), landmarks=(near, near))
     for end in range(window + 1, length + 1):
         state = step(state, part((query, key, value), end - 1, end))
         keys, values = (t[:, :, end - window : end].double() for t in (key, value))
@@ -113,12 +106,12 @@ def check_values_that_fade(step: Callable[[Any, Tokens], Any], state_of: Callabl
         assert (error <= 100 * torch.finfo(dtype).eps * (weights @ values.abs())).all(), end
 
 
-def check_log_scales(step: Callable[[Any, Tokens], Any], state_of: Callable[[Any], Any]) -> None:
+def check_log_scales(step: Callable[[Any, Tokens], Any]) -> None:
     """Check that a logit becomes the log-scale of a row only where it exceeds it by 1: each change costs the row a rounding to one side."""
     window, logits = 8, [0.0, 0.9, 1.1, 2.0, 2.2]
     ones, keys = torch.ones(1, 1, window + 5, 1), torch.tensor([0.0] * window + logits).view(1, 1, -1, 1)
     landmark = torch.ones(1, 1, 1)
-    state = state_of(ck.continual_nystrom_init(*part((ones, keys, ones), 0, window), landmarks=(landmark, landmark), scale=1.0))
+    state = ck.continual_nystrom_init(*part((ones, keys, ones), 0, window), landmarks=(landmark, landmark), scale=1.0)
     scales = []
     for end in range(window + 1, window + 6):
         state = step(state, part((ones, keys, ones), end - 1, end))
@@ -148,7 +141,7 @@ def compare(
         at += chunk
     assert (ours.position == at).all()
     for ring, given in zip(ours[:3], stream, strict=True):
-        assert torch.equal(window_of(ring, at, window), given[:, :, at - window : at])
+        assert torch.equal(window_of(ring, ours.position, window), given[:, :, at - window : at])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -156,6 +149,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     assert (a.position == b.position).all()
-    rings = all(torch.equal(*(window_of(s[i], tokens_seen(s), s.window) for s in (a, b))) for i in range(3))
+    rings = all(torch.equal(*(window_of(s[i], s.position, s.window) for s in (a, b))) for i in range(3))
     names = [name for name in a._fields if name not in ("queries", "keys", "values", "spare")]
     return rings and all(torch.equal(torch.as_tensor(getattr(a, n)), torch.as_tensor(getattr(b, n))) for n in names)

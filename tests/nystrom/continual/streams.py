@@ -10,12 +10,16 @@ from torch import Tensor
 import cmab_kernels as ck
 
 
+def step_of(state: Any) -> Any:
+    """Return the function that steps a state."""
+    return ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
+
+
 def stepped(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> Iterator[tuple[int, Tensor, Any]]:
     """Yield (tokens taken so far, out, state) after each chunk."""
-    step = ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
     taken = 0
     for parts in zip(*(t.split(chunk, dim=2) for t in tokens), strict=True):
-        out, state = step(state, *parts, **options)
+        out, state = step_of(state)(state, *parts, **options)
         taken += parts[0].shape[2]
         yield taken, out, state
 

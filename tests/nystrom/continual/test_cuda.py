@@ -32,7 +32,6 @@ from .memory_cases import (
 from .step_cases import (
     FADING,
     Tokens,
-    as_on_a_gpu,
     check_log_scales,
     check_the_largest_of_huge_logits_leaves,
     check_values_that_fade,
@@ -162,17 +161,17 @@ def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, orde
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_largest_of_huge_logits_leaves(dtype: torch.dtype) -> None:
-    check_the_largest_of_huge_logits_leaves(lambda state, token: _step(as_on_a_gpu(state), token)[1], dtype)
+    check_the_largest_of_huge_logits_leaves(lambda state, token: _step(state, token)[1], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("law", FADING)
 def test_values_that_fade(law: str, dtype: torch.dtype) -> None:
-    check_values_that_fade(lambda state, token: _step(state, token)[1], as_on_a_gpu, law, dtype)
+    check_values_that_fade(lambda state, token: _step(state, token)[1], law, dtype)
 
 
 def test_log_scales() -> None:
-    check_log_scales(lambda state, token: _step(state, token)[1], as_on_a_gpu)
+    check_log_scales(lambda state, token: _step(state, token)[1])
 
 
 # ---- bits

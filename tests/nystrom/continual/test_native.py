@@ -84,7 +84,7 @@ def _what_counts(state: Any) -> list[Tensor]:
 
 def _same(a: Any, b: Any) -> bool:
     pairs = zip(_what_counts(a), _what_counts(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs) and a[-4:] == b[-4:] if len(a) == 13 else a[-2:] == b[-2:]
+    return all(torch.equal(x, y) for x, y in pairs) and [f for f in a if isinstance(f, int)] == [f for f in b if isinstance(f, int)]
 
 
 # ---- accuracy
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 def _as(state: Any, dtype: torch.dtype) -> Any:
-    return type(state)(*(t.to(dtype) if isinstance(t, Tensor) and t.dim() else t for t in state))
+    return type(state)(*(t.to(dtype) if isinstance(t, Tensor) and t.dim() == 4 else t for t in state))
 
 
 def _sizes(state: Any, queries: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale
         out, state = _step(state, new, retroactive)
         wide, right = by_definition(right, *(t.double() for t in new), retroactive)
         own, same = by_definition(same, *new, retroactive)
-        assert out.dtype == dtype and out.is_contiguous() and out.shape == wide.shape and state.position == i + 1
+        assert out.dtype == dtype and out.is_contiguous() and out.shape == wide.shape and (state.position == i + 1).all()
         queries = _window(right)[0] if retroactive else new[0].double()
         sizes = _sizes(right, queries) + 1e-300
         errors.append(((out.double() - wide).abs() / sizes).max())
@@ -370,7 +370,7 @@ def test_a_stream_alone_writes_where_nobody_looks() -> None:
     _, state = _step(state, _some(tokens, 0, 40))
     assert state.keys.shape[2] == 80 and len(places(40)) == len(places(20)) == 5
     _, state = _step(state, _some(tokens, 0, 100))
-    assert state.keys.shape[2] == 80 and state.position == 40 + 3 * 400 + 140
+    assert state.keys.shape[2] == 80 and (state.position == 40 + 3 * 400 + 140).all()
 
 
 def test_two_threads_step_one_state() -> None:
@@ -381,7 +381,7 @@ def test_two_threads_step_one_state() -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(5):
             for out, end in pool.map(lambda _: _step(state, rest), range(2)):
-                assert torch.equal(out, right) and end.position == 72
+                assert torch.equal(out, right) and (end.position == 72).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

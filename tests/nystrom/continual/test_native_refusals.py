@@ -89,10 +89,14 @@ BAD_STATES: dict[str, Callable[[Any], Any]] = {
     "spare of another size": lambda s: s._replace(spare=s.spare[:, :, 1:].contiguous()),
     "a ring that is too short": lambda s: s._replace(**{f: getattr(s, f)[:, :, -20:].contiguous() for f in ("queries", "keys", "values")}),
     "rings of two lengths": lambda s: s._replace(values=torch.cat([s.values, s.values], 2)),
-    "a window not filled": lambda s: s._replace(position=19),
+    "a window not filled": lambda s: s._replace(position=torch.full_like(s.position, 19)),
     "no window": lambda s: s._replace(window=0),
-    "a position that is a tensor": lambda s: s._replace(position=torch.tensor(20)),
-    "a position beyond 64 bits": lambda s: s._replace(position=2**70),
+    "one window of four not filled": lambda s: s._replace(position=torch.tensor([[20, 20], [20, 19]])),
+    "a position that is a number": lambda s: s._replace(position=20),
+    "one position for all": lambda s: s._replace(position=s.position[0, 0]),
+    "positions without memory of their own": lambda s: s._replace(position=s.position[:1, :1].expand(2, 2)),
+    "positions of another type": lambda s: s._replace(position=s.position.int()),
+    "a position of no stream": lambda s: s._replace(position=torch.full_like(s.position, 2**62 + 1)),
     "a scale of its own type": lambda s: s._replace(scale=s.scale.float()),
     "a scale that is a number": lambda s: s._replace(scale=0.5),
 }
@@ -140,7 +144,7 @@ def test_no_heads() -> None:
     tokens = _tokens(0, 3, 22, 4, 3)
     for kind in ("continual", "exact"):
         out, state = _step(_start(kind, tokens, 20, 4), _some(tokens, 20, 22))
-        assert out.shape == (0, 3, 2, 3) and state.position == 22
+        assert out.shape == (0, 3, 2, 3) and state.position.shape == (0, 3)
 
 
 def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

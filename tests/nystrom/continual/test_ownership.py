@@ -13,7 +13,6 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels import nn
-from cmab_kernels.nystrom.continual.state import tokens_seen
 
 N, BATCH = 6, 3
 
@@ -184,11 +183,3 @@ def test_a_state_from_numpy_before_its_first_step() -> None:
     copied = _changed(state, lambda f: torch.from_numpy(f.numpy().copy()))
     new = _tokens(1)
     assert torch.equal(_step(copied, new).out, _step(state, new).out)
-
-
-def test_streams_at_different_positions_are_not_taken_for_one() -> None:
-    """On a GPU each row has its own position; what needs one for all says so."""
-    state = _stream("single")
-    joined = state._replace(position=torch.tensor([[20, 20], [13, 13], [20, 20]]))
-    with pytest.raises(ValueError, match=r"`state\.position` is 13 and 20 in rows of one batch"):
-        tokens_seen(joined)

@@ -18,7 +18,7 @@ from cmab_kernels.nystrom.continual.reference import row_means
 from cmab_kernels.testing import STREAMS, oracles
 from cmab_kernels.testing.oracles import segment_means
 
-from .streams import last, stepped, window_at
+from .streams import last, step_of, stepped, window_at
 
 WINDOWS = [(1, 1), (7, 7), (16, 1), (16, 4), (17, 5), (64, 16)]
 OUTPUTS = ["single", "retroactive"]
@@ -50,7 +50,8 @@ def _landmarks(state: ck.ContinualNystromState) -> tuple[Tensor, Tensor]:
 
 
 def _window_rows(state: Any) -> list[Tensor]:
-    rows = torch.arange(state.position - state.window, state.position) % state.keys.shape[2]
+    end = int(state.position.unique())
+    rows = torch.arange(end - state.window, end) % state.keys.shape[2]
     return [ring[:, :, rows] for ring in state[:3]]
 
 
@@ -82,7 +83,7 @@ def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed
         if not fixed and taken % window == 0:
             for ours, t in zip(_landmarks(now), tokens, strict=False):
                 torch.testing.assert_close(ours, segment_means(t, number), rtol=1e-13, atol=1e-14)
-    assert now.position == stream[0].shape[2]
+    assert (now.position == stream[0].shape[2]).all()
 
 
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
@@ -136,7 +137,7 @@ def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
     outs, states = zip(*((out, new) for _, out, new in stepped(state, rest, chunk, impl=impl)), strict=True)
     torch.testing.assert_close(torch.cat(outs, 2), torch.cat([out for out, _ in one_by_one], 2), rtol=1e-12, atol=1e-13)
     last = one_by_one[-1][1]
-    assert states[-1].position == last.position
+    assert torch.equal(states[-1].position, last.position)
     torch.testing.assert_close(_landmarks(states[-1]), _landmarks(last), rtol=1e-13, atol=1e-14)
     retroactive = [out for _, out, _ in stepped(state, rest, chunk, impl=impl, output="retroactive")][-1]
     torch.testing.assert_close(retroactive[:, :, -1:], outs[-1][:, :, -1:], rtol=1e-12, atol=1e-13)
@@ -334,6 +335,57 @@ def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -
         assert all(torch.equal(a, b) for a, b in zip(_window_rows(new), _window_rows(one_by_one), strict=True))
 
 
+# ---- streams joined by hand
+
+
+def _joined(*states: Any) -> Any:
+    """Return the streams of several states as one batch, by `torch.cat` of what has a batch."""
+    fields = zip(*states, strict=True)
+    return type(states[0])._make(torch.cat(f) if isinstance(f[0], Tensor) and f[0].dim() else f[0] for f in fields)
+
+
+def _two_streams(kind: str) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """Return the states of two batches of streams that have had 7 and 16 tokens, with one ring longer, and tokens that follow."""
+    fixed = (torch.randn(3, 3, 6, dtype=torch.float64), torch.randn(3, 3, 6, dtype=torch.float64))
+    options: Any = {"exact": {}, "continual": {"num_landmarks": 3}, "fixed": {"landmarks": fixed}}[kind]
+    start = ck.continual_attention_init if kind == "exact" else ck.continual_nystrom_init
+    states = [start(*_stream(7), **options) for _ in range(2)]
+    for part in zip(*(t.split(1, dim=2) for t in _stream(9)), strict=True):
+        states[1] = step_of(states[1])(states[1], *part).state
+    return states, tuple(torch.cat([t, t.flip(0)]) for t in _stream(30))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("chunk", [1, 2, 11])
+@pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
+def test_streams_joined_by_hand(impl: str, kind: str, chunk: int, output: str) -> None:
+    """Each stream of a batch goes on from its own position: it replaces its landmarks when its own segments end."""
+    parts, rest = _two_streams(kind)
+    alone = [
+        torch.cat([out for _, out, _ in stepped(part, tuple(t[rows] for t in rest), chunk, output=output, impl=impl)], 2)
+        for part, rows in zip(parts, (slice(0, 2), slice(2, 4)), strict=True)
+    ]
+    steps = [*stepped(_joined(*parts), rest, chunk, output=output, impl=impl)]
+    torch.testing.assert_close(torch.cat([out for _, out, _ in steps], 2), torch.cat(alone), rtol=1e-12, atol=1e-13)
+    assert steps[-1][2].position.unique().tolist() == [37, 46]
+
+
+@pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
+def test_files_joined_by_hand(kind: str) -> None:
+    parts, rest = _two_streams(kind)
+    first, second = map(ck.state_to_tensors, parts)
+    joined = {name: torch.cat([t, second[name]]) if t.dim() else t for name, t in first.items()}
+    loaded = ck.state_from_tensors(type(parts[0]), joined)
+    assert torch.equal(step_of(loaded)(loaded, *rest).out, step_of(loaded)(_joined(*parts), *rest).out)
+
+
+def test_a_file_whose_streams_share_a_position() -> None:
+    """Files of older versions have one number."""
+    state, _ = _start(_stream(17), 17, 5, fixed=False)
+    tensors = {**ck.state_to_tensors(state), "position": torch.tensor(17)}
+    assert _same(ck.state_from_tensors(type(state), tensors), state)
+
+
 # ---- as tensors alone
 
 
@@ -372,6 +424,8 @@ SPOILT: dict[str, tuple[type[Exception], Any]] = {
     "window elsewhere": (ValueError, lambda t: t.to("meta")),
     "window that is sparse": (ValueError, lambda t: t.to_sparse()),
     "position": (ValueError, lambda t: t - 1000),
+    "position of one batch": (ValueError, lambda t: t[:1]),
+    "position of another dtype": (ValueError, lambda t: t.int()),
     "fixed": (ValueError, lambda t: 1),
     "landmark_keys": (ValueError, None),
 }
@@ -471,7 +525,7 @@ def test_a_state_may_be_lazily_negated(impl: str, kind: str, field: str) -> None
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("kind", ["exact", "continual"])
 def test_steps_one_after_the_other_are_traced(impl: str, kind: str, output: str) -> None:
-    """The position is a number in a trace too, so the second step takes the state of the first."""
+    """The second step takes the state of the first, and the trace holds at any position."""
     state, tokens = _of_kind(kind)
     first, second, third = (tuple(t[:, :, i : i + 2] for t in tokens) for i in (0, 2, 4))
 

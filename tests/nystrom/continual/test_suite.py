@@ -166,7 +166,7 @@ def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
         out, state = run(state, *token)
         again, other = compiled(other, *token)
         torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-13)
-    assert other.position == state.position == 12
+    assert (other.position == 12).all() and (state.position == 12).all()
 
 
 @pytest.mark.usefixtures("native")
@@ -180,8 +180,8 @@ def test_flops_of_steps(fixed: bool, output: str) -> None:
     for tokens in (1, 3, 30):
         with FlopCounterMode(display=False) as counter:
             _, new = ck.continual_nystrom_step(state, *(t[:, :, :tokens] for t in (q, k, v)), output=output)
-        wanted = costs.executed_operations(40, 4, 8, 5, state.position, tokens, 6, fixed, output == "retroactive")
-        assert counter.get_total_flops() == 6 * wanted
+        wanted = costs.mean_operations(40, 4, 8, 5, tokens, 6, fixed, output == "retroactive")
+        assert counter.get_total_flops() == round(6 * wanted)
         state = new
         with FlopCounterMode(display=False) as counter:
             _, new_exact = ck.continual_attention_step(exact, *(t[:, :, :tokens] for t in (q, k, v)), output=output)
@@ -199,4 +199,4 @@ def test_the_largest_of_huge_logits_leaves(impl: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("law", FADING)
 def test_values_that_fade(impl: str, law: str, dtype: torch.dtype) -> None:
-    check_values_that_fade(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, lambda state: state, law, dtype)
+    check_values_that_fade(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, law, dtype)

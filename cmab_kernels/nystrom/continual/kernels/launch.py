@@ -40,7 +40,6 @@ def continual_nystrom_step(
     """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
     (B, H, t, D), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
     after = _after(state, t, retroactive)
-    position, position_after = _positions(state, after)
     step, in_registers = _nystrom(value.dtype, key.device, E, m, state.pinv_iterations, retroactive)
     unused = state.inverse  # in place of memory that this step does not touch
     with on_device(key):
@@ -52,8 +51,8 @@ def continual_nystrom_step(
             out := value.new_empty(B, H, state.window if retroactive else t, E),
             unused.new_empty(B, H, m, E) if retroactive else unused,
             unused if in_registers or state.fixed else unused.new_empty(B, H, SQUARES.value * m, m),
-            *(*state[:4], *state[5:8], position),
-            *(*after[:4], *after[5:8], position_after),
+            *(*state[:4], *state[5:8], state.position),
+            *(*after[:4], *after[5:8], after.position),
             *(query.stride(), key.stride(), value.stride()),
             *(state.scale.item(), H),
             *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
@@ -61,7 +60,7 @@ def continual_nystrom_step(
             state.fixed,
             int(after.keys is not state.keys),
         )
-    return out, _advanced(after, t)
+    return out, after
 
 
 def continual_attention_step(
@@ -70,7 +69,6 @@ def continual_attention_step(
     """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
     (B, H, t, D), (*_, E) = key.shape, value.shape
     after = _after(state, t, retroactive)
-    position, position_after = _positions(state, after)
     step = _attention(value.dtype, E, state.window, retroactive)
     with on_device(key):
         step(
@@ -79,15 +77,15 @@ def continual_attention_step(
             key,
             value,
             out := value.new_empty(B, H, state.window if retroactive else t, E),
-            *(*state[:4], position),
-            *(*after[:4], position_after),
+            *(*state[:4], state.position),
+            *(*after[:4], after.position),
             *(query.stride(), key.stride(), value.stride()),
             *(state.scale.item(), H),
             *(t, state.window, state.keys.shape[2], after.keys.shape[2], D, E),
             int(state.sums.shape[2] > 0),
             int(after.keys is not state.keys),
         )
-    return out, _advanced(after, t)
+    return out, after
 
 
 def _after(state: State, tokens: int, retroactive: bool) -> State:
@@ -101,18 +99,6 @@ def _after(state: State, tokens: int, retroactive: bool) -> State:
 def _captures(tensor: Tensor) -> bool:
     """Whether a CUDA graph captures what is launched."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _positions(state: State, after: State) -> tuple[Tensor, Tensor]:
-    """The positions before and after the step, (B, H) each. On a CPU, in Triton's interpreter, a state counts in an int."""
-    if isinstance(state.position, Tensor) and isinstance(after.position, Tensor):
-        return state.position, after.position
-    before = torch.full(state.keys.shape[:2], int(state.position), device=state.keys.device)
-    return before, torch.empty_like(before)
-
-
-def _advanced(after: State, tokens: int) -> State:
-    return after if isinstance(after.position, Tensor) else after._replace(position=after.position + tokens)
 
 
 @chosen_once
