@@ -63,6 +63,18 @@ IN_CPP = {
         "Int((position - 2 + window) % window) + 1;",
         f"{STEPS}::test_every_step",
     ),
+    "a stream at the position of the first": Fault(
+        "csrc/continual/kernel.h",
+        "position_(stream.positions[head])",
+        "position_(stream.positions[0])",
+        f"{STATE}::test_streams_joined_by_hand",
+    ),
+    "a segment that ends in the first stream alone": Fault(
+        "csrc/continual/continual.cpp",
+        "stream.positions[head] != stream.positions[head - 1]",
+        "stream.positions[head] == stream.positions[0] - 1",
+        f"{STATE}::test_streams_joined_by_hand",
+    ),
     "a longer segment taken for a shorter one": Fault(
         "csrc/continual/schedule.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", f"{STEPS}::test_every_step {STATE}"
     ),
@@ -198,10 +210,10 @@ IN_PYTHON = {
         "phase = position % window + 1",
         f"{STATE}::test_a_landmark_is_replaced_when_its_segment_is_full",
     ),
-    "a ring that begins at its first row": Fault(
+    "rows of a ring that are one too far": Fault(
         "cmab_kernels/nystrom/continual/state.py",
-        "first = (position - tokens.shape[-2]) % capacity",
-        "first = position % capacity",
+        "torch.arange(-tokens, 0, device=position.device)",
+        "torch.arange(1 - tokens, 1, device=position.device)",
         f"tests/nn/test_continual_stream.py::test_saved_and_restored_at_every_step {STATE}",
     ),
     "a step in memory that others read": Fault(

@@ -61,6 +61,10 @@ def test_a_sample_is_caught(name: str, tree: Tree) -> None:
     _must_be_caught(name, tree)
 
 
+def test_a_compiled_fault_is_caught(built_tree: Tree) -> None:
+    _must_be_caught("base 2 for base e", built_tree)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in SAMPLE])
 def test_the_fault_is_caught(name: str, built_tree: Tree) -> None:

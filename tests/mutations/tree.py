@@ -90,17 +90,16 @@ class Tree:
         folder.mkdir(exist_ok=True)
         made = {}
         for step in steps:
-            name = Path(step["output"]).relative_to(_objects()).as_posix().replace("/", "-")
-            made[step["output"]] = str(folder / name)
-            command = step["command"].replace(f"{ROOT}/csrc", f"{self.folder}/csrc").replace(step["output"], made[step["output"]])
-            _run(f"{command} {self.flags}")
+            made[step["output"]] = str(folder / step["output"].replace("/", "-"))
+            command = step["command"].replace(step["output"], made[step["output"]])
+            _run(f"{command} {self.flags}", self.folder)  # paths are relative: to csrc of this tree
         if stay:
             self._staying = made
         (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
         extension = self.folder / "cmab_kernels" / _extension().name
         extension.unlink()  # a process that still reads it goes on
         renamed = {**self._staying, **made, linking["output"]: str(extension)}
-        _run(" ".join([renamed.get(word, word) for word in linking["command"].split()] + [self.flags]))
+        _run(" ".join([renamed.get(word, word) for word in linking["command"].split()] + [self.flags]), ROOT)
 
     def _tested(self, tests: str) -> tuple[str, str]:
         """What caught the fault, or "", and what the tests printed."""
@@ -151,11 +150,11 @@ def _objects() -> Path:
 def _ninja(*arguments: str) -> str:
     from ninja import BIN_DIR
 
-    return _run(shlex.join([str(Path(BIN_DIR) / "ninja"), "-C", str(_objects()), *arguments]))
+    return _run(shlex.join([str(Path(BIN_DIR) / "ninja"), "-f", str(_objects() / "build.ninja"), *arguments]), ROOT)
 
 
-def _run(command: str) -> str:
-    return subprocess.run(command, shell=True, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+def _run(command: str, folder: Path) -> str:
+    return subprocess.run(command, shell=True, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
 
 def _steps() -> list[dict[str, Any]]:
@@ -178,6 +177,7 @@ def steps_of(path: str = "", sets: Collection[str] = ()) -> list[dict[str, Any]]
         reads_it = ROOT / path in reads.get(step["output"], ()) if path else step["output"] in reads
         if reads_it and name.partition("kernels_")[2] in ("", *compiled):
             found.append(step)
+    assert found, f"no object of the build reads {path or 'anything'}: python setup.py build_ext --inplace"
     return found
 
 
@@ -192,5 +192,5 @@ def _reads() -> dict[str, set[Path]]:
     found: dict[str, set[Path]] = {}
     for paragraph in _ninja("-t", "deps").split("\n\n"):
         first, *files = paragraph.strip().splitlines() or [""]
-        found[first.partition(":")[0]] = {(_objects() / file.strip()).resolve() for file in files}
+        found[first.partition(":")[0]] = {(ROOT / file.strip()).resolve() for file in files}
     return found

@@ -14,7 +14,7 @@ from ...backends import check_name, choose, imported
 from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
 from ...dtypes import state_dtype
 from ...setting import now
-from ...tracing import extent, is_watched
+from ...tracing import as_row, extent, is_profiled, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
@@ -161,10 +161,15 @@ def continual_attention_step(
 
 def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
     """Take a fast path: native code, which checks its arguments, or a kernel that has run a step of this form. Else the checked path, which
-    runs the step or raises."""
+    runs the step, as a row of a profile if one is made, or raises."""
     retroactive = output == "retroactive"
     form = None
-    if output in OUTPUTS and not is_watched() and not (torch.is_grad_enabled() and carries_gradient(state, query, key, value)):
+    if (
+        output in OUTPUTS
+        and not is_watched()
+        and not is_profiled()
+        and not (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    ):
         named = now().impl if impl == "auto" else impl  # no compiler traces this way
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
@@ -177,7 +182,8 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
     with as_they_are(key.device):
         chosen = _choose(state, impl, query, key, value)
         step.remember(form, chosen)
-        return StepResult(*step(state, query, key, value, retroactive, chosen))
+        with as_row(f"cmab::{step.name}"):
+            return StepResult(*step(state, query, key, value, retroactive, chosen))
 
 
 @functools.cache

@@ -365,9 +365,10 @@ def test_streams_joined_by_hand(impl: str, kind: str, chunk: int, output: str) -
         torch.cat([out for _, out, _ in stepped(part, tuple(t[rows] for t in rest), chunk, output=output, impl=impl)], 2)
         for part, rows in zip(parts, (slice(0, 2), slice(2, 4)), strict=True)
     ]
-    steps = [*stepped(_joined(*parts), rest, chunk, output=output, impl=impl)]
-    torch.testing.assert_close(torch.cat([out for _, out, _ in steps], 2), torch.cat(alone), rtol=1e-12, atol=1e-13)
-    assert steps[-1][2].position.unique().tolist() == [37, 46]
+    steps = [(out, new, copy.deepcopy(new)) for _, out, new in stepped(_joined(*parts), rest, chunk, output=output, impl=impl)]
+    torch.testing.assert_close(torch.cat([out for out, _, _ in steps], 2), torch.cat(alone), rtol=1e-12, atol=1e-13)
+    assert steps[-1][1].position.unique().tolist() == [37, 46]
+    assert all(torch.equal(a, b) for _, new, then in steps for a, b in zip(new[5:-3], then[5:-3], strict=True))  # landmarks stay
 
 
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])

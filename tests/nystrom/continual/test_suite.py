@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
@@ -138,6 +139,26 @@ def test_autocast() -> None:
     assert out.dtype == state.keys.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
 
 
+def test_vmap_of_streams() -> None:
+    """`vmap` steps streams at different positions, one of each sample."""
+    states, tokens = [], [torch.randn(2, 2, 2, 1, w, dtype=torch.float64) for w in (3, 3, 2)]
+    for seen in (0, 5):
+        q, k, v = _tokens()
+        state = ck.continual_nystrom_init(q, k, v, 3)
+        for i in range(seen):
+            state = ck.continual_nystrom_step(state, *(t[:, :, i : i + 1] for t in (q, k, v))).state
+        states.append(state)
+    fields = [torch.stack(field) if isinstance(field[0], Tensor) else field[0] for field in zip(*states, strict=True)]
+
+    def step(tensors: list[Tensor], *token: Tensor) -> Tensor:
+        out: Tensor = ck.continual_nystrom_step(ck.ContinualNystromState(*tensors, *fields[10:]), *token).out
+        return out
+
+    ours = torch.vmap(step)(fields[:10], *tokens)
+    wanted = torch.stack([ck.continual_nystrom_step(state, *(t[i] for t in tokens)).out for i, state in enumerate(states)])
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_vmap_of_a_step() -> None:
     """`vmap` steps one state with several alternative next tokens."""
     q, k, v = _tokens()
@@ -160,13 +181,15 @@ def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
     def run(state: Any, *token: Tensor) -> Any:
         return step(state, *token, output=output, impl=impl)
 
-    compiled, other = torch.compile(run, fullgraph=True, backend="aot_eager"), state
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled, other = torch.compile(run, fullgraph=True, backend=compiler), state
     for i in range(5):
         token = [t[:, :, i : i + 1] for t in (q, k, v)]
         out, state = run(state, *token)
         again, other = compiled(other, *token)
         torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-13)
     assert (other.position == 12).all() and (state.position == 12).all()
+    assert compiler.frame_count <= 3  # a position is no constant of a graph; only the first steps have rings or sums of other sizes
 
 
 @pytest.mark.usefixtures("native")
