@@ -164,12 +164,8 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
     runs the step, as a row of a profile if one is made, or raises."""
     retroactive = output == "retroactive"
     form = None
-    if (
-        output in OUTPUTS
-        and not is_watched()
-        and not is_profiled()
-        and not (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
-    ):
+    is_seen = is_watched() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    if output in OUTPUTS and not is_seen:
         named = now().impl if impl == "auto" else impl  # no compiler traces this way
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
