@@ -217,13 +217,14 @@ bool look_slowly(PyObject* object, TensorView& tensor) {
   }
 }
 
-// function(shape, dtype=dtype).
+// function(shape, dtype=dtype, device="cpu"): the caller's default device may be another.
 Object make_tensor(PyObject* function, DType dtype, Extents shape) {
   Object sizes = Object::owned(PyTuple_New(Py_ssize_t(shape.size())));
   Py_ssize_t at = 0;
   for (const int64_t size : shape) PyTuple_SET_ITEM(sizes.get(), at++, python::from_integer(size).release());
   const Object given = Object::owned(PyTuple_Pack(1, sizes.get()));
-  const Object named = Object::owned(Py_BuildValue("{s:O}", "dtype", torch().dtypes[int(dtype)]));
+  const Object named =
+      Object::owned(Py_BuildValue("{s:O,s:s}", "dtype", torch().dtypes[int(dtype)], "device", "cpu"));
   return Object::owned(PyObject_Call(function, given.get(), named.get()));
 }
 

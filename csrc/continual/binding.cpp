@@ -1,7 +1,6 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
 // or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why.
 #include <algorithm>
-#include <array>
 
 #include "common/arguments.h"
 #include "common/bindings.h"
@@ -131,25 +130,6 @@ PyObject* step_result(python::Object out, python::Object state) {
   return made.release();
 }
 
-// Releases the interpreter's lock while a step runs, if `wanted`. Holds references to the tensors that the step writes,
-// so that a second step of the same state sees that it is not their sole owner.
-class Unlocked {
- public:
-  Unlocked(PyObject* state, const Fields& fields, bool wanted)
-      : held_(wanted ? written(state, fields) : Held()), release_(wanted) {}
-
- private:
-  using Held = std::array<python::Object, 5>;
-
-  static Held written(PyObject* state, const Fields& fields) {
-    const auto field = [state](int index) { return python::Object::borrowed(PyTuple_GET_ITEM(state, index)); };
-    return {field(fields.queries), field(fields.keys), field(fields.values), field(fields.sums), field(fields.spare)};
-  }
-
-  const Held held_;
-  const python::Unlocked release_;  // after the references, which need the lock
-};
-
 // One step: chooses its memory, runs it, makes its result.
 class Step {
  public:
@@ -161,7 +141,9 @@ class Step {
         threads_(heavy_ ? torch_threads() : 1) {}
 
   bool finite(const Stream& stream) const {
-    const Unlocked unlocked(state_, fields_, heavy_);
+    if (!heavy_) return cpu::finite(kernel_, stream, threads_);
+    const Held held(state_, fields_);  // declared first: it is released with the interpreter's lock
+    const python::Unlocked unlocked(true);
     return cpu::finite(kernel_, stream, threads_);
   }
 
@@ -191,12 +173,12 @@ class Step {
 
  private:
   void run(const NystromStream& stream) {
-    const Unlocked unlocked(state_, fields_, heavy_);
+    const python::Unlocked unlocked(heavy_);
     continual_nystrom(kernel_, stream, old_rings_, old_landmarks_, threads_);
   }
 
   void run(const AttentionStream& stream) {
-    const Unlocked unlocked(state_, fields_, heavy_);
+    const python::Unlocked unlocked(heavy_);
     continual_attention(kernel_, stream, old_rings_, threads_);
   }
 

@@ -31,6 +31,11 @@ void remember(PyObject* state, const Fields& fields) {
   for (const int field : written(fields)) remember(PyTuple_GET_ITEM(state, field));
 }
 
+Held::Held(PyObject* state, const Fields& fields) {
+  const std::array<int, 5> all = written(fields);
+  for (size_t i = 0; i < all.size(); ++i) tensors_[i] = python::Object::borrowed(PyTuple_GET_ITEM(state, all[i]));
+}
+
 python::Object NextState::make() {
   auto made = python::Object::owned(fields_.type->tp_alloc(fields_.type, fields_.count));
   for (Py_ssize_t i = 0; i < fields_.count; ++i) {

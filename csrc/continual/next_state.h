@@ -5,6 +5,7 @@
 // sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -21,12 +22,22 @@ bool is_sole_owner(PyObject* state, const Fields&);
 // Remembers that this library made the tensors of a state that a step may write to.
 void remember(PyObject* state, const Fields&);
 
+// References to the tensors of a state that a step may write to: while they are held, nothing else is its sole owner.
+class Held {
+ public:
+  Held(PyObject* state, const Fields&);
+
+ private:
+  std::array<python::Object, 5> tensors_;
+};
+
 // Builds the next state; fields that are not set are taken over. When it is constructed, the caller must hold no
-// references of its own to the state's tensors: they would count as another owner.
+// references of its own to the state's tensors: they would count as another owner. From then on it holds some, so that
+// a second step of the same state, in another thread, writes elsewhere.
 class NextState {
  public:
   NextState(PyObject* before, const Fields& fields)
-      : before_(before), fields_(fields), sole_(is_sole_owner(before, fields)) {}
+      : before_(before), fields_(fields), sole_(is_sole_owner(before, fields)), held_(before, fields) {}
 
   // Chooses rings with room for the new tokens. True if new ones are allocated: shape.capacity and the pointers are
   // then set to theirs.
@@ -73,6 +84,7 @@ class NextState {
   PyObject* const before_;
   const Fields& fields_;
   const bool sole_;
+  const Held held_;
   python::Object changed_[kMostFields];
 };
 

@@ -211,8 +211,8 @@ IN_CPP = {
     ),
     "a last lane that is not loaded, with AVX2": Fault(
         "csrc/common/lanes.h",
-        "for (int64_t i = 0; i < count; ++i) x[i] = from[i];",
-        "for (int64_t i = 0; i + 1 < count; ++i) x[i] = from[i];",
+        "kSet + 8 - count * int64_t(sizeof(T) / 4)",
+        "kSet + 8 - (count - 1) * int64_t(sizeof(T) / 4)",
         f"{NARROW} -k 'avx2 and attention.prefix'",
         "avx2",
     ),
