@@ -57,8 +57,11 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
     if features.device != weight.device:
         remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
-    if features.dtype != weight.dtype and not (features.is_floating_point() and autocasts(features.device)):
-        raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; cast them alike, or use autocast"))
+    if features.dtype != weight.dtype:
+        double = torch.float64 in (features.dtype, weight.dtype)  # autocast leaves it as it is
+        if double or not (features.is_floating_point() and autocasts(features.device)):
+            remedy = "cast them alike" + ("" if double else ", or use autocast")
+            raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; {remedy}"))
 
 
 def _needed(given: Any) -> str:

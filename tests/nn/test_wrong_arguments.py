@@ -60,3 +60,17 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
         given[i] = change(given[i])
         with pytest.raises((TypeError, ValueError), match=f"`{name}` {message}"):
             module(*given, **options)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
+    """Autocast leaves float64 as it is, so it does not help. Under it, some modules are torch's layers, whose message is torch's."""
+    make, names = MODULES[kind]
+    module = make()
+    options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}
+    given = [torch.randn(2, 6, 16).double() for _ in names]
+    ours, torchs = f"`{names[0]}` is torch.float64", "share same datatype|have the same dtype"
+    refused = pytest.raises((TypeError, RuntimeError), match=f"{ours}|{torchs}" if autocast else ours)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), refused:
+        module(*given, **options)
