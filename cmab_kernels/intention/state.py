@@ -56,6 +56,8 @@ def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
     check_ridge(first, name="states[0]")
     for position, state in enumerate(others, start=1):
         check_ridge(state, first.moment.shape, first.gram.device, f"states[{position}]")
+    if not others:
+        return RidgeState(*(part.clone() for part in first))
     states = (first, *others)
     return RidgeState(*(sum(parts[1:], start=parts[0]) for parts in zip(*states, strict=True)))
 
@@ -102,7 +104,7 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
     """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
     if not isinstance(state, RidgeState):
         raise TypeError(not_a_state(name, state, RidgeState))
-    for part, tensor in zip(state._fields, state, strict=True):
+    for part, tensor in (("gram", state.gram), ("moment", state.moment), ("count", state.count)):
         if not isinstance(tensor, Tensor):
             raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
     if state.moment.dim() != 4:

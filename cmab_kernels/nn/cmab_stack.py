@@ -223,7 +223,7 @@ class CMABStack(nn.Module):
             return None
         keys, values, norms = zip(*parts, strict=True)
         scales, shifts, (eps, *others) = zip(*norms, strict=True)
-        if others != [eps] * len(others):  # one pass has one eps
+        if any(other != eps for other in others):  # one pass has one eps
             return None
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)

@@ -178,11 +178,10 @@ class Continual(MultiheadProjections):
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
-        # Errors must leave the stream unchanged. An operator call that fails changes nothing, but a call that succeeds may reuse the
-        # memory of the state that it was given, and a later call may fail. So the state itself is passed only if there is a single call.
-        mine = update_state and tokens <= self._block
+        # A step leaves the state that it was given as it is, so that an error at a later token leaves the stream unchanged: except while a
+        # CUDA graph is captured, which advances the state in place.
         with as_they_are(heads[0].device):
-            state, outs = self._walked(held if mine else stream.state, heads)
+            state, outs = self._walked(held if update_state else stream.state, heads)
         if update_state:
             stream.hold(state)
         if len(outs) > 1:

@@ -57,6 +57,9 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
         """Make a layer with the configuration and modules of `layer`, and Intention with the parameters of its attention."""
         attention = layer.self_attn
+        if isinstance(attention, LearnedRidge):
+            given = f"is a {type(attention).__name__}, whose penalty and scale a new layer would not have"
+            raise ValueError(wrong("self_attn", given, "replace the layer before its attention, or make an InformerEncoderLayer"))
         shared = cls(
             attention.embed_dim,
             attention.num_heads,
@@ -67,7 +70,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             device=torch.device("meta"),
         )
         shared.self_attn.adopt(attention)
-        for name, child in layer.named_children():
+        for name, child in layer._modules.items():  # `named_children` leaves out the second name of a shared one
             if child is not attention:
                 setattr(shared, name, child)
         shared.training = layer.training

@@ -155,18 +155,23 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
     A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
-    `forward` of its own, as accelerate gives it, one whose `weight` is no parameter, as in the replicas of DataParallel and in
+    `forward` of its own, as accelerate gives it, one whose `weight` or `bias` is no parameter, as in the replicas of DataParallel and in
     FullyShardedDataParallel, or a norm without weights, which the operators would take for no norm.
     """
     state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
-    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state:
+    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state or "bias" in state:
         return None
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
-    return None if kind is nn.LayerNorm and parameters["weight"] is None else parameters
+    if kind is nn.LayerNorm or kind is nn.Linear or kind is NonDynamicallyQuantizableLinear:
+        if "weight" not in parameters or "bias" not in parameters:  # one is a buffer, or a property
+            return None
+        if kind is nn.LayerNorm and parameters["weight"] is None:
+            return None
+    return parameters
 
 
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:

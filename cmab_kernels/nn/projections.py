@@ -106,7 +106,13 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
-        """Make a module with the configuration of `module`, changed by `options`, and with its parameters."""
+        """Make a module with the configuration of `module`, changed by `options`, and with its parameters.
+
+        `ValueError` for an option that these parameters contradict.
+        """
+        for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype"):
+            if name in options:
+                raise ValueError(wrong(name, f"is given as {options[name]!r}", "it is that of the parameters, which are shared"))
         configuration: dict[str, Any] = {
             "dropout": module.dropout,
             "bias": module.in_proj_bias is not None,
@@ -123,7 +129,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         """Take over the parameters of `module`, which must have the same configuration."""
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module._parameters.items():  # `named_parameters` leaves out the second name of a tied one
             setattr(self, name, parameter)
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj

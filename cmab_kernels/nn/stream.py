@@ -230,8 +230,8 @@ class AttentionStream(Stream[AttentionState]):
 
     The state moves with the module between devices, and no cast changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
     is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L), with a leading
-    K for stacked blocks; see `Stream` for what loading does. It refuses a NaN, an infinity in `out`, +inf in `lse`, and an `out` that is
-    not 0 where `lse` is -inf.
+    K for stacked blocks; see `Stream` for what loading does. It refuses a NaN or +inf in `lse`, and a NaN or an infinity in `out` except
+    where `lse` is -inf: what such a row of `out` holds counts for nothing, and is 0 from then on.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -282,16 +282,15 @@ class AttentionStream(Stream[AttentionState]):
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         out, lse = entries["out"], entries["lse"]
-        if not out.isfinite().all():
-            return wrong(f"{prefix}out", "holds a NaN or an infinity", "every element must be finite")
         if (lse.isnan() | (lse == torch.inf)).any():
             return wrong(f"{prefix}lse", "holds a NaN or +inf", "every element must be finite, or -inf where no key was seen")
-        if (out[lse == -torch.inf] != 0).any():
-            return wrong(f"{prefix}out", f"is not 0 where {prefix}lse is -inf", "a row that saw no key is 0")
+        if not out[lse != -torch.inf].isfinite().all():
+            return wrong(f"{prefix}out", "holds a NaN or an infinity", "every element must be finite where a key was seen")
         return ""
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> AttentionState:
-        return AttentionState(**copied(entries, device))
+        state = AttentionState(**copied(entries, device))
+        return state._replace(out=state.out.masked_fill((state.lse == -torch.inf).unsqueeze(-1), 0.0))
 
 
 class RidgeStream(Stream[RidgeState]):

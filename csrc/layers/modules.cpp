@@ -54,7 +54,8 @@ Object plain_attributes(PyObject* module, PyObject* kind) {
     const Object hooks = item(found.get(), name);
     if (!hooks || is_true(hooks.get())) return {};
   }
-  if (item(found.get(), known.forward) || item(found.get(), known.weight)) return {};
+  for (PyObject* name : {known.forward, known.weight, known.bias})
+    if (item(found.get(), name)) return {};
   return found;
 }
 

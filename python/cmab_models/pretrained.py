@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub import HfApi, PyTorchModelHubMixin, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from safetensors import safe_open
 from torch import nn
 
 from cmab_kernels.checks import wrong
@@ -29,11 +30,11 @@ NAME = "pretrained_model_name_or_path"
 class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """Base class of all models: `save_pretrained(folder)` and `from_pretrained(folder)`.
 
-    A folder holds `model.safetensors`, the parameters, and `config.json`, the arguments of the constructor, which are numbers, strings and
-    booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a `RuntimeError`, unless
-    `from_pretrained` is given `strict=False`; a `config.json` that holds no JSON object is a `ValueError`. What the constructor's
-    annotations promise is checked before anything is made: a `ValueError` for a size that is not a positive int, a number that is not
-    finite, or heads that do not divide the width, and a `TypeError` for an option that is missing or not known.
+    A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the arguments of the constructor, which are
+    numbers, strings and booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a
+    `RuntimeError`, unless `from_pretrained` is given `strict=False`; a `config.json` that holds no JSON object is a `ValueError`. What the
+    constructor's annotations promise is checked before anything is made: a `ValueError` for a size that is not a positive int, a number
+    that is not finite, or heads that do not divide the width, and a `TypeError` for an option that is missing or not known.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
@@ -75,6 +76,16 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         """
         loaded: Self = super()._from_pretrained(strict=strict, **cls.before | kwargs)
         return loaded
+
+    @classmethod
+    def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
+        """Load parameters in the dtype of the file: huggingface_hub would round them to that of a new model, float32."""
+        with safe_open(model_file, "pt") as file:
+            saved = set(file.keys())
+            name = next((name for name, _ in model.named_parameters() if name in saved), None)
+            if name is not None:
+                model.to(file.get_tensor(name).dtype)
+        return super()._load_as_safetensor(model, model_file, *args)
 
 
 def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -> None:

@@ -175,7 +175,53 @@ def test_missing_times_and_wrong_marks_are_named(system: str) -> None:
             call()
 
 
+# ---- memory of the caller's
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("system", PROCESSES)
+def test_points_in_one_buffer(system: str, masked: bool) -> None:
+    """What is given may be overwritten: a state keeps copies."""
+    model, x, y = made(system), torch.randn(3, 2, 4, 1), torch.randn(3, 2, 4, 1)
+    ignored = torch.zeros(3, 2, 4, dtype=torch.bool)
+    ignored[:, :, 1] = masked
+    buffers = torch.empty(2, 2, 4, 1)
+    answers = []
+    for own_memory in (False, True):
+        state, mask = None, torch.empty(2, 4, dtype=torch.bool)
+        for xs, ys, off in zip(x, y, ignored, strict=True):
+            given = (xs.clone(), ys.clone()) if own_memory else (buffers[0].copy_(xs), buffers[1].copy_(ys))
+            mask.copy_(off)
+            state = model.condition(*given, state, mask=(mask.clone() if own_memory else mask) if masked else None)
+            buffers.fill_(7.0)
+            mask.fill_(False)
+        answers.append(model.predict(state, x[0]).mean)
+    assert torch.equal(*answers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", OF_EVENTS)
+def test_a_clock_that_goes_on_in_place(system: str) -> None:
+    model, now, states = made(system), torch.zeros(1, dtype=torch.float64), [None, None]
+    for gap in (0.5, 0.7, 0.2):
+        now += gap
+        states = [model.observe(state, time, torch.tensor([1])) for state, time in zip(states, (now, now.clone()), strict=True)]
+    assert torch.equal(*(model.next_event(state).time.mean for state in states))
+
+
 # ---- what is no tensor, or of another dtype
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", PROCESSES)
+def test_values_that_are_none_are_named(system: str) -> None:
+    model, given = made(system), inputs(system)
+    for name in ("context_y", "target_y"):
+        with pytest.raises(TypeError, match=f"^`{name}` is None"):
+            answer(model, given | {name: None})
+    with pytest.raises(TypeError, match=r"^`y` is None"):
+        model.condition(given["context_x"], None)
 
 
 @torch.no_grad()

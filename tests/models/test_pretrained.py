@@ -15,6 +15,8 @@ import torch
 from cmab_models.systems import SYSTEMS
 from safetensors.torch import load_file, save_file
 
+from .cases import made
+
 WRONG = {
     "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
     "int | None": (0, True, "wide"),
@@ -178,3 +180,13 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"a folder without config\.json"):
         kind.from_pretrained(tmp_path)
     assert kind.from_pretrained(tmp_path, **least("cnp")).dim_x == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_model_comes_back_in_its_dtype(system: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = made(system).to(dtype)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for before, after in zip([*model.parameters(), *model.buffers()], [*loaded.parameters(), *loaded.buffers()], strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)

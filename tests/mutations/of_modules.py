@@ -74,12 +74,6 @@ MODULES = {
         "head[:, :, : self.sequence_len - before + 1]",
         "tests/nn/test_continual.py::test_steps_equal_forward",
     ),
-    "an error that changes the stream": Fault(
-        "cmab_kernels/nn/continual.py",
-        "(held if mine else stream.state, heads)",
-        "(held, heads)",
-        "tests/nn/test_continual.py::test_errors_leave_the_stream",
-    ),
     "a circle of positions that closes too early": Fault(
         "cmab_kernels/nn/positional.py",
         "self.hold((self.position + places) % self.period)",

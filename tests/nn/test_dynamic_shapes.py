@@ -92,9 +92,15 @@ def test_any_size(name: str) -> None:
     assert len(graphs) <= (3 if name == "NystromAttention" else 2)
 
 
+EXPORTED_BY_ALL = ("ContinualEncoderLayer", "RetroactiveEncoderLayer")
+"""What torch 2.6 can export too: it knows no dynamic sizes in an autograd Function."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_exported(name: str) -> None:
     """`torch.export` records one program for any batch and number of tokens (Nyström attention, which has segments: for one number)."""
+    if not hasattr(torch.compiler, "is_exporting") and name not in EXPORTED_BY_ALL:
+        pytest.skip("this torch exports no autograd Function for dynamic sizes")
     make, inputs = CASES[name]
     module, one_length = make().eval(), name == "NystromAttention"
     first, *others = (inputs(batch, 8 if one_length else length) for batch, length in ((2, 8), (3, 9), (5, 64)))

@@ -45,7 +45,7 @@ class Step(nn.Module):
 
     def forward(self, *given: Tensor) -> Any:
         result = getattr(self.module, self.method)(*given)
-        return result if isinstance(result, Tensor | None) else result[0]
+        return result if result is None or isinstance(result, Tensor) else result[0]
 
 
 def export(strict: bool) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ CASES = [(name, how) for name in STEPS for how in RECORDERS if how in ("export",
 
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_recorded_step_is_refused(name: str, how: str) -> None:
-    if how == "strict export" and not hasattr(torch.compiler, "is_exporting"):
+    if "export" in how and not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("this torch does not tell whether it exports")
     step, given = begun(name)
     before = {key: value.clone() for key, value in step.state_dict().items()}

@@ -21,6 +21,7 @@ from cmab_kernels.nn import (
     MultiheadAttention,
     MultiheadIntention,
     MultiheadSigmaIntention,
+    NystromAttention,
     Replacement,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -505,3 +506,37 @@ def test_crossed_pairs_are_refused() -> None:
     for mapping in (*crossed, {nn.TransformerEncoderLayer: nn.TransformerEncoderLayer}):
         with pytest.raises(TypeError, match="mapping"):
             replace_modules(nn.Sequential(), mapping)
+
+
+@pytest.mark.parametrize(
+    "kind", [MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, partial(NystromAttention, num_landmarks=2)]
+)
+@pytest.mark.parametrize("first, second, widths", [("k", "v", {"kdim": 3, "vdim": 3}), ("q", "k", {"kdim": 8, "vdim": 5})])
+def test_weights_tied_inside_an_attention_stay_tied(kind: Any, first: str, second: str, widths: dict[str, int]) -> None:
+    old = nn.MultiheadAttention(8, 2, batch_first=True, **widths)
+    setattr(old, f"{second}_proj_weight", getattr(old, f"{first}_proj_weight"))
+    box = nn.Sequential(old)
+    replace_modules(box, {nn.MultiheadAttention: kind}, verbose=False)
+    assert all(getattr(box[0], f"{name}_proj_weight") is getattr(old, f"{name}_proj_weight") for name in "qkv")
+
+
+def test_parts_that_an_informers_layer_shares_stay_shared() -> None:
+    old = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5)
+    old.norm2, old.dropout2 = old.norm1, old.dropout1
+    new = InformerEncoderLayer.sharing(old)
+    assert new.norm2 is new.norm1 is old.norm1 and new.dropout2 is new.dropout1 is old.dropout1
+
+
+def test_an_informers_layer_does_not_forget_a_penalty() -> None:
+    box = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32))
+    box[0].self_attn = MultiheadSigmaIntention(16, 2, alpha=0.2)
+    with pytest.raises(ValueError, match="`self_attn` is a MultiheadSigmaIntention"):
+        replace_modules(box, {nn.TransformerEncoderLayer: InformerEncoderLayer}, verbose=False)
+
+
+@pytest.mark.parametrize("option", [{"kdim": 3}, {"bias": False}, {"add_bias_kv": True}, {"dtype": torch.float64}, {"num_heads": 4}])
+def test_an_option_that_contradicts_the_weights_is_refused(option: dict[str, Any]) -> None:
+    box, (name,) = nn.Sequential(nn.MultiheadAttention(16, 2)), option
+    with pytest.raises(ValueError, match=f"`{name}` is given"):
+        replace_modules(box, {nn.MultiheadAttention: partial(MultiheadAttention, **option)}, verbose=False)
+    assert type(box[0]) is nn.MultiheadAttention

@@ -105,7 +105,7 @@ def merge_moments(first: ClassMoments, *others: ClassMoments) -> ClassMoments:
     True
     """
     check_moments(first, name="states[0]")
-    merged = first
+    merged = first if others else ClassMoments(*(part.clone() for part in first))
     for position, state in enumerate(others, start=1):
         check_moments(state, first.mean.shape, first.scatter.shape[2], first.mean.device, f"states[{position}]")
         merged = _merge(merged, state)

@@ -137,22 +137,21 @@ class NeuralProcess(Pretrained):
     def _check(
         self,
         x: Tensor,
-        y: Tensor | None = None,
+        *values_of_x: Tensor,
         mask: Tensor | None = None,
         batch: int | None = None,
-        *,
         of: str = "",
         values: bool = True,
     ) -> None:
-        """Raise unless x is (B, N, dim_x), y (B, N, dim_y) and mask (B, N) bool, and values are finite.
+        """Raise unless x is (B, N, dim_x), y, if there is one, (B, N, dim_y) and mask (B, N) bool, and values are finite.
 
         `batch` is B of a state or a context, and `of` says what x and y belong to. `values=False` leaves these to `without_masked`, which
         knows the points that count, and in `CMANP` gets them in chunks.
         """
-        given = {f"{of}x": x} | ({} if y is None else {f"{of}y": y})
+        given = {f"{of}x": x} | {f"{of}y": y for y in values_of_x}
         weight = next(self.parameters())
         check_features(f"{of}x", x, "(batch, points, dim_x)", (3,), self.dim_x, weight)
-        if y is not None:
+        for y in values_of_x:
             check_features(f"{of}y", y, "(batch, points, dim_y)", (3,), self.dim_y, weight)
             if y.shape[:2] != x.shape[:2]:
                 allowed = f"{(*x.shape[:2], self.dim_y)} is needed, as {of}x has shape {tuple(x.shape)}"

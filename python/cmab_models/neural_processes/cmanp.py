@@ -96,7 +96,7 @@ class CMANP(NeuralProcess):
 
         Under `torch.no_grad()` points are embedded a chunk at a time, so that memory does not depend on their number.
         """
-        self._check(x, y, mask, values=False)
+        self._check(x, y, mask=mask, values=False)
         if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
             return self.blocks.read(self._embedded(*without_masked(x, y, mask)), state, key_padding_mask=mask)
         xs, ys = x.split(CHUNK, 1), y.split(CHUNK, 1)

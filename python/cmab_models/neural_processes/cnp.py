@@ -67,7 +67,7 @@ class CNP(NeuralProcess):
 
     def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
         """Return the total of the points x, y, which can be added to `state` or taken out of it."""
-        self._check(x, y, mask, None if state is None else len(self._known(state).points), values=False)
+        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).points), values=False)
         features = in_single(self.embedding(torch.cat(without_masked(x, y, mask), -1)))
         if mask is None:
             return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))

@@ -90,8 +90,8 @@ class IncTNP(NeuralProcess):
         self.head = NormalHead(dim, hidden, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Cache | None = None, mask: Tensor | None = None) -> Cache:
-        self._check(x, y, mask, None if state is None else len(self._known(state).ignored), values=False)
-        ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).ignored), values=False)
+        ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.clone()
         before = 0 if state is None else state.ignored.shape[1]
         if state is not None:
             ignored = torch.cat([state.ignored, ignored], 1)

@@ -27,10 +27,12 @@ class KeepsPoints(NeuralProcess):
     state_type = Points
 
     def condition(self, x: Tensor, y: Tensor, state: Points | None = None, mask: Tensor | None = None) -> Points:
-        self._check(x, y, mask, None if state is None else len(self._known(state).ignored), values=False)
+        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).ignored), values=False)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         new = Points(*without_masked(x, y, mask), ignored)
-        return new if state is None else Points(*(torch.cat(parts, 1) for parts in zip(state, new, strict=True)))
+        if state is None:
+            return Points(*(part.clone() for part in new))  # the caller's may change
+        return Points(*(torch.cat(parts, 1) for parts in zip(state, new, strict=True)))
 
     def forget(self, state: Points, x: Tensor, y: Tensor) -> Points:
         """Return the state without the points x, y; one that is not part of it is a `ValueError`."""

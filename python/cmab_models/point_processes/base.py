@@ -82,7 +82,7 @@ class PointProcess(Pretrained):
             raise ValueError(f"time, mark have shapes {tuple(time.shape)}, {tuple(mark.shape)}; both must be (batch,)")
         if state is not None and self._known(state).time.shape != time.shape:
             raise ValueError(wrong("time", f"has batch {len(time)}", f"the state has {len(state.time)}"))
-        time = time.double()
+        time = time.to(torch.float64, copy=True)  # the state keeps it, and a clock may go on in place
         gap = _checked("time", time if state is None else time - state.time)
         self._check_marks("mark", mark)
         return self._read(state, time, self.embedding(*(part.unsqueeze(1) for part in (time, gap, mark))))
