@@ -91,6 +91,8 @@ def test_a_recorded_step_is_refused(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["ContinualAttention", "layer", "CMAB", "MultiheadIntention", "positions"])
 def test_a_compiled_step_goes_on(name: str) -> None:
+    if name == "MultiheadIntention" and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("the compiler of this torch knows no generators")
     step, given = begun(name)
     theirs = copy.deepcopy(step)
     torch._dynamo.reset()
