@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from . import setting
 from .calls import ModuleExplanation, explain_calls
-from .checks import wrong
+from .checks import kind_of, wrong
 from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
@@ -300,11 +300,14 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     """
     if isinstance(subject, nn.Module):
         return explain_calls(subject, *inputs, **options)
-    if subject not in OPERATORS:
+    if not isinstance(subject, str) or subject not in OPERATORS:
         raise ValueError(wrong("operator", f"is {subject!r}", f"a module, or one of {', '.join(OPERATORS)} is needed"))
     if options:
         raise TypeError(wrong(next(iter(options)), "is given", "an operator is explained by its inputs alone"))
     family = OPERATORS[subject]
+    if not inputs or not all(isinstance(each, Tensor) for each in inputs):
+        given = f"are {', '.join(map(kind_of, inputs)) or 'missing'}"
+        raise TypeError(wrong("inputs", given, f"tensors are needed, the first arguments of {subject}"))
     reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
     return [*rows, Explanation("reference", True, "runs anywhere")]

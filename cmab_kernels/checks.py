@@ -237,6 +237,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if not isinstance(weights, Tensor):
         raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor is needed"))
+    check_dense("weights", weights)
     if weights.dtype not in FLOATING:
         raise TypeError(wrong("weights", f"is {weights.dtype}", "a floating torch.Tensor is needed"))
     batch, heads, length, _ = key.shape

@@ -95,6 +95,8 @@ class OnlineRidge:
         """Return R^2, 1 - (sum of squared errors) / (sum of squared distances from the mean), as a mean over the E targets."""
         held = self._fitted()
         rows = _Rows(self, X, y, sample_weight, held)
+        if rows.weights is not None and not rows.weights.any():
+            raise ValueError(wrong("sample_weight", "is 0 throughout", "a score needs an example that counts"))
         y_ = rows.y.double()
         weights = y_.new_ones(len(y_), 1) if rows.weights is None else rows.weights[0, :, None]
         errors = y_ - held.solved(self).at(rows.x).double()
@@ -355,13 +357,10 @@ _LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
 
 def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
     """Return the penalties, one for all targets or one for each; raise unless they are numbers >= 0, as many as there are `targets`."""
-    if isinstance(alpha, Real):
-        given = [float(alpha)]
-    else:
-        try:
-            given = [float(each) for each in alpha]
-        except (TypeError, ValueError):
-            given = []
+    try:
+        given = [float(each) for each in ([alpha] if isinstance(alpha, Real) else alpha)]
+    except (TypeError, ValueError, OverflowError):
+        given = []
     if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):
         raise ValueError(wrong("alpha", f"is {alpha!r}", "a number >= 0, or an array of one for each target, is needed"))
     if targets is not None and len(given) not in (1, targets):
@@ -425,7 +424,7 @@ class _Rows:
         self.x = _points(model, X, held)
         targets = _tensor("y", y, self.x.device)
         self.flat = targets.dim() == 1
-        if targets.dim() not in (1, 2) or len(targets) != len(self.x):
+        if targets.dim() not in (1, 2) or len(targets) != len(self.x) or targets.shape[-1] == 0 < len(targets):
             raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"X has {len(self.x)} rows: as many are needed"))
         self.y = targets[:, None] if self.flat else targets
         if held is not None and (self.flat, self.y.shape[1]) != (held.flat, held.state.moment.shape[3]):

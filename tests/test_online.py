@@ -436,3 +436,14 @@ def test_one_weight_that_is_none(number: float) -> None:
     x, y, _ = _data()
     with pytest.raises(ValueError, match="sample_weight"):
         OnlineRidge().fit(x, y, number)
+
+
+def test_a_score_needs_a_weight() -> None:
+    x, y = np.random.default_rng(0).normal(size=(6, 2)), np.arange(6.0)
+    with pytest.raises(ValueError, match="`sample_weight` is 0 throughout"):
+        OnlineRidge().fit(x, y).score(x, y, sample_weight=np.zeros(6))
+    for alpha in (10**400, [1.0, 10**400]):
+        with pytest.raises(ValueError, match="`alpha` is"):
+            OnlineRidge(alpha=alpha).fit(x, y)
+    with pytest.raises(ValueError, match=r"`y` has shape \(6, 0\)"):
+        OnlineRidge().fit(x, np.zeros((6, 0)))

@@ -14,7 +14,7 @@ from ..backends import kernel
 from ..dtypes import state_dtype
 from ..layers.block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
 from ..tracing import is_differentiated, is_plain, is_watched
-from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention, fused_impl, plain_parameters
+from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention, fused_impl, has_other_forwards, plain_parameters
 
 
 class Block(Protocol):
@@ -159,6 +159,8 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -
     None if a module, a layer included, is not just its kind, a parameter is absent, of a type of its own or lazily negated, or the settings
     differ.
     """
+    if has_other_forwards():
+        return None
     collect = kernel("layers", "native", "collect_parameters")
     tensors: list[Tensor] = []
     eps: set[float] = set()

@@ -151,6 +151,14 @@ def fused_impl(features: Tensor) -> str | None:
     return None if impl == "reference" and not needs_definition() else impl
 
 
+_FORWARDS = nn.Linear.forward, nn.LayerNorm.forward
+
+
+def has_other_forwards() -> bool:
+    """Return whether another package has put a `forward` of its own into torch's class of linear layers, or of norms, as some LoRAs do."""
+    return (nn.Linear.forward, nn.LayerNorm.forward) != _FORWARDS
+
+
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
 
@@ -167,7 +175,7 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     if kind is nn.LayerNorm or kind is nn.Linear or kind is NonDynamicallyQuantizableLinear:
-        if "weight" not in parameters or "bias" not in parameters:  # one is a buffer, or a property
+        if "weight" not in parameters or "bias" not in parameters or has_other_forwards():  # one is a buffer, or a property
             return None
         if kind is nn.LayerNorm and parameters["weight"] is None:
             return None

@@ -83,10 +83,12 @@ def _why_torch(module: Any, *, training: bool) -> str | None:
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
     options = {"need_weights": False} if module is attention else {}
     row = next(attention.parameters()).new_empty(1, 1, attention.embed_dim)
-    before, module.training = module.training, training
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
     try:
         rows = 3 if module is attention else 2 if isinstance(module, nn.TransformerDecoderLayer) else 1
         why: str | None = why_torch(*[row] * rows, **options)
         return why
     finally:
-        module.training = before
+        for part, mode in before:
+            part.training = mode

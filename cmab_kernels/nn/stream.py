@@ -60,6 +60,13 @@ class Keeper(nn.Module, Generic[Value]):
                 return entries[name]
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse an entry of the `state_dict`, as `torch.func.functional_call` sets it: it would be read by nothing."""
+        if isinstance(value, Tensor) and name in type(self).fields:
+            allowed = "assign a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
+            raise TypeError(wrong(name, "cannot be set", allowed))
+        super().__setattr__(name, value)
+
     @abstractmethod
     def _entries(self, value: Value) -> dict[str, Tensor]:
         """Return the `state_dict` entries of a value, with names in `fields`: tensors that later steps do not change."""

@@ -75,7 +75,7 @@ class _FusedLayer(nn.Module):
         """Return why torch's own code must run for `x` in every part of the layer; None if nothing speaks against the operators."""
         if x.is_nested:
             return "a nested tensor has no fused layer"
-        if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
+        if any(part.training and part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
             return DROPOUT
         dropouts = (part for name, part in self.named_children() if name.startswith("dropout"))
         if any(plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None for part in dropouts):
@@ -109,7 +109,7 @@ class _FusedLayer(nn.Module):
             return NO_ATTENTION_MASK
         if is_additive(mask):
             return ADDITIVE
-        if isinstance(attention, nn.MultiheadAttention) and self.training and attention.dropout > 0:
+        if isinstance(attention, nn.MultiheadAttention) and attention.training and attention.dropout > 0:
             return DROPOUT
         more = "a part of the attention does more than its kind, or has hooks"
         if plain_parameters(attention, nn.MultiheadAttention) is None:

@@ -11,6 +11,7 @@ from ..backends import check_name, choose, passed_on
 from ..checks import (
     as_autocast,
     as_they_are,
+    check_dense,
     check_key_value,
     check_mask,
     check_operands,
@@ -124,6 +125,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     """
     if not isinstance(matrix, Tensor):
         raise TypeError(not_a_tensor("matrix", matrix))
+    check_dense("matrix", matrix)
     if matrix.dtype not in FLOATING:
         raise TypeError(wrong("matrix", f"is {matrix.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:

@@ -49,7 +49,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _check_arguments(cls, args, kwargs)
-        made: Self = super().__new__(cls, *args, **kwargs)
+        # What config.json is to hold: huggingface_hub would leave out an int of NumPy's, and load the model with the default.
+        made: Self = super().__new__(cls, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
         return made
 
     @classmethod
@@ -74,7 +75,9 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
         Arguments that the configuration lacks are those of the version that saved it.
         """
-        loaded: Self = super()._from_pretrained(strict=strict, **cls.before | kwargs)
+        taken = inspect.signature(cls.__init__).parameters  # those of a derived class may be others
+        before = {name: value for name, value in cls.before.items() if name in taken}
+        loaded: Self = super()._from_pretrained(strict=strict, **before | kwargs)
         return loaded
 
     @classmethod
@@ -142,6 +145,11 @@ def _missing(kind: type[Pretrained], given: Container[str]) -> list[str]:
 
 def _parameters(kind: type[Pretrained]) -> list[inspect.Parameter]:
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
+
+
+def _plain(value: Any) -> Any:
+    """The value of an argument; an int of another kind as Python's."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

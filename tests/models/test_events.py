@@ -202,6 +202,16 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
 # ---- the exact process
 
 
+@pytest.mark.parametrize("gap", [5.0, 100.0, 1e4, 1e8])
+def test_an_intensity_far_out_has_its_digits(gap: float) -> None:
+    """It is a quotient of two numbers whose logarithms are near -1e6."""
+    parts = torch.zeros(1, 2), torch.tensor([[-1.0, 0.5]]), torch.full((1, 2), math.exp(-5))
+    single, wide = (LogNormalMixture(*(part.to(dtype) for part in parts)) for dtype in (torch.float32, torch.float64))
+    found, right = single.intensity(torch.tensor([gap])), wide.intensity(torch.tensor([gap], dtype=torch.float64))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), right, rtol=2e-5, atol=0)
+
+
 def test_the_likelihood_of_a_hawkes_process_is_that_of_its_intensity() -> None:
     process = Hawkes()
     events = process.simulate(4, 6.0, seeded(3))

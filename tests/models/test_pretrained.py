@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
+from cmab_models import CMANP
 from cmab_models.systems import SYSTEMS
 from safetensors.torch import load_file, save_file
 
-from .cases import made
+from .cases import SIZES, made
 
 WRONG = {
     "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
@@ -190,3 +192,22 @@ def test_a_model_comes_back_in_its_dtype(system: str, dtype: torch.dtype, tmp_pa
     loaded = type(model).from_pretrained(tmp_path)
     for before, after in zip([*model.parameters(), *model.buffers()], [*loaded.parameters(), *loaded.buffers()], strict=True):
         assert before.dtype == after.dtype and torch.equal(before, after)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_sizes_of_numpys_are_saved(system: str, tmp_path: Path) -> None:
+    """Else the model that is loaded would have the defaults in their place."""
+    made(system, **{name: np.int64(SIZES[name]) for name in arguments(system) if name in SIZES}).save_pretrained(tmp_path / "numpy")
+    made(system).save_pretrained(tmp_path / "plain")
+    configs = [json.loads((tmp_path / kind / "config.json").read_text()) for kind in ("numpy", "plain")]
+    assert configs[0] == configs[1]
+
+
+class Derived(CMANP):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(dim_x=1, dim_y=2, dim=width, num_latents=4, num_heads=2, depth=1)
+
+
+def test_a_derived_class_has_arguments_of_its_own(tmp_path: Path) -> None:
+    Derived(16).save_pretrained(tmp_path)
+    assert Derived.from_pretrained(tmp_path).latents.shape == (4, 16)

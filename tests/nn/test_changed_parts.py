@@ -329,3 +329,21 @@ def test_a_weight_that_a_load_left_on_the_meta_device_is_refused(kind: str) -> N
         for grad in (True, False):
             with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"the module is on meta|is on meta: \w+ is on cpu"):
                 runs["train"][0](module, few, many)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some packages put adapters of all linear layers into torch's class, which look for what a layer carries."""
+    make, runs = MODULES[kind]
+    torch.manual_seed(1)
+    made, forward = make().double(), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * getattr(self, "factor", 1))
+    for name in leaves(made):
+        if not isinstance(made.get_submodule(name), nn.Linear):
+            continue
+        for mode, ways in runs.items():
+            for run in ways:
+                ours_, theirs = copy.deepcopy(made), copy.deepcopy(made)
+                ours_.get_submodule(name).factor = 2
+                changed(theirs, name, "hook")
+                torch.testing.assert_close(ran(ours_, run, mode == "train"), ran(theirs, run, mode == "train"), rtol=1e-9, atol=1e-9)

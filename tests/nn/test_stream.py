@@ -160,6 +160,15 @@ def test_what_a_row_without_keys_holds_counts_for_nothing(value: float) -> None:
     assert same_bits(other.stream.state, good)
 
 
+def test_entries_cannot_be_set_one_by_one() -> None:
+    """As `functional_call` would: nothing would read them, and they would stay behind."""
+    module = streaming()
+    before = saved(module)
+    with pytest.raises(TypeError, match=r"`out` cannot be set: assign a whole state"), torch.no_grad():
+        torch.func.functional_call(module, module.state_dict(), (torch.randn(2, 5, 8), torch.randn(2, 8)))
+    assert all(torch.equal(entry, before[name]) for name, entry in module.state_dict().items())
+
+
 def test_assignment_is_checked() -> None:
     stream = AttentionStream(HEADS, LATENTS, 4)
     stream.state = good = stream.init_state(2)

@@ -257,6 +257,22 @@ def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
     assert operators
 
 
+@pytest.mark.parametrize("part", ["dropout1", "dropout", "self_attn"])
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_a_dropout_that_is_left_on_drops(kind: type[nn.Module], part: str) -> None:
+    """As Monte Carlo dropout does in evaluation: each part has a mode of its own."""
+    theirs, ours = pair(kind, dropout=0.5)
+    for layer in (theirs.eval(), ours.eval()):
+        layer.get_submodule(part).train()
+    given = inputs(ours)
+    assert not torch.equal(ours(*given), ours(*given))
+    outs = []
+    for layer in (theirs, ours):
+        torch.manual_seed(0)
+        outs.append(layer(*given))
+    torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+
+
 def test_causal_decoder(operators: list[str]) -> None:
     for norm_first in (False, True):
         operators.clear()

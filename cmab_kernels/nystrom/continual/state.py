@@ -7,6 +7,7 @@ nothing else can reach their memory: the step then writes only to what the given
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -313,10 +314,17 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
 
 
 def _sent(state: State) -> tuple[Any, ...]:
-    """Reduce a state that goes to another process to copies: torch would share its memory, and no side sees who holds it on the other."""
+    """Reduce a state that goes to another process to bytes: torch would share its memory, and no side sees who holds it on the other."""
     fields: tuple[Any, ...] = state
-    copies = [field.clone() if isinstance(field, Tensor) and not field.requires_grad else field for field in fields]
-    return type(state)._make, (copies,)
+    if any(isinstance(field, Tensor) and field.requires_grad for field in fields):
+        return type(state)._make, (fields,)  # torch shares a leaf, and refuses what has a history
+    file = io.BytesIO()
+    torch.save(fields, file)
+    return _received, (type(state), file.getvalue())
+
+
+def _received(kind: type[State], data: bytes) -> State:
+    return kind._make(torch.load(io.BytesIO(data), weights_only=True))
 
 
 for _kind in KINDS:

@@ -121,8 +121,7 @@ class CMANP(NeuralProcess):
         return left.state
 
     def predict(self, state: AttentionState, target_x: Tensor) -> Distribution:
-        self._known(state)
-        self._check(target_x, of="target_")
+        self._check(target_x, batch=self._known(state).lse.shape[1], of="target_")
         return self._decoded(target_x, self.blocks.retrieve(self.latents, state, all_blocks=True))
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:

@@ -177,9 +177,10 @@ class PointProcess(Pretrained):
 def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
     if not isinstance(lengths, Tensor):
         raise TypeError(wrong("lengths", f"is {kind_of(lengths)}", "a torch.Tensor of int64 is needed"))
-    fits = lengths.shape == (batch,) and not lengths.is_floating_point()
-    if not fits or (batch and not 0 <= lengths.min() <= lengths.max() <= longest):
-        values = f" from {lengths.min()} to {lengths.max()}" if lengths.numel() else ""
+    check_dense("lengths", lengths)
+    fits = lengths.shape == (batch,) and lengths.dtype in (torch.int32, torch.int64)
+    if not fits or (batch and has_values(lengths) and not 0 <= lengths.min() <= lengths.max() <= longest):
+        values = f" from {lengths.min()} to {lengths.max()}" if fits else ""
         given = f"is {lengths.dtype} {tuple(lengths.shape)}{values}"
         raise ValueError(wrong("lengths", given, f"int64 ({batch},) from 0 to {longest}, the events, is needed"))
 

@@ -44,7 +44,10 @@ class LogNormalMixture(MixtureSameFamily):
 
     def intensity(self, gap: Tensor) -> Tensor:
         """Return the intensity f / S after a `gap` without events: the rate of the next event, given that it has not come yet."""
-        return (self.log_prob(gap) - self.log_survival(gap)).exp()
+        weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
+        parts = weights.logits, components.loc, components.scale
+        wide = LogNormalMixture(*(part.double() for part in parts))  # far out both logarithms are large, and nearly equal
+        return (wide.log_prob(gap.double()) - wide.log_survival(gap.double())).exp().to(components.loc.dtype)
 
 
 def _longer_than_none(gap: Tensor) -> Tensor:

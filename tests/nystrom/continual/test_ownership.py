@@ -176,6 +176,21 @@ def test_a_slice_of_the_state_of_a_module(landmarks: int | None, output: str, mo
         assert _equal(held, before)
 
 
+def _sum(queue: Any, state: Any) -> None:
+    queue.put([float(field.double().nan_to_num().sum()) for field in _fields(state)])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_state_may_be_an_argument_of_a_process(method: str) -> None:
+    """It is sent as bytes: copies in shared memory would be gone before the process could open them."""
+    state, context = _stream("retroactive"), torch.multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=_sum, args=(queue, state))
+    process.start()
+    assert queue.get(timeout=300) == [float(field.double().nan_to_num().sum()) for field in _fields(state)]
+    process.join()
+
+
 def test_a_state_from_numpy_before_its_first_step() -> None:
     """Its empty sums have strides of 0, as NumPy's have."""
     first = _tokens(N)
