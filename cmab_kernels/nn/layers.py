@@ -151,12 +151,13 @@ def fused_impl(features: Tensor) -> str | None:
     return None if impl == "reference" and not needs_definition() else impl
 
 
-_FORWARDS = nn.Linear.forward, nn.LayerNorm.forward
+_Linear, _LayerNorm = nn.Linear, nn.LayerNorm
+_OF_LINEAR, _OF_NORM = nn.Linear.forward, nn.LayerNorm.forward
 
 
 def has_other_forwards() -> bool:
     """Return whether another package has put a `forward` of its own into torch's class of linear layers, or of norms, as some LoRAs do."""
-    return (nn.Linear.forward, nn.LayerNorm.forward) != _FORWARDS
+    return nn.Linear.forward is not _OF_LINEAR or nn.LayerNorm.forward is not _OF_NORM
 
 
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
@@ -174,11 +175,12 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
-    if kind is nn.LayerNorm or kind is nn.Linear or kind is NonDynamicallyQuantizableLinear:
-        if "weight" not in parameters or "bias" not in parameters or has_other_forwards():  # one is a buffer, or a property
+    if kind is _Linear or kind is _LayerNorm or kind is NonDynamicallyQuantizableLinear:
+        if "weight" not in parameters or "bias" not in parameters:  # one is a buffer, or a property
             return None
-        if kind is nn.LayerNorm and parameters["weight"] is None:
-            return None
+        if kind is _LayerNorm:
+            return None if parameters["weight"] is None or kind.forward is not _OF_NORM else parameters
+        return parameters if kind.forward is _OF_LINEAR else None
     return parameters
 
 
