@@ -51,7 +51,7 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
     if features.layout is not torch.strided:
         raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
-    if features.dim() not in dims or features.shape[-1] != width:
+    if features.dim() not in dims or features.dim() == 0 or features.shape[-1] != width:
         allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
         raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
@@ -298,7 +298,7 @@ class FeedForward(_Residual):
         weight = cast("Tensor", c["weight"])
         check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
         check_together("latents", latents, norm=n, expand=e, contract=c)
-        rows = latents.flatten(0, -2)
+        rows = latents.reshape(-1, latents.shape[-1])
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
         return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", residual=self.residual, impl=impl).view_as(latents)
 

@@ -288,6 +288,10 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     theirs = nn.TransformerDecoderLayer
     multihead_attn: nn.MultiheadAttention
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy or a pickle: torch's method puts relu before an activation that is a module."""
+        nn.Module.__setstate__(self, state)
+
     def _mha_block(
         self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -271,6 +272,14 @@ def test_a_dropout_that_is_left_on_drops(kind: type[nn.Module], part: str) -> No
         torch.manual_seed(0)
         outs.append(layer(*given))
     torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_a_copy_keeps_an_activation_that_is_a_module(kind: type[nn.Module]) -> None:
+    _, ours = pair(kind, activation=nn.GELU())
+    given = inputs(ours)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(copied(*given), ours(*given))
 
 
 def test_causal_decoder(operators: list[str]) -> None:

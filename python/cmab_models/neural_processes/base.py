@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from cmab_kernels.checks import check_count, kind_of, refuse_not_finite, wrong
+from cmab_kernels.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn.layers import check_features
 
 from ..precision import in_single
@@ -167,6 +167,7 @@ class NeuralProcess(Pretrained):
 def _check_mask(mask: Tensor, x: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(wrong("mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
+    check_dense("mask", mask)
     if mask.dtype != torch.bool or mask.shape != x.shape[:2] or mask.device != x.device:
         given = f"is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
         raise ValueError(wrong("mask", given, f"torch.bool of {tuple(x.shape[:2])} on {x.device}, as x, is needed"))
