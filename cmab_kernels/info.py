@@ -67,6 +67,8 @@ def _extension() -> Iterator[str]:
         yield f"runs {load().instruction_set()} on this processor"
     except ImportError as error:
         yield f"cannot be loaded: {error}; reinstall with this Python"
+    except RuntimeError as error:  # the environment asks for instructions that there are not
+        yield str(error)
 
 
 def _cuda_kernels() -> Iterator[str]:

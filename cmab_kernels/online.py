@@ -109,7 +109,7 @@ class OnlineRidge:
     def coef_(self) -> Any:
         """(D,), or (E, D) where y had two dimensions."""
         held = self._fitted()
-        coefficients = held.solved(self).weight.T
+        coefficients = held.solved(self).weight.T.clone()  # the caller may scale it
         return _cast(coefficients[0] if held.flat else coefficients, held.dtype)
 
     @property

@@ -50,3 +50,8 @@ def test_version() -> None:
 def test_columns_are_as_wide_as_their_longest_cell() -> None:
     assert list(info._columns([("a", "bc", ""), ("long name", "d", "e")])) == ["a          bc", "long name  d   e"]
     assert list(info._columns([])) == []
+
+
+def test_instructions_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CMAB_KERNELS_ISA", "avx3")
+    assert 'CMAB_KERNELS_ISA is "avx3"; usable here' in info.report()

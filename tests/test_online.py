@@ -447,3 +447,13 @@ def test_a_score_needs_a_weight() -> None:
             OnlineRidge(alpha=alpha).fit(x, y)
     with pytest.raises(ValueError, match=r"`y` has shape \(6, 0\)"):
         OnlineRidge().fit(x, np.zeros((6, 0)))
+
+
+def test_coefficients_are_the_callers() -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20.0)
+    for points, targets in ((x, y), (torch.from_numpy(x), torch.from_numpy(y))):
+        model = OnlineRidge().fit(points, targets)
+        before = model.predict(points)
+        coefficients = model.coef_
+        coefficients /= 9
+        assert (model.predict(points) == before).all()

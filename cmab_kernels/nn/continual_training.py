@@ -84,6 +84,6 @@ def _segment_ends(tokens: int, window: int, landmarks: int) -> list[int]:
 
 def _sets_of_means(tokens: Tensor, ends: list[int], landmarks: int) -> Tensor:
     """Return the means of the segments that end there, m that follow each other to a set: (B, H, segments - m + 1, m, D)."""
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     means = torch.stack([segment.mean(2) for segment in tokens[:, :, : ends[-1]].split(sizes, 2)], 2)
     return means.unfold(2, landmarks, 1).mT

@@ -349,7 +349,7 @@ class _Attention(_Residual):
             *(latents, context, mask, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
             *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
             num_heads=self.num_heads,
-            scale=(latents.shape[-1] // self.num_heads) ** -0.5,
+            scale=(cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5,  # of the heads that are left, where some were cut off
             eps=norm.eps,
             context_eps=0.0 if context_norm is None else context_norm.eps,
             residual=self.residual,

@@ -139,6 +139,8 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
     lost = {path: module}
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
+        if added := [*module._parameters, *module._buffers]:
+            raise ValueError(wrong("model", f"has {', '.join(added)} added to {path!r}", "remove them, replace, add them again"))
     for name, each in lost.items():
         added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
         if added:

@@ -15,7 +15,7 @@ from ..checks import check_count, wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState, empty_ridge
 from ..intention.state import check_ridge
-from ..tracing import is_recorded
+from ..tracing import is_recorded, is_transformed, is_watched
 
 Value = TypeVar("Value")
 State = TypeVar("State", bound=tuple)
@@ -157,6 +157,16 @@ class Stream(Keeper[State]):
                 raise RuntimeError(wrong("state", "requires a gradient", allowed))
         self.hold(None if state is None else self._taken(state))
 
+    def hold(self, value: State | None) -> None:
+        """Replace the value; raise for tensors that belong to a transform or a mode, and would outlive it."""
+        if value is not None and is_watched() and not torch.compiler.is_compiling():
+            is_real = not hasattr(self.weight_like, "fake_mode")
+            for field in value:
+                if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):
+                    given = "would hold what a transform of torch.func, forward mode or FakeTensorMode made"
+                    raise RuntimeError(wrong("stream", given, "pass the states yourself, or call the module outside"))
+        super().hold(value)
+
     def started(self, state: State | None) -> State:
         """Return `state`, or the held state if that is None; `RuntimeError` if both are None."""
         state = self.held if state is None else state
@@ -199,6 +209,8 @@ class Stream(Keeper[State]):
                 shown = (*shape[:lead], "B", *shape[lead + 1 :]) if shape else ()
                 allowed = f"{dtype} ({', '.join(map(str, shown))}) is needed, with one B for all entries"
                 return wrong(prefix + name, given, allowed)
+            if entry.is_meta:
+                return wrong(prefix + name, "is on meta", "a tensor with values is needed")
         return self._unlikely(prefix, entries)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,7 +224,9 @@ class Stream(Keeper[State]):
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
         held = self.held
-        if held is not None and (cast or before.device != self.weight_like.device):
+        if before.is_meta and not self.weight_like.is_meta:  # as `to_empty` leaves it: a stream without values has ended
+            self.hold(None)
+        elif held is not None and (cast or before.device != self.weight_like.device):
             entries = self._entries(held)
             self.hold(self._built(self._cast(entries) if cast else entries, self.weight_like.device))
         return self

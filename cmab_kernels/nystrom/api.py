@@ -24,11 +24,10 @@ from ..checks import (
     wrong,
 )
 from ..dtypes import FLOATING, state_dtype
-from .reference import absent_segments, segment_means
+from .reference import MOST_ITERATIONS, absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
-MOST_ITERATIONS = 2**28
 """Kernels count the products of a gradient, four an iteration, in 32 bits."""
 
 

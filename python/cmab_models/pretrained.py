@@ -82,12 +82,14 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
-        """Load parameters in the dtype of the file: huggingface_hub would round them to that of a new model, float32."""
+        """Load parameters in their dtypes in the file: huggingface_hub would round them to that of a new model, float32."""
         with safe_open(model_file, "pt") as file:
             saved = set(file.keys())
-            name = next((name for name, _ in model.named_parameters() if name in saved), None)
-            if name is not None:
-                model.to(file.get_tensor(name).dtype)
+            found = [(parameter, file.get_tensor(name).dtype) for name, parameter in model.named_parameters() if name in saved]
+        if found:
+            model.to(found[0][1])  # buffers too
+        for parameter, dtype in found:
+            parameter.data = parameter.data.to(dtype)
         return super()._load_as_safetensor(model, model_file, *args)
 
 

@@ -211,3 +211,13 @@ class Derived(CMANP):
 def test_a_derived_class_has_arguments_of_its_own(tmp_path: Path) -> None:
     Derived(16).save_pretrained(tmp_path)
     assert Derived.from_pretrained(tmp_path).latents.shape == (4, 16)
+
+
+def test_norms_that_are_kept_in_float32(tmp_path: Path) -> None:
+    model = made("cmanp").bfloat16()
+    norm = next(part for part in model.modules() if isinstance(part, torch.nn.LayerNorm)).float()
+    norm.weight.data.fill_(1.001)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for before, after in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)

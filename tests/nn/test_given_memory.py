@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import cmab_kernels.nn as ours
 
@@ -66,3 +68,47 @@ def test_a_buffer_may_be_filled_again(kind: str, tokens: int) -> None:
                 outs.append(torch.zeros(0) if out is None else out.clone())
             found.append(outs)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not found[0][-1].isnan().any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_stream_ends_where_it_has_no_values(kind: str) -> None:
+    """`to_empty` gives new memory to a module from the meta device, and nothing to fill it with."""
+    make, (read, *_) = MODULES[kind]
+    module, inputs = make().eval(), torch.randn(2, 5, C)
+    read(module, inputs)
+    weights = {name: entry.clone() for name, entry in make().state_dict().items()}
+    module.to("meta")
+    with pytest.raises(RuntimeError, match="is on meta: a tensor with values is needed"):
+        module.load_state_dict(module.state_dict())
+    module.to_empty(device="cpu")
+    assert module.state_dict().keys() == weights.keys()
+    module.load_state_dict(weights)
+    out = read(module, inputs)
+    assert out is None or not out.isnan().any()
+
+
+def _vmapped(read: Reader, module: Any, inputs: Tensor) -> Any:
+    return torch.func.vmap(lambda one: read(module, one))(inputs.unsqueeze(0).expand(2, *inputs.shape))
+
+
+def _with_tangents(read: Reader, module: Any, inputs: Tensor) -> Any:
+    return torch.func.jvp(lambda one: read(module, one), (inputs,), (inputs,))
+
+
+def _faked(read: Reader, module: Any, inputs: Tensor) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return read(module, torch.randn(inputs.shape))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("transformed", [_vmapped, _with_tangents, _faked])
+@pytest.mark.parametrize("kind", MODULES)
+def test_no_transform_leaves_something_in_a_stream(kind: str, transformed: Callable[..., Any]) -> None:
+    make, (read, *_) = MODULES[kind]
+    module, inputs = make().eval(), torch.randn(2, 5, C)
+    read(module, inputs)
+    other = copy.deepcopy(module)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        transformed(read, module, inputs)
+    assert torch.equal(read(module, inputs), read(other, inputs))

@@ -177,3 +177,18 @@ def test_the_default_device_is_not_asked() -> None:
     expected = torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()])
     with torch.device("meta"):
         close(torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()]), expected)
+
+
+@pytest.mark.parametrize("kind", [layers.SelfAttention, layers.CrossAttention])
+def test_heads_that_were_cut_off(kind: Any) -> None:
+    """The scale of logits is that of the width of the heads that are left."""
+    attention, x, context = kind(16, 2), torch.randn(1, 5, 16), torch.randn(1, 7, 16)
+    for name in ("query", "key", "value"):
+        projection = getattr(attention, name)
+        projection.weight = torch.nn.Parameter(4 * projection.weight[:8])
+    attention.output.weight = torch.nn.Parameter(attention.output.weight[:, :8])
+    attention.num_heads = 1
+    given = (x, context) if kind is layers.CrossAttention else (x,)
+    found = attention(*given)
+    with cmab_kernels.use_impl("reference"):
+        torch.testing.assert_close(found, attention(*given), rtol=1e-5, atol=1e-5)

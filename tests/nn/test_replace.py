@@ -540,3 +540,10 @@ def test_an_option_that_contradicts_the_weights_is_refused(option: dict[str, Any
     with pytest.raises(ValueError, match=f"`{name}` is given"):
         replace_modules(box, {nn.MultiheadAttention: partial(MultiheadAttention, **option)}, verbose=False)
     assert type(box[0]) is nn.MultiheadAttention
+
+
+def test_what_was_added_to_a_layer_is_not_lost_in_an_informers() -> None:
+    box = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32))
+    box[0].register_parameter("prompt", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match="has prompt added to '0'"):
+        replace_modules(box, {nn.TransformerEncoderLayer: InformerEncoderLayer}, verbose=False)

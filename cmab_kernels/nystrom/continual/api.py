@@ -67,6 +67,9 @@ def continual_nystrom_init(
     with as_they_are(key.device):
         chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
         if landmarks is not None:
+            if chosen.queries.shape[2] > key.shape[2]:
+                allowed = f"at most {key.shape[2]}, the tokens of the window, are needed"
+                raise ValueError(wrong("landmarks[0]", f"has {chosen.queries.shape[2]} landmarks", allowed))
             refuse_not_finite(**{"landmarks[0]": chosen.queries, "landmarks[1]": chosen.keys})
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)

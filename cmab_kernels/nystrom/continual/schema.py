@@ -57,14 +57,14 @@ def _plain_state(state: Any) -> Any:
 
 
 def _copies(*tensors: Tensor) -> Iterator[Tensor]:
-    return (tensor.clone() for tensor in tensors)
+    return (tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
 
 def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, position, window, iterations, fixed, query, key, value, retroactive, impl = args
     queries, keys, values, sums, *landmarks = fields
-    counts = (scale, position.clone(), window, iterations, fixed)
-    state = ContinualNystromState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *_copies(*landmarks), *counts])
+    counts = (scale, *_copies(position), window, iterations, fixed)
+    state = ContinualNystromState._make([*_copies(queries, keys, values, sums), sums.new_empty(sums.shape), *_copies(*landmarks), *counts])
     out, new = run_step("continual_nystrom_step", impl, remembered(state), query, key, value, retroactive)
     return out, *new[:4], *new[5:8], new.position
 
@@ -72,8 +72,8 @@ def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
 def _attention_body(*args: Any) -> tuple[Tensor, ...]:
     *fields, scale, position, window, query, key, value, retroactive, impl = args
     queries, keys, values, sums = fields
-    counts = (scale, position.clone(), window)
-    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), torch.empty_like(sums), *counts])
+    counts = (scale, *_copies(position), window)
+    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), sums.new_empty(sums.shape), *counts])
     out, new = run_step("continual_attention_step", impl, remembered(state), query, key, value, retroactive)
     return out, *new[:4], new.position
 
@@ -103,7 +103,7 @@ def _(
     _, position, window, _, _, query, _, value, retroactive, _ = rest
     rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
     small = [t.new_empty(t.shape) for t in (sums, lq, lk, inverse)]
-    return _out(value, window, retroactive), *rings, *small, torch.empty_like(position)
+    return _out(value, window, retroactive), *rings, *small, position.new_empty(position.shape)
 
 
 @torch.library.register_fake("cmab::continual_attention_step", lib=LIB)
@@ -112,7 +112,7 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -
     rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
     batch, heads, _, width = sums.shape
     new_sums = sums.new_empty(batch, heads, window if retroactive else 0, width)
-    return _out(value, window, retroactive), *rings, new_sums, torch.empty_like(position)
+    return _out(value, window, retroactive), *rings, new_sums, position.new_empty(position.shape)
 
 
 # ---- operations
@@ -162,13 +162,18 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     None where only the checked path decides: under autocast, for subclasses of Tensor, lazy negations, and fields with gaps.
     """
     kind = type(state)
-    if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind) or any(map(Tensor.is_neg, tokens)):
+    if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind):
         return None
     fields = state[: _TENSORS[kind]]
-    if not all(map(Tensor.is_contiguous, fields)) or any(map(is_batched_gradient, tokens)) or autocasts(fields[0].device):
-        return None
     tensors = (*fields, *tokens)
-    return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors))
+    try:
+        if not all(map(Tensor.is_contiguous, fields)) or any(map(Tensor.is_neg, tensors)) or any(map(is_batched_gradient, tokens)):
+            return None
+        if autocasts(fields[0].device):
+            return None
+        return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors))
+    except RuntimeError:  # a sparse or a nested tensor has no strides, or no shape
+        return None
 
 
 def carries_gradient(state: Any, *tokens: Any) -> bool:

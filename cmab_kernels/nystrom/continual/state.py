@@ -18,6 +18,7 @@ from torch import Tensor
 from ...backends import imported
 from ...checks import check_dense, device_of, is_dense, is_read, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
+from ..reference import MOST_ITERATIONS
 
 
 class ContinualNystromState(NamedTuple):
@@ -354,6 +355,7 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
         tensor = getattr(state, part)
         if not isinstance(tensor, Tensor):
             raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+        check_dense(f"{name}.{part}", tensor)
         if tensor.shape != shape:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{shape} is needed"))
         if tensor.dtype != dtype:
@@ -372,12 +374,15 @@ def _check_any(state: Any) -> None:
     check_state(state, kind)
 
 
+_BOUNDS = {"window": (1, LAST_POSITION), "pinv_iterations": (0, MOST_ITERATIONS), "fixed": (0, 1)}
+"""The least and the most of each int of a state."""
+
+
 def _check_counts(state: ContinualState, name: str) -> None:
-    counts = [field for field in ("window", "pinv_iterations", "fixed") if hasattr(state, field)]
-    for field in counts:
-        count, least = getattr(state, field), 1 if field == "window" else 0
-        if not isinstance(count, int) or count < least:
-            raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int >= {least} is needed"))
+    for field, (least, most) in _BOUNDS.items():
+        count = getattr(state, field, least)
+        if not isinstance(count, int) or not least <= count <= most:
+            raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int from {least} to {most} is needed"))
 
 
 def _check_positions(state: ContinualState, name: str) -> None:
@@ -394,6 +399,8 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     """The shape and dtype that each tensor must have, given those of the rings. Where one of them has another dtype, that one is wrong."""
     queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
     for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
+        if isinstance(ring, Tensor):
+            check_dense(f"{name}.{part}", ring)
         if not isinstance(ring, Tensor) or ring.dim() != 4:
             shown = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
             raise ValueError(wrong(f"{name}.{part}", shown, "a tensor of 4 dimensions is needed"))

@@ -139,6 +139,27 @@ def test_autocast() -> None:
     assert out.dtype == state.keys.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_state_with_gaps_in_its_memory_goes_through_the_dispatcher(exact: bool) -> None:
+    q, k, v = _tokens()
+    state = ck.continual_attention_init(q, k, v) if exact else ck.continual_nystrom_init(q, k, v, 3)
+    step = ck.continual_attention_step if exact else ck.continual_nystrom_step
+    permuted = state._make(
+        torch.stack(field.unbind(1)).movedim(0, 1) if isinstance(field, Tensor) and field.dim() > 1 else field for field in state
+    )
+    token = [t[:, :, :1] for t in (q, k, v)]
+    wanted = step(state, *token).out
+    with FlopCounterMode(display=False):  # a mode that sees every call
+        torch.testing.assert_close(step(permuted, *token).out, wanted)
+
+
+def test_more_landmarks_than_tokens_are_refused() -> None:
+    q, k, v = _tokens()
+    near = torch.randn(2, q.shape[2] + 1, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"`landmarks\[0\]` has 8 landmarks: at most 7"):
+        ck.continual_nystrom_init(q, k, v, landmarks=(near, near))
+
+
 def test_vmap_of_streams() -> None:
     """`vmap` steps streams at different positions, one of each sample."""
     states, tokens = [], [torch.randn(2, 2, 2, 1, w, dtype=torch.float64) for w in (3, 3, 2)]
