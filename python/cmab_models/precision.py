@@ -1,10 +1,19 @@
-"""The dtype of likelihoods: half types hold neither the time between two events of the same time nor a density of a sharp prediction."""
+"""The dtype of weights, and of likelihoods: half types hold neither the time between two events of the same time nor a density of a
+sharp prediction."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from cmab_kernels.dtypes import state_dtype
+
+_NONE = torch.empty(0, device="cpu", dtype=torch.float32)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return a tensor with the dtype and device of a module's weights: float32 on the CPU where dynamic quantisation has packed them."""
+    return next(module.parameters(), _NONE)
 
 
 def in_single(tensor: Tensor) -> Tensor:

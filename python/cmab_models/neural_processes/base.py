@@ -12,7 +12,7 @@ from torch.distributions import Distribution, MultivariateNormal
 from cmab_kernels.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn.layers import check_features
 
-from ..precision import in_single
+from ..precision import in_single, weight_of
 from ..pretrained import Pretrained
 
 
@@ -149,7 +149,7 @@ class NeuralProcess(Pretrained):
         knows the points that count, and in `CMANP` gets them in chunks.
         """
         given = {f"{of}x": x} | {f"{of}y": y for y in values_of_x}
-        weight = next(self.parameters())
+        weight = weight_of(self)
         check_features(f"{of}x", x, "(batch, points, dim_x)", (3,), self.dim_x, weight)
         for y in values_of_x:
             check_features(f"{of}y", y, "(batch, points, dim_y)", (3,), self.dim_y, weight)

@@ -154,7 +154,7 @@ class PointProcess(Pretrained):
 
     def _check(self, **given: Tensor) -> None:
         """Raise unless these are dense tensors of real numbers on the device of the model."""
-        device = self.embedding.gap.weight.device
+        device = self.embedding.mark.weight.device
         for name, each in given.items():
             if not isinstance(each, Tensor):
                 raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))

@@ -78,7 +78,7 @@ class EventEmbedding(nn.Module):
 
     def forward(self, times: Tensor, gaps: Tensor, marks: Tensor) -> Tensor:
         """Return features (B, N, dim) of events at times (B, N) float64, gaps (B, N) after those before, with marks (B, N) int64."""
-        dtype = self.gap.weight.dtype
+        dtype = self.mark.weight.dtype  # an embedding, which dynamic quantisation leaves as it is
         phases = (2 * math.pi * (times.unsqueeze(-1) / self.periods).frac()).to(dtype)
         gap = self.gap(self.log_gaps.standardise(gaps).to(dtype).unsqueeze(-1))
         result: Tensor = self.mark(marks) + gap + torch.cat([phases.sin(), phases.cos()], -1)
@@ -87,8 +87,8 @@ class EventEmbedding(nn.Module):
 
 def _with_periods(embedding: EventEmbedding, _: Any) -> None:
     """Let the periods follow weights that were loaded with `assign=True`, which leave the meta device."""
-    if embedding.periods.device != embedding.gap.weight.device:
-        embedding.periods = embedding._periods(embedding.gap.weight.device)
+    if embedding.periods.device != embedding.mark.weight.device:
+        embedding.periods = embedding._periods(embedding.mark.weight.device)
 
 
 class EventHead(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 from cmab_kernels.checks import refuse_not_finite, wrong
 from cmab_kernels.nn.layers import check_features
 
+from ..precision import weight_of
 from ..pretrained import Pretrained
 
 
@@ -24,7 +25,7 @@ class Regressor(Pretrained):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the answers (B, M, dim_out)."""
-        weight = next(self.parameters())
+        weight = weight_of(self)
         check_features("key", key, "(B, N, dim_key)", (3,), self.dim_key, weight)
         check_features("query", query, "(B, M, dim_key)", (3,), self.dim_key, weight)
         check_features("value", value, "(B, N, dim_value)", (3,), self.dim_value, weight)

@@ -14,6 +14,7 @@ from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, R
 from cmab_kernels.nn.layers import check_features
 from cmab_kernels.nn.stream import extent, follow_weights
 
+from ..precision import weight_of
 from ..pretrained import Pretrained
 from .window import TokenWindow
 
@@ -216,5 +217,5 @@ class StreamClassifier(Pretrained):
             raise ValueError(wrong("tokens", f"has shape {tuple(tokens.shape)}", f"{allowed} is needed"))
 
     def _check(self, name: str, tokens: Tensor, allowed: str, dims: int) -> None:
-        check_features(name, tokens, allowed, (dims,), self.dim_in, self.embedding.weight)
+        check_features(name, tokens, allowed, (dims,), self.dim_in, weight_of(self))
         refuse_not_finite(**{name: tokens})
