@@ -23,8 +23,9 @@ from ..checks import (
     over_batch,
     wrong,
 )
+from ..constants import MOST_ITERATIONS
 from ..dtypes import FLOATING, state_dtype
-from .reference import MOST_ITERATIONS, absent_segments, segment_means
+from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")

@@ -22,9 +22,6 @@ from ..dtypes import state_dtype
 COPIED = 2**17
 """The most elements that are copied at a time to be added up, but at least one segment."""
 
-MOST_ITERATIONS = 2**28
-"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
-
 
 def segment_ends(length: int, segments: int) -> list[int]:
     """The index after the last token of each segment of `length` tokens; the first `length % segments` have one token more."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...backends import imported
 from ...checks import check_dense, device_of, is_dense, is_read, kind_of, wrong
+from ...constants import MOST_ITERATIONS
 from ...dtypes import FLOATING, state_dtype
-from ..reference import MOST_ITERATIONS
 
 
 class ContinualNystromState(NamedTuple):
