@@ -16,6 +16,9 @@ from .tracing import has_values, is_transformed
 _autocasts_anywhere = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for some device: asked first, since to name the kind of a device takes three times as long."""
 
+MOST_ITERATIONS = 2**28
+"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
+
 _EXTENTS = (Integral, torch.SymInt, Tensor)
 """The types of an extent; it is a symbol or a tensor where a call is traced."""
 

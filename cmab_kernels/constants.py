@@ -8,6 +8,3 @@ INFO_SOUND, INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED = 0, 1, 2
 
 ILL_CONDITIONED = 1e-2
 """A solution is `INFO_ILL_CONDITIONED` where the condition number times the dtype's eps exceeds this: two digits are left at most."""
-
-MOST_ITERATIONS = 2**28
-"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..attention import attention_state, latent_attention
 from ..backends import check_name, choose, passed_on
 from ..checks import (
+    MOST_ITERATIONS,
     as_autocast,
     as_they_are,
     check_dense,
@@ -23,7 +24,6 @@ from ..checks import (
     over_batch,
     wrong,
 )
-from ..constants import MOST_ITERATIONS
 from ..dtypes import FLOATING, state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...backends import imported
-from ...checks import check_dense, device_of, is_dense, is_read, kind_of, wrong
-from ...constants import MOST_ITERATIONS
+from ...checks import MOST_ITERATIONS, check_dense, device_of, is_dense, is_read, kind_of, wrong
 from ...dtypes import FLOATING, state_dtype
 
 
