@@ -223,8 +223,7 @@ Object make_tensor(PyObject* function, DType dtype, Extents shape) {
   Py_ssize_t at = 0;
   for (const int64_t size : shape) PyTuple_SET_ITEM(sizes.get(), at++, python::from_integer(size).release());
   const Object given = Object::owned(PyTuple_Pack(1, sizes.get()));
-  const Object named =
-      Object::owned(Py_BuildValue("{s:O,s:s}", "dtype", torch().dtypes[int(dtype)], "device", "cpu"));
+  const Object named = Object::owned(Py_BuildValue("{s:O,s:s}", "dtype", torch().dtypes[int(dtype)], "device", "cpu"));
   return Object::owned(PyObject_Call(function, given.get(), named.get()));
 }
 
