@@ -25,9 +25,9 @@ LAWS = {"normal": "N(0, 1)", "ten times": "N(0, 10²)", "one outlier": "one outl
 FORMULAS = {
     "AttentionState": r"$L (s E + 8)$",
     "RidgeState": r"$8 D (D + E) + 8$",
-    "ContinualNystromState": r"$t (n + 1)(2 D + E) + s (2 m (E + 5) + 2 m D + m^2)$",
-    "ContinualAttentionState": r"$t (n + 1)(2 D + E)$",
-    "ContinualAttentionState, retroactive": r"$t (n + 1)(2 D + E) + 2 s n (E + 5)$",
+    "ContinualNystromState": r"$t (n + 1)(2 D + E) + s (2 m (E + 5) + 2 m D + m^2) + 8$",
+    "ContinualAttentionState": r"$t (n + 1)(2 D + E) + 8$",
+    "ContinualAttentionState, retroactive": r"$t (n + 1)(2 D + E) + 2 s n (E + 5) + 8$",
 }
 
 

@@ -298,7 +298,7 @@ class FeedForward(_Residual):
         weight = cast("Tensor", c["weight"])
         check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
         check_together("latents", latents, norm=n, expand=e, contract=c)
-        rows = latents.reshape(-1, latents.shape[-1])
+        rows = latents.flatten(0, -2) if latents.dim() > 1 else latents.unsqueeze(0)
         tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
         return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", residual=self.residual, impl=impl).view_as(latents)
 

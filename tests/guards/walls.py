@@ -106,7 +106,8 @@ def allocate_in_python() -> None:
     plain, like = torch.empty, torch.zeros(0)
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        return plain(*shape, dtype=dtype, **options) if options else like.new_empty(*shape, dtype=dtype)
+        others = options.keys() - {"device"}  # the extension asks for the CPU, where `like` is
+        return plain(*shape, dtype=dtype, **options) if others else like.new_empty(*shape, dtype=dtype)
 
     torch.empty = empty  # type: ignore[assignment]  # the calls that are made here, of all its overloads
 
