@@ -48,6 +48,7 @@ SECTIONS = {
     "nystrom_timings": Section("bench.gpu.timings:nystrom_tasks", judged=False),
     "continual_timings": Section("bench.gpu.timings:continual_tasks", judged=False),
     "layer_timings": Section("bench.gpu.timings:layer_tasks", judged=False),
+    "profiles": Section("bench.gpu.profiles:tasks", counted=40, judged=False),
     "sanitizer": Section("bench.gpu.sanitizer:tasks", counted=LIMIT, workers=9),
     "candidates": Section("bench.gpu.tune:candidate_tasks", counted=60, workers=COMPILERS),
     "tune": Section("bench.gpu.tune:tasks", after="candidates"),

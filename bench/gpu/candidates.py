@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,39 +101,46 @@ def _of_attention(dtypes: tuple[str, ...], widths: tuple[int, ...]) -> Iterator[
             yield Target("attention.backward_keys", dtype, width)
 
 
-MOVES: tuple[dict[str, int], ...] = (
-    {"BLOCK_N": 1},
-    {"BLOCK_N": -1},
-    {"BLOCK_N": 1, "num_warps": 1},
-    {"BLOCK_N": -1, "num_stages": 1},
-    {"BLOCK_L": 1},
-    {"BLOCK_L": -1},
-    {"BLOCK_L": -1, "num_warps": -1},
-    {"BLOCK_L": 1, "num_stages": -1},
-    {"TILE": 1},
-    {"TILE": -1},
-    {"num_warps": 1},
-    {"num_warps": -1},
-    {"num_stages": 1},
-    {"num_stages": -1},
-)
-"""Changes of the built-in tiles: how many steps up or down in the values allowed."""
-OF_WARPS: tuple[dict[str, int], ...] = ({"num_warps": 1}, {"num_warps": -1}, {"num_warps": -2})
-"""Where there is nothing else to choose."""
+_SIZES = (32, 64, 128)
+_ATTENTION = {"BLOCK_L": _SIZES, "BLOCK_N": _SIZES, "num_warps": (4, 8), "num_stages": (1, 2, 3)}
+_ROWS = {"TILE": (16, 32, 64), "BLOCK_N": _SIZES, "num_warps": (4, 8), "num_stages": (1, 2, 3)}
+TRIED: dict[str, dict[str, tuple[int, ...]]] = {
+    "attention.forward": _ATTENTION,
+    "attention.backward": _ATTENTION,
+    "attention.backward_keys": _ATTENTION,
+    "intention.gram": {"BLOCK_N": (16, *_SIZES), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)},
+    "intention.backward": _ROWS,
+    "intention.apply": _ROWS,
+    "nystrom.forward": {"num_warps": (1, 2, 4, 8)},
+    "nystrom.backward": {"num_warps": (1, 2, 4, 8)},
+}
+"""Kernel -> field of its tiles -> values that are tried, in all combinations; other fields stay as they are built in."""
+
+MOST_OF_BUILT_IN = 2
+LEAST_OF_BUILT_IN = 1 / 4
+"""The sizes of a tile, as shares of the built-in one, beyond which it is not tried: that is about the largest that fits."""
 
 
 def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
-    """The built-in tiles first, then their neighbours, as far as they are tiles."""
+    """The built-in tiles first, then all others that are tried."""
     start, fields = target.built_in(device), FIELDS[target.kernel]
-    found = [start]
-    for move in OF_WARPS if fields.keys() == {"num_warps"} else MOVES:
-        if not move.keys() <= fields.keys():
-            continue
-        places = [allowed.index(value) + move.get(name, 0) for (name, allowed), value in zip(fields.items(), start, strict=True)]
-        if all(0 <= place < len(allowed) for place, allowed in zip(places, fields.values(), strict=True)):
-            found.append(tuple(allowed[place] for place, allowed in zip(places, fields.values(), strict=True)))
+    tried = TRIED[target.kernel]
+    values = [tried.get(name, (value,)) for name, value in zip(fields, start, strict=True)]
     most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # what is larger is cut to this, and so not seen
-    return [tiles for tiles in found if all(size <= most.get(name, size) for name, size in zip(fields, tiles, strict=True))]
+    in_one_block = target.kernel == "attention.backward" and target.products(device).kind != "tf32x3"
+    whole = {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}  # else another kernel has dK and dV
+    found = [
+        tiles
+        for tiles in itertools.product(*values)
+        if all(size <= most.get(name, size) and size == whole.get(name, size) for name, size in zip(fields, tiles, strict=True))
+        and LEAST_OF_BUILT_IN <= _size(fields, tiles) / _size(fields, start) <= MOST_OF_BUILT_IN
+    ]
+    return list(dict.fromkeys((start, *found)))
+
+
+def _size(fields: Iterable[str], tiles: tuple[int, ...]) -> int:
+    """The numbers in a tile."""
+    return math.prod(size for name, size in zip(fields, tiles, strict=True) if not name.startswith("num_"))
 
 
 # ---- calls

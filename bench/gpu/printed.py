@@ -12,6 +12,8 @@ from .sections import Outcome, Row, Section
 
 MOST_WRONG = 20
 """Rows of a section that are printed in full; the file has all."""
+MOST_KERNELS = 6
+"""The kernels of a call that are printed, those that take longest."""
 
 
 def table(report: Report, sections: Mapping[str, Section]) -> str:
@@ -84,6 +86,9 @@ def _figures(row: Row) -> str:
         rates = {**row["rates"]["matrix"], "exponentials": row["rates"]["exponentials"], "memory": row["rates"]["memory"]}
         return "  measured, T/s: " + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
     name = row.get("key", "").partition("; ")[2] or row["key"]
+    if "kernels" in row:
+        spent = [f"{kernel} {us:.1f} us" + (f" in {count:g}" if count != 1 else "") for kernel, (count, us) in row["kernels"].items()]
+        return f"    {row['key']}: {'; '.join(spent[:MOST_KERNELS])}"
     if "seconds" not in row:
         return f"    {name}: {row.get('problem', '')}"
     median, low, high = row["seconds"]

@@ -217,4 +217,4 @@ def test_sections_wait_for_those_that_come_before() -> None:
 def test_figures_are_taken_alone() -> None:
     """Two processes on one GPU would each see the other's load."""
     timed = [section for name, section in gpu_check.SECTIONS.items() if not section.judged or name == "tune"]
-    assert len(timed) == 8 and all(section.workers == 1 for section in timed)
+    assert len(timed) == 9 and all(section.workers == 1 for section in timed)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from bench.gpu import tune
-from bench.gpu.candidates import MOVES, Target, candidates, targets
+from bench.gpu.candidates import Target, candidates, targets
 from cmab_kernels import tiles
 from cmab_kernels.tiles import FIELDS, HOPPER, Key, using
 
@@ -113,7 +113,7 @@ def test_candidates_are_valid_and_few_and_keys_differ() -> None:
     assert {target.kernel for target in every} == FIELDS.keys() and len({target.key(CPU) for target in every}) == len(every)
     for target in every:
         found = candidates(target, CPU)
-        assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) and 3 <= len(found) <= len(MOVES) + 1
+        assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) <= 48
         for chosen in found[1:]:
             entry = tiles.as_entry(target.key(CPU), chosen, {})  # which refuses what is no tile
             assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, "a block that the queries do not fill is not seen"

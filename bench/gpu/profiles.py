@@ -1,0 +1,41 @@
+"""Where a call spends its time on the GPU: the kernels of what "auto" takes, by torch's profiler, for each case that is timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.devices import measure_on
+from bench.runs import is_ours
+from bench.scans.case import IN_TF32, Case
+
+from .sections import Row, Task
+from .timings import attention_cases, continual_cases, intention_cases, layer_cases, nystrom_cases
+
+CALLS = 5
+"""The calls that a figure is the mean of, after one that compiles."""
+
+
+def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
+    measure_on(device)
+    cases = itertools.chain(attention_cases(), intention_cases(), nystrom_cases(), continual_cases(), layer_cases())
+    return [Task(str(case), partial(profiled, case)) for case in cases]
+
+
+def profiled(case: Case) -> Row:
+    """Kernel -> its launches in a call and their microseconds together, the longest first."""
+    name = next(name for name in case.implementations if is_ours(name) and IN_TF32 not in name)
+    call = partial(case.implementations[name], case.inputs(0))
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.key_averages() if event.self_device_time_total and event.device_type.name == "CUDA"]
+    kernels = {event.key[:100]: [event.count / CALLS, round(event.self_device_time_total / CALLS, 2)] for event in events}
+    return {"implementation": name, "kernels": dict(sorted(kernels.items(), key=lambda one: -one[1][1]))}
