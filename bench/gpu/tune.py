@@ -25,7 +25,8 @@ from .sections import Row, Task
 
 LEAST_GAIN = 0.01
 BUILT_IN, AGAIN = "built-in", "built-in again"
-ROUNDS = 21
+FIRST_ROUNDS, FINALISTS, ROUNDS = 3, 4, 21
+"""Rounds in which all take part, how many of them go on, and rounds of these beside the built-in tiles."""
 SAMPLE = 1e-3
 """Seconds that a sample takes at least, as a row of calls: an event's own cost is some microseconds."""
 
@@ -89,16 +90,18 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
 
 
 def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str) -> dict[str, Any]:
-    """The best of `others` beside the built-in tiles, timed with all of them and then once more alone with these."""
+    """The best of `others` beside the built-in tiles: timed with all of them, then with the best few, and once more alone with these."""
     key = target.key(torch.device(device))
     choices = {BUILT_IN: built_in, AGAIN: built_in, **{" ".join(map(str, tiles)): tiles for tiles in others}}
     call, calls = prepared(target, device, "large"), {}
     for name, tiles in choices.items():
         with table.using({key: tiles}):
             calls[name] = captured(call)
-    samples = samples_of(calls, ROUNDS)
+    first = {name: statistics.median(taken) for name, taken in samples_of(calls, FIRST_ROUNDS).items() if name not in (BUILT_IN, AGAIN)}
+    finalists = sorted(first, key=lambda name: first[name])[:FINALISTS]
+    samples = samples_of({name: calls[name] for name in (BUILT_IN, AGAIN, *finalists)}, ROUNDS)
     noise = max(LEAST_GAIN, *(abs(part - 1) for part in ratio(samples[AGAIN], samples[BUILT_IN])))
-    relative = {name: ratio(samples[name], samples[BUILT_IN]).median for name in choices if name not in (BUILT_IN, AGAIN)}
+    relative = {name: ratio(samples[name], samples[BUILT_IN]).median for name in finalists}
     best = min(relative, key=lambda name: relative[name], default=BUILT_IN)
     confirmed = False
     if best != BUILT_IN and 1 - relative[best] > noise:
