@@ -150,13 +150,13 @@ def test_little_shared_memory_is_enough(name: str, width: int, capability: int, 
 def test_one_multiply_add_a_score(tmp_path: Path) -> None:
     """The scale and the maximum are applied to a score in one multiply-add, and scores are multiplied by nothing else.
 
-    The products left are three a row and tile for the maximum, and those of what is rescaled with it.
+    The products left are three a row and tile for the maximum, those of what is rescaled with it, and some a row at the end.
     """
     launch = _launches(torch.bfloat16, 16)[0]
     figures = compiled(launch, 90, tmp_path)
     scores = 2 * 128 * 64 // 128  # for each thread, in the loop and in the tail
     assert scores <= figures.count("MUFU.EX2") <= 1.1 * scores
-    assert figures.count("FFMA") <= 1.15 * scores and figures.count("FMUL") <= 0.9 * scores
+    assert figures.count("FFMA") <= 1.15 * scores and figures.count("FMUL") <= 0.95 * scores
     split = compiled(launch._replace(options=launch.options | {"enable_fp_fusion": False}), 90, tmp_path)
     assert split.count("FMUL") > 1.5 * scores, "and it would be seen"
 

@@ -93,11 +93,29 @@ def absorb(
 
 
 @triton.jit
-def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr):
+def share_of_weight(total, highest, LIFT: tl.constexpr, OPERAND: tl.constexpr):
+    """What `acc` is multiplied by: 1 over the sum of weights as the values met them, 1 of an empty sum.
+
+    The `highest` weight is 1 but for the rounding of its exponent, at scores of 1e6 as much as 1.02. A half type rounds it where it meets
+    its value, and the sum takes that over, so that a row whose weight one key has is that key's value.
+    """
+    empty = total == 0
+    if OPERAND.primitive_bitwidth == 16:
+        highest = tl.where(empty, 1, highest)
+        share = highest / (tl.where(empty, 1, total) * (highest * LIFT).to(OPERAND).to(highest.dtype))
+    else:
+        share = 1 / (tl.where(empty, 1, total) * LIFT)
+    return share
+
+
+@triton.jit
+def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
     """(out, lse) of what `absorb` has gathered; `scale` is in float64."""
     factor = _factor(peak, log2_scale, coarse, LARGE)
-    peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale
-    return acc * (1 / (tl.where(total == 0, 1, total) * LIFT))[:, None], peak_score + tl.log(total.to(tl.float64))
+    offset = _offset(peak, factor)
+    peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale
+    share = share_of_weight(total, tl.exp2(tl.fma(peak, factor, -offset)), LIFT, OPERAND)
+    return acc * share[:, None], peak_score + tl.log(total.to(tl.float64))
 
 
 @triton.jit
@@ -216,7 +234,7 @@ def _forward(
             peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION, HIDDEN=HIDDEN
         )
 
-    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT)
+    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
     store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....dtypes import state_dtype
 from ....triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, tile_at
-from ...kernels.forward import LOG2_E, _factor, _offset, absorb, state_strides, units, unless_empty
+from ...kernels.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
 from ...kernels.launch import WIDEST_BLOCK, forward_constants
 from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
 
@@ -48,7 +48,7 @@ def plus_log(peak, total):
 
 
 @triton.jit
-def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr):
+def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
     """(out, lse) of what `absorb` has gathered: lse is the highest score itself if no other counts, whatever its weight was rounded to.
 
     Prefixes are compared with one another by their lse, to the last bit where logits are large.
@@ -58,7 +58,7 @@ def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, 
     empty = total == 0
     relative = tl.where(empty, 0, total / tl.where(empty, 1, highest))
     logarithm = plus_log(tl.where(empty, 0, peak).to(tl.float64) * scale, relative)
-    return acc * (1 / (tl.where(empty, 1, total) * LIFT))[:, None], logarithm
+    return acc * share_of_weight(total, highest, LIFT, OPERAND)[:, None], logarithm
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _windows(
             keep = keep[None, :] & (((start - first + tl.arange(0, BLOCK_N)) // every)[None, :] <= prefix[:, None])
         peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
 
-    outs, logarithm = _state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT)
+    outs, logarithm = _state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
     columns = tl.arange(0, E_PAD)
     if base_lse is not None:
         row = (slot_head.to(tl.int64) * cut[0] + window) * L + query_row

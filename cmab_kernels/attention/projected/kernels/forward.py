@@ -220,7 +220,7 @@ def _projected_forward(
             PRECISION,
             True,
         )
-    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, 1.0)
+    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, 1.0, OPERAND)
     place = (out_strides, lse_strides, slot_head, batch, head, block, L)
     store_state(out, lse, acc, logarithm, state_out, state_lse, *place, E, chunk * E_PAD)
 
