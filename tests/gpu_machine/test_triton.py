@@ -163,6 +163,20 @@ def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
     accuracy(suite, "fp16", {"B": 1, "H": 1, "L": 2, "N": 4, "D": 16, "E": 16}, orders=1, law="one outlier")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
+    """However far the exponent of its weight is rounded: at scores of 1e6 to 1.02, which a half type would round once more."""
+    torch.manual_seed(0)
+    query = torch.linspace(100, 1000, 16, dtype=dtype).view(1, 1, 16, 1)
+    key, value = torch.tensor([1000.0, 1.0], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 8).to(dtype)
+
+    def check() -> None:
+        out = ck.attention_state(query, key, value, impl="triton").out
+        torch.testing.assert_close(out, value[:, :, :1].float().expand_as(out), rtol=1e-6, atol=0)
+
+    assert "_forward" in in_orders(check, on_machine)
+
+
 @pytest.mark.parametrize("suite", [prefix.TestEveryKey, prefix.TestWholeTiles, prefix.TestIncomingState])
 def test_other_prefixes(suite: type[OperatorSuite]) -> None:
     """Sixteen chunks of a key, chunks of their own, and a state before them."""
