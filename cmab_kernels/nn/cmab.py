@@ -12,7 +12,7 @@ from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_count, check_heads, check_mask, wrong
 from . import fused, official
-from .layers import CrossAttention, LatentLayer, check_features, plain_parameters
+from .layers import CrossAttention, LatentLayer, check_features, computed, plain_parameters
 from .stream import AttentionStream, follow_weights, refuse_to_record
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class CMAB(nn.Module):
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
+        self = computed(self)
         self._check(inputs, latents, key_padding_mask)
         result = fused.forward([self], inputs, latents, key_padding_mask)
         if result is not None:
@@ -145,6 +146,7 @@ class CMAB(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
+        self = computed(self)
         self._check(new_inputs, latents, key_padding_mask)
         if state is None:
             refuse_to_record("update", "update(..., state)")
@@ -168,6 +170,7 @@ class CMAB(nn.Module):
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
+        self = computed(self)
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)

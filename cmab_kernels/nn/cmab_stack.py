@@ -17,7 +17,7 @@ from ..checks import check_count, kind_of, wrong
 from . import fused
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
-from .layers import plain_parameters, projects_inside
+from .layers import computed, plain_parameters, projects_inside
 from .stream import AttentionStream, follow_weights, refuse_to_record
 
 
@@ -73,6 +73,7 @@ class CMABStack(nn.Module):
 
         No state is read or written. Blocks that do more than their kind, with hooks or in a wrapper, are called one after the other.
         """
+        self = self._computed()
         self._check(inputs, latents, key_padding_mask)
         if any(plain_parameters(block, CMAB) is None for block in self._blocks):
             return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
@@ -88,6 +89,7 @@ class CMABStack(nn.Module):
 
         With `state` None there are no earlier inputs: the module's own stream is neither read nor written.
         """
+        self = self._computed()
         latents = self._blocks[0].latents
         check_inputs(new_inputs, latents, key_padding_mask, latents)
         return self._read(new_inputs, state, key_padding_mask)
@@ -106,6 +108,7 @@ class CMABStack(nn.Module):
         """
         if state is None:
             refuse_to_record("update", "update(..., state)")
+        self = self._computed()
         blocks, before = self._blocks, self.stream.held if state is None else state
         self._check(new_inputs, latents, key_padding_mask)
         found = fused.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
@@ -123,6 +126,7 @@ class CMABStack(nn.Module):
         """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
+        self = self._computed()
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
@@ -142,6 +146,7 @@ class CMABStack(nn.Module):
         With `all_blocks` they are (K, B, L_I, dim), after each block: the papers' decoders attend to the latents of every block.
         `ValueError` or `TypeError` for a state or latents that do not fit the module.
         """
+        self = self._computed()
         self.stream._check(state)
         check_latents(latents, state.lse.shape[1], "the state has", self._blocks[0].latents)
         return self._retrieve(latents, state, all_blocks)
@@ -180,6 +185,7 @@ class CMABStack(nn.Module):
         >>> state.out.shape, stack.blocks[1].latents.grad.abs().max() > 0
         (torch.Size([2, 1, 2, 8, 8]), tensor(True))
         """
+        self = self._computed()
         weight = self._blocks[0].latents
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(wrong("progress", f"is {kind_of(progress)}", "True, False or a function is needed"))
@@ -207,6 +213,14 @@ class CMABStack(nn.Module):
         if state is None:
             raise ValueError(NO_CHUNK)
         return state
+
+    def _computed(self) -> CMABStack:
+        """Return the stack; where block latents have parametrizations, a stand-in with their values, as `computed` makes of a block."""
+        if not any("parametrizations" in block._modules for block in self.blocks):
+            return self
+        stand_in = object.__new__(type(self))
+        stand_in.__dict__ = {**self.__dict__, "blocks": list(map(computed, self.blocks))}
+        return stand_in
 
     @property
     def _blocks(self) -> list[CMAB]:

@@ -25,7 +25,7 @@ from ..nystrom.continual.api import OUTPUTS
 from ..tracing import has_values
 from .continual_stream import ContinualStream, FillingWindow, WindowState
 from .continual_training import attention_over_stream, nystrom_over_stream
-from .layers import called, check_features, is_own
+from .layers import called, check_features, computed, is_own
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
@@ -59,6 +59,7 @@ class Continual(MultiheadProjections):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
+        self = computed(self)
         key = query if key is None else key
         value = query if value is None else value
         self._check(None, query=query)  # before it is sliced
@@ -76,6 +77,7 @@ class Continual(MultiheadProjections):
 
         With `update_state=False` the stream stays where it is.
         """
+        self = computed(self)
         self._check_given(query, key, value, one=True)
         return self._stepped(query, key, value, update_state)
 
@@ -87,6 +89,7 @@ class Continual(MultiheadProjections):
         There are T' <= T results, because the tokens before the one that fills the window have none. For tokens (B, T, C) the shape is
         (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
         """
+        self = computed(self)
         self._check_given(query, key, value)
         self._refuse_to_drop()
         attended = self._advance(self._heads(query, key, value), update_state)
@@ -99,6 +102,7 @@ class Continual(MultiheadProjections):
         uses torch's `scaled_dot_product_attention`, which on a CPU has derivatives of second order and in forward mode only under
         `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
         """
+        self = computed(self)
         self._check_given(query, key, value)
         heads = self._heads(query, key, value)
         self._check_heads(heads, None)

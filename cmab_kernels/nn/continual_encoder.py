@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..checks import check_count, kind_of, wrong
 from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
-from .layers import called
+from .layers import called, computed
 from .projections import extending
 from .stream import Stream, extent, follow_weights
 
@@ -82,7 +82,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
         parts: Any = self._modules
-        attention, query = parts["self_attn"], src
+        attention, query = computed(parts["self_attn"]), src
         attention._check_token(src=src)
         if self.norm_first:
             query = called(parts["norm1"], src)

@@ -6,13 +6,14 @@ Each adds its result to its input x, or with `residual="normed"` to norm(x), as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.utils import parametrize
 
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
@@ -27,6 +28,7 @@ ADDITIVE = "the key padding mask is added to logits, and has other numbers than 
 DROPOUT = "dropout is on"
 """Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
 
+M = TypeVar("M", bound=nn.Module)
 Device = torch.device | str | None
 Dtype = torch.dtype | None
 CHUNK = 16_384
@@ -158,6 +160,32 @@ _OF_LINEAR, _OF_NORM = nn.Linear.forward, nn.LayerNorm.forward
 def has_other_forwards() -> bool:
     """Return whether another package has put a `forward` of its own into torch's class of linear layers, or of norms, as some LoRAs do."""
     return nn.Linear.forward is not _OF_LINEAR or nn.LayerNorm.forward is not _OF_NORM
+
+
+def computed(module: M) -> M:
+    """Return the module or, where it has parametrizations, a stand-in with their values: to look at one is to compute it.
+
+    A method that reads a parameter more than once begins with this, so that in training a call is one step of a power iteration. Parts are
+    those of the module; what is set on a stand-in itself is lost.
+    """
+    parts = module._modules
+    if "parametrizations" not in parts:
+        return module
+    stand_in: M = object.__new__(parametrize.type_before_parametrizations(module))
+    values = {name: getattr(module, name) for name in cast("nn.ModuleDict", parts["parametrizations"])}
+    others = {name: part for name, part in parts.items() if name != "parametrizations"}
+    stand_in.__dict__ = {**module.__dict__, "_parameters": {**module._parameters, **values}, "_modules": others}
+    return stand_in
+
+
+def one_like(module: nn.Module, *names: str) -> Tensor:
+    """Return one of these tensors of a module, for its dtype and device: if it can, a parameter, or what a parametrization is given."""
+    own = [module._parameters.get(name) for name in names]
+    parametrized = module._modules.get("parametrizations")
+    if parametrized is not None:
+        own += [each for each in parametrized.parameters() if each.is_floating_point()]
+    found: Tensor | None = next((each for each in own if each is not None), None)
+    return found if found is not None else next(each for name in names if (each := getattr(module, name)) is not None)
 
 
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:

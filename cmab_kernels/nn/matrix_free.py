@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..checks import wrong
-from .layers import bool_mask
+from .layers import bool_mask, computed
 from .projections import MultiheadProjections, extending
 
 NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are never formed here"}
@@ -43,6 +43,7 @@ class MatrixFreeAttention(MultiheadProjections):
         `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be a float mask of 0 and -inf, as torch's transformer
         layers pass it on; other numbers are a `ValueError`, and on a GPU, where they are not read, make every result NaN.
         """
+        self = computed(self)
         self._refuse_masks("attn_mask", attn_mask, is_causal)
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, query=query, key=key, value=value)

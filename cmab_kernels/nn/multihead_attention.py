@@ -11,7 +11,7 @@ from ..attention import AttentionState, attention_state
 from ..backends import has_kernel
 from ..checks import wrong
 from . import torchs_attention
-from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
+from .layers import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, computed, is_additive, split_heads
 from .projections import MultiheadProjections
 
 
@@ -64,11 +64,12 @@ class MultiheadAttention(MultiheadProjections):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
+        self = computed(self)
         check_floating(query=query, key=key, value=value)
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
-            theirs = super().forward if torchs_attention.is_as_made(self) else partial(torchs_attention.forward, self)
+            theirs = partial(MultiheadProjections.forward if torchs_attention.is_as_made(self) else torchs_attention.forward, self)
             return theirs(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         ignore, read = bool_mask(key_padding_mask, key)
         self._check(ignore, query=query, key=read, value=value)
@@ -117,6 +118,7 @@ class MultiheadAttention(MultiheadProjections):
         >>> torch.allclose(out, attention(query, points, points, need_weights=False)[0], atol=1e-5)
         True
         """
+        self = computed(self)
         if self.kdim != self.vdim:
             raise ValueError(wrong("inputs", "are keys and values in one", f"kdim = {self.kdim} and vdim = {self.vdim} must be equal"))
         self._refuse_to_drop()

@@ -14,7 +14,7 @@ from ..checks import wrong
 from ..dtypes import state_dtype
 from ..intention import RidgeState, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
 from ..intention.state import check_ridge
-from .layers import bool_mask
+from .layers import bool_mask, computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
 from .stream import RidgeStream, follow_weights, refuse_to_record
@@ -168,6 +168,7 @@ class MultiheadIntention(LearnedRidge):
 
         Differentiable in the query, the query and output projections, alpha and the state. `RuntimeError` if no key was seen.
         """
+        self = computed(self)
         held = self.stream.started(state)
         self._check(None, query=query)
         q, alpha = self._project(0, query), self.alpha
@@ -182,6 +183,7 @@ class MultiheadIntention(LearnedRidge):
 
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
         """Return keys and values, projected to heads, and the mask, as keyword arguments of the operators on states."""
+        self = computed(self)
         value = key if value is None else value
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, key=key, value=value)

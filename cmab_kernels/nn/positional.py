@@ -69,30 +69,29 @@ class CircularPositionalEncoding(Keeper[int]):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return a window with its encodings added."""
-        self._check("tokens", tokens, (2, 3))
+        encodings = self._checked("tokens", tokens, (2, 3))
         length = tokens.shape[self._along(tokens)]
         if length > self.sequence_len:
             raise ValueError(wrong("tokens", f"has {length} tokens", f"at most the window's {self.sequence_len} are needed"))
-        return self._added(tokens, self._start(tokens))
+        return self._added(tokens, encodings, self._start(tokens))
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
         """Return a stream of any number of tokens, in the shape of `forward`, with encodings added: `forward` beyond a single window."""
-        self._check("tokens", tokens, (2, 3))
-        return self._added(tokens, self._start(tokens))
+        return self._added(tokens, self._checked("tokens", tokens, (2, 3)), self._start(tokens))
 
     def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
         """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
-        self._check("token", token, (1, 2))
+        encodings = self._checked("token", token, (1, 2))
         refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
-        out = token + self.encodings[self.position]
+        out = token + encodings[self.position]
         self._move(int(update_state))
         return out
 
     def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
         """Return any number of tokens, in the shape of `forward`, with their encodings added."""
-        self._check("tokens", tokens, (2, 3))
+        encodings = self._checked("tokens", tokens, (2, 3))
         refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
-        out = self._added(tokens, self.position)
+        out = self._added(tokens, encodings, self.position)
         self._move(tokens.shape[self._along(tokens)] if update_state else 0)
         return out
 
@@ -132,9 +131,12 @@ class CircularPositionalEncoding(Keeper[int]):
         if not self._learned and self.encodings.is_meta and local_metadata.get("assign_to_params_buffers"):
             self.encodings = _waves(*self.encodings.shape).to(torch.empty(0, dtype=self.encodings.dtype))
 
-    def _check(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> None:
+    def _checked(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return the encodings, of which a parametrization is computed once, for tokens that fit them."""
+        encodings = self.encodings
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
-        check_features(name, tokens, layout, dims, self.encodings.shape[1], self.encodings)
+        check_features(name, tokens, layout, dims, encodings.shape[1], encodings)
+        return encodings
 
     def _start(self, tokens: Tensor) -> int | Tensor:
         """Return the place where `forward` begins: a random one in training, else the stream's."""
@@ -143,10 +145,10 @@ class CircularPositionalEncoding(Keeper[int]):
     def _along(self, tokens: Tensor) -> int:
         return 1 if self.batch_first and tokens.dim() == 3 else 0
 
-    def _added(self, tokens: Tensor, start: int | Tensor) -> Tensor:
+    def _added(self, tokens: Tensor, encodings: Tensor, start: int | Tensor) -> Tensor:
         places = torch.arange(tokens.shape[self._along(tokens)], device=tokens.device)
-        encodings = self.encodings[(places + start) % self.period]
-        return tokens + (encodings if self.batch_first or tokens.dim() == 2 else encodings.unsqueeze(1))
+        added = encodings[(places + start) % self.period]
+        return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
     def _move(self, places: int) -> None:
         self.hold((self.position + places) % self.period)

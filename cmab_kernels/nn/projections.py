@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_count, check_heads, check_mask, wrong
-from .layers import called, check_features, hide_padding, is_own, split_heads
+from .layers import called, check_features, hide_padding, is_own, one_like, split_heads
 
 if TYPE_CHECKING:
     from typing import Self
@@ -137,10 +137,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     @property
     def _like(self) -> Tensor:
         """A weight of its own, which has the dtype and device of the module: an adapter in place of `out_proj` need not have one."""
-        weight: Tensor | None = self._parameters.get("in_proj_weight")
-        if weight is None:
-            weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        return weight
+        return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why torch's own implementation runs for such a call of `forward`; None, here always, if the operators do."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..checks import wrong
-from .layers import is_own, own_parameters
+from .layers import computed, is_own, own_parameters
 
 
 def is_as_made(attention: nn.MultiheadAttention) -> bool:
@@ -43,6 +43,7 @@ def forward(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `torch.nn.MultiheadAttention.forward` does, with a call of `out_proj` in place of a product with its weight."""
+    attention = computed(attention)
     if query.is_nested:
         raise RuntimeError(wrong("query", "is a nested tensor, and `out_proj` does more than its kind", "pad it, and pass a mask"))
     swap = attention.batch_first and query.dim() == 3

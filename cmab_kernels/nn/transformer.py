@@ -24,6 +24,7 @@ from .layers import (
     fused_impl,
     is_additive,
     of_one_dtype,
+    one_like,
     own_parameters,
     plain_parameters,
 )
@@ -183,9 +184,9 @@ class _FusedLayer(nn.Module):
         """Raise unless these fit the module and each other, for which the operators are about to run."""
         layout, sets = ("(B, N, C)", 0) if self.self_attn.batch_first else ("(N, B, C)", 1)
         dims: tuple[int, ...] = (2, 3)
-        batch = None
+        batch, weight = None, one_like(self.linear1, "weight", "bias")
         for name, each in features.items():
-            check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, self.linear1.weight)
+            check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, weight)
             dims = (each.dim(),)
             if each.dim() == 3:
                 batch = each.shape[sets] if batch is None else batch

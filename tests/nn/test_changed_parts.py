@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrize
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import cmab_kernels.nn as ours
+from cmab_kernels.nn.projections import MultiheadProjections
 from cmab_kernels.nn.stream import Keeper
 
 C, H, N = 16, 2, 6
@@ -218,7 +219,7 @@ def changed(module: nn.Module, name: str, how: str) -> Callable[[], int]:
         part.forward = lambda features: calls.append(1) or 2 * forward(features)
     elif how == "parametrization":
         for each, _ in [*part.named_parameters()]:
-            torch.nn.utils.parametrize.register_parametrization(part, each, Doubled())
+            parametrize.register_parametrization(part, each, Doubled())
         return lambda: 1
     elif how in NO_PARAMETERS:
         for each, parameter in [*part.named_parameters()]:
@@ -347,3 +348,64 @@ def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyP
                 ours_.get_submodule(name).factor = 2
                 changed(theirs, name, "hook")
                 torch.testing.assert_close(ran(ours_, run, mode == "train"), ran(theirs, run, mode == "train"), rtol=1e-9, atol=1e-9)
+
+
+CALLS: dict[Run, int] = {chained: 2, updated: 2, removed: 2, encoded: 2, predicted: 2, single_steps: 11}
+"""How many calls a run makes that read a parameter of the module; others make one."""
+
+
+class Counted(nn.Module):
+    """A parametrization that leaves the tensor as it is, and counts."""
+
+    count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight * 1.0
+
+
+def counted(module: nn.Module) -> list[Counted]:
+    """Put one on each parameter that an attention of ours or a block has itself, and on a weight of a decoder's feed-forward network."""
+    owners: list[nn.Module] = [part for part in module.modules() if isinstance(part, MultiheadProjections | ours.CMAB)]
+    places = [(owner, name) for owner in owners for name, _ in owner.named_parameters(recurse=False)]
+    places += [(part.linear1, "weight") for part in module.modules() if isinstance(part, nn.TransformerDecoderLayer)]
+    made = [Counted() for _ in places]
+    for (owner, name), each in zip(places, made, strict=True):
+        parametrize.register_parametrization(owner, name, each)
+        each.count = 0  # once registered: that looks at the shape
+    return made
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (make, _) in MODULES.items() if counted(make())])
+def test_a_parametrization_is_computed_once_a_call(kind: str) -> None:
+    """In training each computation of `spectral_norm` is a step of its power iteration."""
+    make, runs = MODULES[kind]
+    for mode, ways in runs.items():
+        for run in ways:
+            module = make().double()
+            expected, gradients = ran(module, run, mode == "train")
+            parts = counted(module)
+            result, found = ran(module, run, mode == "train")
+            torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+            assert len(found) == len(gradients), (mode, run.__name__)
+            counts = [part.count for part in parts]
+            assert 0 < min(counts) <= max(counts) == CALLS.get(run, 1), (mode, run.__name__, counts)
+
+
+def test_the_encodings_of_places_are_computed_once_a_call() -> None:
+    module, tokens = ours.CircularPositionalEncoding(C, N, batch_first=True), torch.randn(2, N, C)
+    parametrize.register_parametrization(module, "encodings", part := Counted())
+    for count, call in enumerate((module, module.forward_stream, torch.no_grad()(module.forward_steps)), 2):
+        call(tokens)
+        assert part.count == count
+
+
+def test_spectral_norm_is_torchs() -> None:
+    theirs = nn.MultiheadAttention(C, H, batch_first=True, dtype=torch.float64)
+    module = ours.MultiheadAttention.sharing(copy.deepcopy(theirs))
+    for each in (theirs, module):
+        torch.manual_seed(1)
+        parametrizations.spectral_norm(each, "in_proj_weight")
+    for _ in range(3):
+        (out, found), (expected, gradients) = ran(module, attended, True), ran(theirs, attended, True)
+        torch.testing.assert_close([out, *found], [expected, *gradients], rtol=1e-9, atol=1e-9)
