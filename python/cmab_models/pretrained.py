@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
@@ -82,15 +82,28 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
-        """Load parameters in their dtypes in the file: huggingface_hub would round them to that of a new model, float32."""
+        """Load parameters in their dtypes in the file: huggingface_hub would round them to that of a new model, float32.
+
+        Those that were tied when they were saved are tied again: the file holds them under one name, and lists the others.
+        """
         with safe_open(model_file, "pt") as file:
-            saved = set(file.keys())
-            found = [(parameter, file.get_tensor(name).dtype) for name, parameter in model.named_parameters() if name in saved]
+            _tie(model, file.metadata() or {})
+            saved, named = set(file.keys()), model.named_parameters(remove_duplicate=False)
+            found = [(parameter, file.get_tensor(name).dtype) for name, parameter in named if name in saved]
         if found:
             model.to(found[0][1])  # buffers too
         for parameter, dtype in found:
             parameter.data = parameter.data.to(dtype)
         return super()._load_as_safetensor(model, model_file, *args)
+
+
+def _tie(model: nn.Module, names: Mapping[str, str]) -> None:
+    """Make parameters the one that was saved for them, by name, where they have its shape."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, kept in names.items():
+        if name in parameters and kept in parameters and parameters[name].shape == parameters[kept].shape:
+            place, _, last = name.rpartition(".")
+            setattr(model.get_submodule(place), last, parameters[kept])
 
 
 def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -> None:

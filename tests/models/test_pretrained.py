@@ -221,3 +221,16 @@ def test_norms_that_are_kept_in_float32(tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path)
     for before, after in zip(model.parameters(), loaded.parameters(), strict=True):
         assert before.dtype == after.dtype and torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_tied_stay_tied(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = made("cmanp").to(dtype)
+    first, second = model.blocks.blocks[0], model.blocks.blocks[1]
+    first.latents, second.retrieve = second.latents, first.compress
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, before in model.state_dict().items():
+        assert torch.equal(before, loaded.state_dict()[name]), name
+    assert len([*loaded.parameters()]) == len([*model.parameters()])
+    assert loaded.blocks.blocks[0].latents is loaded.blocks.blocks[1].latents
