@@ -65,7 +65,8 @@ class CMAB(nn.Module):
     `update` and `remove` take a state and return the next. Without one they advance the module's own stream, `stream.state`: None before
     the first update and after `stream.state = None`, else a state that is part of the `state_dict`, in float32 even in a half-precision
     module (see `AttentionStream`). The own stream holds no autograd graph: to advance it with a gradient is a `RuntimeError`. `forward`
-    neither reads nor writes it. A state is valid only with the weights that made it.
+    neither reads nor writes it. A state is valid only with the weights that made it. Heads may be cut off; where those that read the inputs
+    were, a new `stream = AttentionStream(heads, latents, width)` keeps what is left.
 
     Parameters, in the order of the computation, so that weights trained elsewhere can be mapped: `latents` (L_B, dim); then `compress`
     (block latents over inputs) and `retrieve` (latents over block latents), each of `cross_attention`, `cross_feed_forward`,

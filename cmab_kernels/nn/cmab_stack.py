@@ -36,7 +36,9 @@ class CMABStack(nn.Module):
     Inputs are normed and projected inside the operator, so that memory does not grow with N, in training neither, except by the inputs'
     own gradient (on a GPU within the sizes that `CMAB` names).
 
-    `blocks` is a `torch.nn.ModuleList` of the `CMAB`s, with their parameters: `load_state_dict` takes `blocks.0.latents` and so on.
+    `blocks` is a `torch.nn.ModuleList` of the `CMAB`s, with their parameters: `load_state_dict` takes `blocks.0.latents` and so on. Blocks
+    may be added to it, replaced and deleted; a stream begins anew then. Where they differ in the number of latents or in the heads that
+    read the inputs, only `forward` runs: one state of all blocks has one shape (`ValueError`).
 
     >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=3).eval()
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
@@ -82,7 +84,7 @@ class CMABStack(nn.Module):
             return result
         if any(map(calls_compress, self._blocks)):
             return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
-        return self._retrieve(latents, self._read(inputs, None, key_padding_mask), all_blocks)
+        return self._retrieve(latents, self._states(inputs, None, key_padding_mask), all_blocks)
 
     def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
         """Return the state of the inputs and those of `state`, in time O(new inputs); `retrieve` makes latents of it.
@@ -96,6 +98,7 @@ class CMABStack(nn.Module):
 
     def unread(self, old_inputs: Tensor, state: AttentionState, *, key_padding_mask: Tensor | None = None) -> Removal:
         """Return the state without `old_inputs`, and which of its rows are accurate, as `remove` does, without retrieving."""
+        self = self._computed()
         self.stream._check(state)
         return subtract_state(state, self.read(old_inputs, key_padding_mask=key_padding_mask))
 
@@ -138,6 +141,7 @@ class CMABStack(nn.Module):
 
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no inputs, to start a stream that the caller keeps: out (K, batch, H, L_B, dim / H), lse without dim / H."""
+        self._follow_blocks()
         return self.stream.init_state(batch)
 
     def retrieve(self, latents: Tensor, state: AttentionState, *, all_blocks: bool = False) -> Tensor:
@@ -215,12 +219,26 @@ class CMABStack(nn.Module):
         return state
 
     def _computed(self) -> CMABStack:
-        """Return the stack; where block latents have parametrizations, a stand-in with their values, as `computed` makes of a block."""
+        """Return the stack; where block latents have parametrizations, a stand-in with their values, as `computed` makes of a block.
+
+        The stream is from now on that of as many blocks as there are in `blocks`, a list that may be changed.
+        """
+        if not len(self.blocks):
+            raise ValueError(wrong("blocks", "is empty", "at least one is needed"))
+        self._follow_blocks()
         if not any("parametrizations" in block._modules for block in self.blocks):
             return self
         stand_in = object.__new__(type(self))
         stand_in.__dict__ = {**self.__dict__, "blocks": list(map(computed, self.blocks))}
         return stand_in
+
+    def _follow_blocks(self) -> None:
+        if self.stream.lead != (len(self.blocks),):
+            self.stream.lead = (len(self.blocks),)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._follow_blocks()
+        super()._load_from_state_dict(*args)
 
     @property
     def _blocks(self) -> list[CMAB]:
@@ -237,7 +255,11 @@ class CMABStack(nn.Module):
             return None
         keys, values, norms = zip(*parts, strict=True)
         scales, shifts, (eps, *others) = zip(*norms, strict=True)
-        if any(other != eps for other in others):  # one pass has one eps
+        sizes = {
+            (latents.shape, layer.num_heads, key.shape, value.shape)
+            for (latents, layer), key, value in zip(layers, keys, values, strict=True)
+        }
+        if len(sizes) > 1 or any(other != eps for other in others):  # one pass has one size and one eps
             return None
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
@@ -246,7 +268,19 @@ class CMABStack(nn.Module):
         check_inputs(inputs, latents, key_padding_mask, self._blocks[0].latents)
 
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Return the states of CA(L_B, X) of all blocks."""
+        """Return the states of CA(L_B, X) of all blocks as one."""
+        states = self._states(inputs, state, key_padding_mask)
+        if isinstance(states, AttentionState):
+            return states
+        if len({each.out.shape for each in states}) > 1:
+            given = f"have states of shapes {', '.join(str(tuple(each.out.shape)) for each in states)}"
+            raise ValueError(wrong("blocks", given, "one state for all needs one shape; let each block keep its own, by its `update`"))
+        return AttentionState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
+
+    def _states(
+        self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
+    ) -> AttentionState | list[AttentionState]:
+        """Return the states of CA(L_B, X) of all blocks as one, or a list of them where the blocks must be called one by one."""
         blocks = self._blocks
         found = fused.read(blocks, inputs, state, key_padding_mask, (len(blocks),))
         if found is not None:
@@ -256,8 +290,7 @@ class CMABStack(nn.Module):
         stacked = self._stacked()
         if stacked is None or not projects_inside(stacked[0], inputs, *stacked[1]):
             before = [None] * len(blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
-            each = [block._read(inputs, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
-            return AttentionState(*(torch.stack(parts) for parts in zip(*each, strict=True)))
+            return [block._read(inputs, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
         query, weights, norm = stacked
         return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
 
@@ -269,13 +302,15 @@ class CMABStack(nn.Module):
             after.append(latents)
         return torch.stack(after) if all_blocks else latents
 
-    def _retrieve(self, latents: Tensor, state: AttentionState, all_blocks: bool = False) -> Tensor:
+    def _retrieve(self, latents: Tensor, state: AttentionState | list[AttentionState], all_blocks: bool = False) -> Tensor:
         """Take the latents through what follows the first cross-attention in each block."""
-        result = fused.attend(self._blocks, latents, state.out.flatten(0, 1), all_blocks=all_blocks)
+        result, each = None, [one.out for one in state] if isinstance(state, list) else state.out
+        if isinstance(each, Tensor):
+            result = fused.attend(self._blocks, latents, each.flatten(0, 1), all_blocks=all_blocks)
         if result is not None:
             return result
         after = []
-        for block, out in zip(self._blocks, state.out, strict=True):
+        for block, out in zip(self._blocks, each, strict=True):
             latents = block._retrieve(latents, out)
             after.append(latents)
         return torch.stack(after) if all_blocks else latents

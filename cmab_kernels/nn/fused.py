@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -143,21 +143,38 @@ _PLAIN = {nn.Parameter, Tensor}
 _is_negated = Tensor.is_neg
 
 
+_TELLING = {"query": "square", "value": "square", "expand": "hidden"}
+
+
+def _places(halves: int, layers: Layers) -> dict[int, str]:
+    """Return which of the tensors of a block, in the order of `_collected`, tell its sizes, and what: those of a name are to be alike."""
+    places, at = {0: "latents"}, 1
+    for name, _, has_bias in (leaf for _, _, leaves in layers * halves for leaf in leaves):
+        if name in _TELLING:
+            places[at] = _TELLING[name]
+        at += 1 + has_bias
+    return places
+
+
+_OF_SIZE = _places(2, _HALF)
+_READ_OF_SIZE = _places(1, _READING)
+
+
 def _readings(blocks: Sequence[Block]) -> Found:
     """Return the parameters of the first cross-attentions up to their output projections, as `_parameters` does."""
-    return _collected(blocks, ("compress",), _READING)
+    return _collected(blocks, ("compress",), _READING, _READ_OF_SIZE)
 
 
 def _parameters(blocks: Sequence[Block]) -> Found:
     """Return the parameters of the blocks and their settings; None if a module is not just its kind."""
-    return _collected(blocks, ("compress", "retrieve"), _HALF)
+    return _collected(blocks, ("compress", "retrieve"), _HALF, _OF_SIZE)
 
 
-def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -> Found:
+def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, places: Mapping[int, str]) -> Found:
     """Return the block latents and the parameters of these layers of the halves of each block, and the settings.
 
     None if a module, a layer included, is not just its kind, a parameter is absent, of a type of its own or lazily negated, or the settings
-    differ.
+    or the sizes, which the tensors at `places` tell, differ.
     """
     if has_other_forwards():
         return None
@@ -177,4 +194,14 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers) -
                 return None
     if any(map(_is_negated, tensors)):  # memory that does not hold its values: only torch's dispatcher resolves it
         return None
-    return (tensors, Settings(first.num_heads, eps.pop(), first.residual)) if len(eps) == 1 else None
+    if len(eps) != 1 or not _of_one_size(tensors, len(blocks), places):
+        return None
+    return tensors, Settings(first.num_heads, eps.pop(), first.residual)
+
+
+def _of_one_size(tensors: list[Tensor], blocks: int, places: Mapping[int, str]) -> bool:
+    """Return whether the parts of all blocks are of one size: a block may be another, or have lost heads, or hidden columns."""
+    first, *others = ([tensors[at + place].shape for place in places] for at in range(0, len(tensors), len(tensors) // blocks))
+    width = tensors[0].shape[1]
+    sizes = {**dict(zip(places.values(), first, strict=True)), "square": (width, width)}
+    return [sizes[name] for name in places.values()] == first and all(other == first for other in others)

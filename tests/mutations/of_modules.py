@@ -46,8 +46,8 @@ MODULES = {
     ),
     "blocks of a stack that all get the first one's state": Fault(
         "cmab_kernels/nn/cmab_stack.py",
-        "for block, out in zip(self._blocks, state.out, strict=True):",
-        "for block, out in zip(self._blocks, [state.out[0]] * len(self._blocks), strict=True):",
+        "for block, out in zip(self._blocks, each, strict=True):",
+        "for block, out in zip(self._blocks, [each[0]] * len(self._blocks), strict=True):",
         "tests/nn/test_cmab_stack.py",
     ),
     "padding that reaches a weight's gradient": Fault(

@@ -109,6 +109,52 @@ def test_norms_may_differ_in_eps() -> None:
     close(module.update(inputs, latents, module.init_state(BATCH)).latents, one_by_one(module, inputs, latents))
 
 
+def replaced(module: CMABStack, **options: Any) -> None:
+    module.blocks[1] = CMAB(DIM, **{"num_latents": BLOCK, "num_heads": HEADS, "dtype": torch.float64, **options})
+
+
+CHANGES: dict[str, Callable[[CMABStack], Any]] = {
+    "one more": lambda module: module.blocks.append(CMAB(DIM, BLOCK, HEADS, dtype=torch.float64)),
+    "one less": lambda module: module.blocks.__delitem__(0),
+    "wider": lambda module: replaced(module, ff_dim=40),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_blocks_may_be_added_deleted_and_replaced(change: str) -> None:
+    module, (inputs, latents) = stack(), points()
+    CHANGES[change](module)
+    expected = one_by_one(module, inputs, latents, depth=len(module.blocks))
+    close(module(inputs, latents), expected)
+    close(
+        torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()]),
+        torch.autograd.grad(expected.sum(), [*module.parameters()]),
+    )
+    close(module.retrieve(latents, module.encode(inputs, module.init_state(BATCH))), expected)
+    with torch.no_grad():
+        module.update(inputs[:, :9], latents)
+        loaded = stack()
+        CHANGES[change](loaded)
+        loaded.load_state_dict(module.state_dict())
+        close(loaded.update(inputs[:, 9:], latents).latents, expected)
+
+
+@pytest.mark.parametrize("options", [{"num_latents": 2}, {"num_heads": 2}])
+def test_blocks_whose_states_differ_have_no_stream(options: dict[str, int]) -> None:
+    module, (inputs, latents) = stack(), points()
+    replaced(module, **options)
+    close(module(inputs, latents), one_by_one(module, inputs, latents))
+    with pytest.raises(ValueError, match=r"^`blocks` have states of shapes .*: one state for all needs one shape"):
+        module.read(inputs)
+
+
+def test_a_stack_without_blocks_is_named() -> None:
+    module = stack()
+    del module.blocks[:]
+    with pytest.raises(ValueError, match=r"^`blocks` is empty: at least one is needed"):
+        module(*points())
+
+
 def test_updates_and_removals_equal_one_pass() -> None:
     module = stack()
     inputs, latents = (t.requires_grad_() for t in points())

@@ -10,9 +10,9 @@ import torch.nn.utils.parametrize
 from torch import Tensor
 
 import cmab_kernels
-from cmab_kernels.nn import CMAB, layers
+from cmab_kernels.nn import CMAB, AttentionStream, layers
 
-from .cmab_cases import BATCH, INPUTS, block, close, definition, points
+from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, block, close, definition, points
 
 PARTS = ["compress.cross_attention.query", "retrieve.self_feed_forward.expand", "retrieve.self_attention.value"]
 PARTS += ["compress.cross_attention.key", "retrieve.cross_attention.output"]
@@ -192,3 +192,45 @@ def test_heads_that_were_cut_off(kind: Any) -> None:
     found = attention(*given)
     with cmab_kernels.use_impl("reference"):
         torch.testing.assert_close(found, attention(*given), rtol=1e-5, atol=1e-5)
+
+
+def cut(part: Any) -> None:
+    """Take the last head off an attention, or the last hidden column off a feed-forward layer."""
+    if isinstance(part, layers.FeedForward):
+        hidden = part.contract.weight.shape[1]
+        kept, (first, last) = hidden - 1, (part.expand, part.contract)
+        rows = [row for row in range(2 * hidden) if row % hidden < kept]  # features, then gate
+        first.bias = torch.nn.Parameter(first.bias[rows])
+        first.weight = torch.nn.Parameter(first.weight[rows])
+    else:
+        kept, last = DIM - DIM // HEADS, part.output
+        part.num_heads -= 1
+        for each in (part.query, part.key, part.value):
+            each.weight = torch.nn.Parameter(each.weight[:kept])
+    last.weight = torch.nn.Parameter(last.weight[:, :kept])
+
+
+LAYERS = [f"{half}.{layer}" for half in ("compress", "retrieve") for layer in ("cross_attention", "self_attention")]
+HALVES = ["compress.cross_feed_forward", "retrieve.self_feed_forward"]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in LAYERS + HALVES), LAYERS, LAYERS + HALVES], ids=" ".join)
+def test_layers_may_lose_a_head_or_a_column(names: list[str]) -> None:
+    module, (inputs, latents) = block(), points()
+    weights = dict(module.named_parameters())
+    for name in names:
+        part: Any = module.get_submodule(name)
+        last = "contract" if "feed" in name else "output"
+        cut(part)
+        kept = part.get_submodule(last).weight.shape[1]
+        whole = weights[f"{name}.{last}.weight"].detach()
+        weights[f"{name}.{last}.weight"] = whole.index_fill(
+            1, torch.arange(kept, whole.shape[1]), 0.0
+        )  # what is cut off counts for nothing
+    expected = definition(weights, inputs, latents)
+    close(module(inputs, latents), expected)
+    if "compress.cross_attention" in names:
+        module.stream = AttentionStream(HEADS - 1, BLOCK, DIM // HEADS, dtype=torch.float64)
+    with torch.no_grad():
+        module.update(inputs[:, :9], latents)
+        close(module.update(inputs[:, 9:], latents).latents, expected)
