@@ -51,11 +51,15 @@ class LearnedRidge(MatrixFreeAttention):
         self._start(self._like)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
-        """Cast or move the module. A `log_alpha` that leaves the meta device starts: weights of torch's module, loaded next, have none."""
-        absent = self.log_alpha is not None and self.log_alpha.is_meta
+        """Cast or move the module. `to_empty` gives memory without values, and weights of torch's module, loaded next, have no `log_alpha`:
+        it starts where it was on the meta device, and keeps its values elsewhere, as in a module whose second place in a model is visited.
+        """
+        before = self._parameters.get("log_alpha")
+        values = None if before is None else before.detach()
         super()._apply(fn, recurse)
-        if absent:
-            torch.nn.init.zeros_(self.log_alpha)
+        if values is not None:
+            after = self.log_alpha.data  # counted as no change of the parameter, of which a graph may hold the memory
+            after.copy_(torch.zeros_like(after) if values.is_meta else values)
         return self
 
     @property

@@ -158,6 +158,19 @@ def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_memory_without_values_leaves_the_penalty_as_it_was(kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model visits a module once for each of its places, and the second time it has left the meta device."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0))
+    module = kind(DIM, HEADS, device="meta")
+    torch.nn.ModuleList([torch.nn.Sequential(module), torch.nn.Sequential(module)]).to_empty(device="cpu")
+    assert module.log_alpha.tolist() == [0.0] * HEADS
+    with torch.no_grad():
+        module.log_alpha.fill_(0.25)
+    assert module.to_empty(device="cpu").half().log_alpha.tolist() == [0.25] * HEADS
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
     for config in ({}, {"kdim": 7, "vdim": 11}, {"bias": False}):
         theirs, ours = torch.nn.MultiheadAttention(DIM, HEADS, **config), kind(DIM, HEADS, **config)
