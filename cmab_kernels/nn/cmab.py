@@ -12,7 +12,7 @@ from ..attention import AttentionState
 from ..attention.state import subtract_state
 from ..checks import check_count, check_heads, check_mask, wrong
 from . import fused, official
-from .layers import CrossAttention, LatentLayer, check_features, computed, plain_parameters
+from .layers import CrossAttention, LatentLayer, check_features, computed, for_part, plain_parameters
 from .stream import AttentionStream, follow_weights, refuse_to_record
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class CMAB(nn.Module):
         if result is not None:
             return result
         if calls_compress(self):
-            return self.retrieve(over_batch(latents, inputs), self.compress(self.latents, inputs, key_padding_mask))
+            return self.retrieve(over_batch(latents, inputs), self.compress(for_part(self.latents), inputs, key_padding_mask))
         return self._retrieve(latents, self._read(inputs, None, key_padding_mask).out)
 
     def update(
@@ -190,14 +190,14 @@ class CMAB(nn.Module):
 
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
         """Return the state of CA(L_B, X), which comes before the output projection."""
-        return self.compress.cross_attention.read(self.latents, inputs, state, key_padding_mask)
+        return self.compress.cross_attention.read(for_part(self.latents), inputs, state, key_padding_mask)
 
     def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
         """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
         result = fused.attend([self], latents, out)
         if result is not None:
             return result
-        block = self.compress.after_context(self.compress.cross_attention.add(self.latents, out))
+        block = self.compress.after_context(self.compress.cross_attention.add(for_part(self.latents), out))
         return self.retrieve(over_batch(latents, out), block)
 
 
@@ -209,6 +209,7 @@ def calls_compress(block: CMAB) -> bool:
 
 def over_batch(latents: Tensor, batched: Tensor) -> Tensor:
     """Return latents (B, L, C), also of (L, C), for the B of `batched`."""
+    latents = for_part(latents)
     return latents if latents.dim() == 3 else latents.expand(batched.shape[0], -1, -1)
 
 

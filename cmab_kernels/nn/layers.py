@@ -21,7 +21,7 @@ from ..backends import choose, explain
 from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
 from ..layers.api import check_residual
 from ..layers.schema import attention, feed_forward
-from ..tracing import has_values, needs_definition
+from ..tracing import has_values, is_differentiated, needs_definition
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
@@ -127,6 +127,14 @@ def is_additive(mask: Tensor | None) -> bool:
     if mask.is_cuda or mask.is_meta or torch.compiler.is_compiling():
         return False
     return not has_values(mask) or not bool(((mask == 0) | (mask == -torch.inf)).all())
+
+
+def for_part(features: Tensor) -> Tensor:
+    """Return features for the call of a part, detached where no gradient is recorded.
+
+    A parameter, and a view of a leaf, still say there that they require one, and torch's counter, which puts hooks on all parts, fails.
+    """
+    return features if is_differentiated(features) else features.detach()
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
@@ -473,6 +481,7 @@ class CrossAttention(_Attention):
         and so they are in a compiled or exported call, which a number of chunks would restrict to as many rows.
         """
         at_once = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        context = for_part(context)
         chunks, masks = (None if t is None else [t] if at_once else t.split(CHUNK, dim=1) for t in (context, key_padding_mask))
         assert chunks is not None
         masks = masks or [None] * len(chunks)

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels
-from cmab_kernels.nn import CMAB, fused, layers
+from cmab_kernels.nn import CMAB, CMABStack, fused, layers
 
 from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, LATENTS, block, close, definition, points
 
@@ -371,3 +372,25 @@ def test_constructed_where_it_is_told() -> None:
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
     assert module.compress.cross_feed_forward.contract.weight.shape == (DIM, 5)
     assert module.init_state(3).out.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", [CMAB, CMABStack])
+@pytest.mark.parametrize("shared", [False, True])
+def test_operations_are_counted_without_gradients_too(kind: Any, shared: bool) -> None:
+    """torch's counter puts hooks on all modules, which fail for a view of a leaf, and in inference mode for a parameter."""
+    module = kind(DIM, BLOCK, HEADS, **({"depth": 2} if kind is CMABStack else {}))
+    inputs, latents = points(torch.float32)
+    latents = latents[0] if shared else latents
+
+    def count(method: Any, mode: Any, needed: bool) -> int:
+        given = [each.detach().requires_grad_(needed) for each in (inputs, latents)]
+        with mode(), FlopCounterMode(display=False) as counter:
+            method(*given)
+        return counter.get_total_flops()
+
+    def update(inputs: Tensor, latents: Tensor) -> Any:
+        return module.update(inputs, latents, module.init_state(BATCH))
+
+    for method in (module, update):
+        expected = count(method, torch.enable_grad, True)
+        assert expected > 0 and count(method, torch.no_grad, True) == count(method, torch.inference_mode, False) == expected
