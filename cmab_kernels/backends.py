@@ -7,6 +7,7 @@ it cannot; "auto" takes the first in the order of `FAMILIES` that supports the i
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -179,7 +180,7 @@ class use_impl:
 
     def __init__(self, impl: str) -> None:
         known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
-        if impl not in known:
+        if not isinstance(impl, str) or impl not in known:
             raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of {', '.join(known)}"))
         self._impl, self._around = impl, setting.impl
         if is_compiling():
@@ -308,6 +309,13 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
         given = f"are {', '.join(map(kind_of, inputs)) or 'missing'}"
         raise TypeError(wrong("inputs", given, f"tensors are needed, the first arguments of {subject}"))
+    kernels = (module for impl in FAMILIES[family] if (module := imported(family, impl)) is not None)
+    read = inspect.signature(next((module.unsupported for module in kernels), lambda *_: None))
+    try:
+        read.bind(*inputs)
+    except TypeError:
+        given = f"{'is' if len(inputs) == 1 else 'are'} {len(inputs)}"
+        raise TypeError(wrong("inputs", given, f"{', '.join(read.parameters)} are needed")) from None
     reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
     return [*rows, Explanation("reference", True, "runs anywhere")]

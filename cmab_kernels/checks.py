@@ -19,6 +19,9 @@ _autocasts_anywhere = torch._C._is_any_autocast_enabled
 MOST_ITERATIONS = 2**28
 """The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
 
+LARGEST = 2**63 - 1
+"""The largest size that torch counts."""
+
 _EXTENTS = (Integral, torch.SymInt, Tensor)
 """The types of an extent; it is a symbol or a tensor where a call is traced."""
 
@@ -180,9 +183,11 @@ def check_number(name: str, given: object) -> None:
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:
-    """The number of something in a module as an int, also of NumPy's; raise unless it is one >= `least`."""
+    """The number of something in a module as an int, also of NumPy's; raise unless it is one >= `least` that torch can count."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
         raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
+    if count > LARGEST:
+        raise ValueError(wrong(name, f"is {count!r}", f"an int from {least} to 2**63 - 1 is needed"))
     return int(count)
 
 
@@ -198,6 +203,8 @@ def check_extents(**extents: Any) -> None:
             raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
         if extent < 0:
             raise ValueError(wrong(name, f"is {extent}", "an int >= 0 is needed"))
+        if isinstance(extent, Integral) and int(extent) > LARGEST:
+            raise ValueError(wrong(name, f"is {extent}", "an int from 0 to 2**63 - 1 is needed"))
 
 
 def device_of(device: torch.device | str | int) -> torch.device:

@@ -12,6 +12,7 @@ from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -43,6 +44,23 @@ def test_explain_names_every_implementation_with_a_reason() -> None:
         ck.explain("nothing", Q, K, K)
     with pytest.raises(TypeError, match=r"`key_padding_mask` is given.*inputs alone"):
         ck.explain("latent_attention", Q, K, K, key_padding_mask=None)  # type: ignore[call-overload]  # what is refused
+
+
+def test_explain_names_the_inputs_that_it_needs() -> None:
+    for operator, inputs, said in (
+        ("latent_attention", (Q,), "is 1: query, key, value are needed"),
+        ("latent_attention", (Q, K, K, K), "are 4: query, key, value are needed"),
+        ("solve_ridge", (Q,), "is 1: gram, rhs are needed"),
+        ("projected_attention_state", (Q, K), "are 2: query, inputs, key_weight, value_weight are needed"),
+    ):
+        with pytest.raises(TypeError, match=rf"^`inputs` {said}"):
+            ck.explain(operator, *inputs)
+
+
+@pytest.mark.parametrize("given", [np.array(["auto", "native"]), np.array("native"), ["auto"], None])
+def test_what_is_no_name_is_no_implementation(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^`impl` is .*: it must be one of auto, "):
+        ck.use_impl(given)
 
 
 def test_explain_sees_what_an_implementation_cannot_do() -> None:

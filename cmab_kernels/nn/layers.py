@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from ..attention import AttentionState, attention_state, latent_attention
 from ..attention.projected import projected_attention_state
 from ..backends import choose, explain
-from ..checks import autocasts, check_count, check_heads, check_mask, kind_of, wrong
+from ..checks import autocasts, check_count, check_heads, check_mask, is_dense, kind_of, wrong
 from ..layers.api import check_residual
 from ..layers.schema import attention, feed_forward
 from ..tracing import has_values, is_differentiated, needs_definition
@@ -82,12 +82,14 @@ def _likely_layout(shape: tuple[int, ...], width: int) -> str:
 
 
 def check_floating(**features: Any) -> None:
-    """Raise unless these are tensors of floating numbers, which is all that torch's own code needs to tell what is wrong."""
+    """Raise unless these are tensors of floating numbers, and none is sparse: torch's own code tells what else is wrong."""
     for name, each in features.items():
         if not isinstance(each, Tensor):
             raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
         if not each.is_floating_point():
             raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
+        if not is_dense(each) and not each.is_nested:
+            raise TypeError(wrong(name, f"is {each.layout}", "a dense tensor is needed"))
 
 
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:

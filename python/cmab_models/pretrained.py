@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import safe_open
 from torch import nn
 
-from cmab_kernels.checks import wrong
+from cmab_kernels.checks import LARGEST, wrong
 
 if TYPE_CHECKING:
     from typing import Self
@@ -207,6 +207,8 @@ def _needed(value: Any, kinds: set[str]) -> str:
     number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
     if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
         return "an int >= 1"
+    if "int" in kinds and value > LARGEST:
+        return "an int from 1 to 2**63 - 1"
     if "float" in kinds and not (number and abs(value) <= sys.float_info.max):  # an int can be too large for a float
         return "a finite number"
     if "bool" in kinds and not isinstance(value, bool):

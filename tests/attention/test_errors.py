@@ -142,6 +142,8 @@ def test_empty_states_of_no_extents() -> None:
         ck.empty_state(1, 1, 1, 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"`heads` is -1: an int >= 0 is needed"):
         ck.empty_state(1, -1, 1, 1)
+    with pytest.raises(ValueError, match=rf"`batch` is {10**30}: an int from 0 to 2\*\*63 - 1 is needed"):
+        ck.empty_state(10**30, 1, 1, 1)
 
 
 def test_the_state_is_never_changed() -> None:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from .cases import SIZES, made
 
 WRONG = {
-    "int": (0, -1, 2.5, True, "wide", [8], float("nan")),
-    "int | None": (0, True, "wide"),
+    "int": (10**30, 0, -1, 2.5, True, "wide", [8], float("nan")),
+    "int | None": (10**30, 0, True, "wide"),
     "float": (float("nan"), float("inf"), -(10**400), True, "long", None),
     "bool": (1, "no", None),
     "str": (1, ["fixed"], None),

@@ -109,6 +109,8 @@ def test_sizes(kind: type[nn.Module]) -> None:
         for wrong in (-1, 2.0, True, "4", torch.tensor(4)):
             with pytest.raises(ValueError, match=f"`{name}` is {re.escape(repr(wrong))}: an int >= [01] is needed"):
                 kind(**{**sizes, name: wrong})
+        with pytest.raises(ValueError, match=rf"`{name}` is {10**30}: an int from [01] to 2\*\*63 - 1 is needed"):
+            kind(**{**sizes, name: 10**30})
     if "num_heads" in sizes:
         with pytest.raises(ValueError, match=r"`num_heads` is 3: a divisor of (embed_)?dim = 8 is needed"):
             kind(**{**sizes, "num_heads": 3})

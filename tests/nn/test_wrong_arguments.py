@@ -41,6 +41,7 @@ GIVEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a list": (lambda features: features.tolist(), "is a list: a torch.Tensor is needed; torch.tensor makes one"),
     "nothing": (lambda features: None, "is None: a torch.Tensor is needed"),
     "integers": (lambda features: features.long(), "is torch.int64"),
+    "sparse": (Tensor.to_sparse, "is torch.sparse_coo: a dense tensor is needed"),
     "split heads": (lambda features: features.unflatten(-1, (2, 8)), ".*flatten.-2. joins these"),
     "columns first": (lambda features: features.mT, ".*it seems to be transposed"),
     "too wide": (lambda features: torch.cat([features, features], -1), "has shape .* with 16 columns"),
@@ -60,6 +61,11 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
         given[i] = change(given[i])
         with pytest.raises((TypeError, ValueError), match=f"`{name}` {message}"):
             module(*given, **options)
+        if what == "sparse" and options:
+            with pytest.raises(TypeError, match=f"`{name}` {message}"):
+                module(*given, need_weights=True)
+            with pytest.raises(TypeError, match=f"`{name}` {message}"):
+                module.eval()(*given, need_weights=True)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
