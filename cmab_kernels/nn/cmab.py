@@ -13,7 +13,7 @@ from ..attention.state import subtract_state
 from ..checks import check_count, check_heads, check_mask, wrong
 from . import fused, official
 from .layers import CrossAttention, LatentLayer, check_features, computed, for_part, plain_parameters
-from .stream import AttentionStream, follow_weights, refuse_to_record
+from .stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 
 if TYPE_CHECKING:
     from typing import Self
@@ -105,6 +105,8 @@ class CMAB(nn.Module):
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)
+
+    __copy__ = with_own_streams
 
     @classmethod
     def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int) -> Self:

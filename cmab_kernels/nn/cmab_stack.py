@@ -18,7 +18,7 @@ from . import fused
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .layers import computed, plain_parameters, projects_inside
-from .stream import AttentionStream, follow_weights, refuse_to_record
+from .stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 
 
 class CMABStack(nn.Module):
@@ -69,6 +69,8 @@ class CMABStack(nn.Module):
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
         self.register_load_state_dict_post_hook(follow_weights)
+
+    __copy__ = with_own_streams
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block, or (K, B, L_I, dim) after each with `all_blocks`.

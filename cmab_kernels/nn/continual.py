@@ -29,7 +29,7 @@ from .layers import called, check_features, computed, is_own
 from .multihead_attention import MultiheadAttention
 from .nystrom_attention import ONLY_TOKENS, NystromAttention
 from .projections import MultiheadProjections, extending, no_extra_keys
-from .stream import follow_weights, refuse_to_record
+from .stream import follow_weights, refuse_to_record, with_own_streams
 
 
 class Continual(MultiheadProjections):
@@ -146,6 +146,8 @@ class Continual(MultiheadProjections):
     @abstractmethod
     def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
         """Call the operator with a state and t new tokens as heads (B, H, t, *)."""
+
+    __copy__ = with_own_streams
 
     @abstractmethod
     def _start(self, like: Tensor) -> None:

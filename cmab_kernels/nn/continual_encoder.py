@@ -14,7 +14,7 @@ from .continual import ContinualAttention, ContinualNystromAttention
 from .continual_stream import RecentStream, RecentTokens, WindowState
 from .layers import called, computed
 from .projections import extending
-from .stream import Stream, extent, follow_weights
+from .stream import Stream, extent, follow_weights, with_own_streams
 
 LayerState = WindowState | tuple[RecentTokens, WindowState]
 
@@ -68,6 +68,8 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         else:
             options |= {"num_landmarks": num_landmarks, "landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
             self.self_attn = ContinualNystromAttention.sharing(made, dropout=0.0, **options)
+
+    __copy__ = with_own_streams
 
     @property
     def sequence_len(self) -> int:
@@ -328,6 +330,8 @@ class ContinualEncoder(nn.Module):
         self.norm = norm
         if self.retroactive:
             self._each()[-1].self_attn.output = "single"
+
+    __copy__ = with_own_streams
 
     @property
     def sequence_len(self) -> int:

@@ -17,7 +17,7 @@ from ..intention.state import check_ridge
 from .layers import bool_mask, computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
-from .stream import RidgeStream, follow_weights, refuse_to_record
+from .stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams
 
 
 class LearnedRidge(MatrixFreeAttention):
@@ -138,6 +138,8 @@ class MultiheadIntention(LearnedRidge):
         super()._start(like)
         self.stream = RidgeStream(self.num_heads, self.head_dim, self.head_dim, device=like.device, dtype=like.dtype)
         self.register_load_state_dict_post_hook(follow_weights)
+
+    __copy__ = with_own_streams
 
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from ..intention import RidgeState, empty_ridge
 from ..intention.state import check_ridge
 from ..tracing import is_recorded, is_transformed, is_watched
 
+M = TypeVar("M", bound=nn.Module)
 Value = TypeVar("Value")
 State = TypeVar("State", bound=tuple)
 
@@ -138,6 +140,10 @@ class Stream(Keeper[State]):
         super().__init__()
         self.register_buffer("weight_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
 
+    def __copy__(self) -> Stream:
+        """Return a stream of its own, which goes on from the same state: a step may write to memory that it finds to be one stream's."""
+        return copy.deepcopy(self)
+
     @property
     def state(self) -> State | None:
         """The state, or None before the first input. Later steps do not change the state that this returns.
@@ -237,6 +243,20 @@ def refuse_to_record(method: str, instead: str) -> None:
     if is_recorded():
         given = "is recorded by torch.export, torch.jit.trace or make_fx, which would freeze the stream that the module holds"
         raise RuntimeError(wrong(method, given, f"record {instead}, with the state among its inputs and outputs"))
+
+
+def with_own_streams(module: M) -> M:
+    """Return a shallow copy of a module, whose streams are its own and go on from the same states; for its class, as `__copy__`."""
+    if isinstance(module, Keeper):
+        return copy.copy(module)
+    made: M = object.__new__(type(module))
+    parts = {name: with_own_streams(part) if part is not None and _keeps(part) else part for name, part in module._modules.items()}
+    made.__dict__ = {**module.__dict__, "_modules": parts}
+    return made
+
+
+def _keeps(module: nn.Module) -> bool:
+    return any(isinstance(part, Keeper) for part in module.modules())
 
 
 def follow_weights(module: nn.Module, _: Any = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,22 @@ def test_no_transform_leaves_something_in_a_stream(kind: str, transformed: Calla
     with pytest.raises((RuntimeError, NotImplementedError)):
         transformed(read, module, inputs)
     assert torch.equal(read(module, inputs), read(other, inputs))
+
+
+def _pickled(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_copy_goes_on_by_itself(kind: str, copied: Callable[[Any], Any]) -> None:
+    make, (read, *_) = MODULES[kind]
+    module, (first, second) = make().eval(), torch.randn(2, 2, 5, C)
+    read(module, first)
+    untouched, other, another = copy.deepcopy(module), copied(module), copied(module)
+    expected = read(untouched, second)
+    read(other, first)
+    assert torch.equal(read(module, second), expected) and torch.equal(read(another, second), expected)
+    shared = {each.data_ptr() for each in module.parameters()} == {each.data_ptr() for each in other.parameters()}
+    assert shared == (copied is copy.copy)
