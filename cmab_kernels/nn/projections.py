@@ -129,8 +129,11 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
         """Take over the parameters of `module`, which must have the same configuration."""
-        for name, parameter in module._parameters.items():  # `named_parameters` leaves out the second name of a tied one
-            setattr(self, name, parameter)
+        assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}  # tensors in place of parameters
+        for name, weight in (module._parameters | assigned).items():  # `named_parameters` leaves out the second name of a tied one
+            if weight is not None and not isinstance(weight, torch.nn.Parameter):
+                del self._parameters[name]
+            setattr(self, name, weight)
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj
 

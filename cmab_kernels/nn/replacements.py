@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from .layers import one_like
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -82,7 +84,7 @@ def _why_torch(module: Any, *, training: bool) -> str | None:
     why_torch = module.why_torch
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
     options = {"need_weights": False} if module is attention else {}
-    row = next(attention.parameters()).new_empty(1, 1, attention.embed_dim)
+    row = one_like(attention, "in_proj_weight", "q_proj_weight").new_empty(1, 1, attention.embed_dim)
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:

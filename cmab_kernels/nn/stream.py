@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -263,7 +264,7 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
     """Let the submodule `stream` follow the module's weights; to be registered as a hook that runs after every load."""
     stream = module.stream
     assert isinstance(stream, Stream)
-    stream.follow(next(module.parameters()))
+    stream.follow(next(chain(module.parameters(), module.buffers())))  # a frozen module has buffers; the last of all is the stream's
 
 
 class AttentionStream(Stream[AttentionState]):

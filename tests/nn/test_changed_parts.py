@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import cmab_kernels.nn as ours
 from cmab_kernels.nn.projections import MultiheadProjections
-from cmab_kernels.nn.stream import Keeper
+from cmab_kernels.nn.stream import Keeper, Stream
 
 C, H, N = 16, 2, 6
 WINDOW: dict[str, Any] = {"sequence_len": N, "batch_first": True}
@@ -409,3 +409,38 @@ def test_spectral_norm_is_torchs() -> None:
     for _ in range(3):
         (out, found), (expected, gradients) = ran(module, attended, True), ran(theirs, attended, True)
         torch.testing.assert_close([out, *found], [expected, *gradients], rtol=1e-9, atol=1e-9)
+
+
+def without_parameters(module: nn.Module, how: str) -> Any:
+    for part in module.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            delattr(part, name)
+            NO_PARAMETERS[how](part, name, parameter.detach())
+    return module
+
+
+@pytest.mark.parametrize("how", NO_PARAMETERS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_may_have_no_parameters(kind: str, how: str) -> None:
+    make, runs = MODULES[kind]
+    module = make().double()
+    frozen = without_parameters(copy.deepcopy(module), how)
+    for run in runs["eval"]:
+        expected, _ = ran(module, run, False)
+        torch.testing.assert_close(ran(frozen, run, False)[0], expected, rtol=1e-9, atol=1e-9)
+    frozen.load_state_dict(frozen.state_dict())
+    assert all(each.weight_like.dtype == torch.float64 for each in frozen.modules() if isinstance(each, Stream))
+
+
+@pytest.mark.parametrize("new", [ours.MultiheadAttention, ours.MultiheadIntention])
+@pytest.mark.parametrize("theirs", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_weights_that_are_no_parameters_are_taken_over(theirs: Any, new: Any) -> None:
+    few, many = inputs()
+    given = (many,) if theirs is nn.TransformerEncoderLayer else (few, many)
+    layer = theirs(C, H, **LAYER, dtype=torch.float64).eval()
+    frozen = without_parameters(copy.deepcopy(layer), "tensor")
+    for each in (layer, frozen):
+        ours.replace_modules(each, {nn.MultiheadAttention: new}, verbose=False)
+    torch.testing.assert_close(frozen(*given), layer(*given), rtol=1e-9, atol=1e-9)
+    whole = nn.Sequential(without_parameters(theirs(C, H, **LAYER), "tensor"))
+    assert ours.replace_modules(whole, {theirs: getattr(ours, theirs.__name__)}, verbose=False) == 1
