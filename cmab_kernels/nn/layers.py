@@ -81,8 +81,11 @@ def _likely_layout(shape: tuple[int, ...], width: int) -> str:
     return ""
 
 
-def check_floating(**features: Any) -> None:
-    """Raise unless these are tensors of floating numbers, and none is sparse: torch's own code tells what else is wrong."""
+def check_floating(module: nn.Module, /, **features: Any) -> None:
+    """Raise unless these are floating tensors that torch's own code may read with the weights of `module`; that tells what else is wrong.
+
+    None may be sparse. Autocast leaves float64 as it is: under it features and weights must be float64 both, or neither.
+    """
     for name, each in features.items():
         if not isinstance(each, Tensor):
             raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
@@ -90,6 +93,10 @@ def check_floating(**features: Any) -> None:
             raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
         if not is_dense(each) and not each.is_nested:
             raise TypeError(wrong(name, f"is {each.layout}", "a dense tensor is needed"))
+        if autocasts(each.device):
+            dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), each.dtype)
+            if each.dtype != dtype and torch.float64 in (each.dtype, dtype):
+                raise TypeError(wrong(name, f"is {each.dtype}", f"the module is {dtype}; cast them alike"))
 
 
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -324,7 +331,7 @@ class FeedForward(_Residual):
         self.contract = nn.Linear(ff_dim, dim, **factory)
 
     def forward(self, latents: Tensor) -> Tensor:
-        check_floating(latents=latents)
+        check_floating(self, latents=latents)
         parts: dict[str, Any] = self._modules
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
@@ -410,7 +417,7 @@ class SelfAttention(_Attention):
     """
 
     def forward(self, latents: Tensor) -> Tensor:
-        check_floating(latents=latents)
+        check_floating(self, latents=latents)
         fused = self._fused(latents, None, None)
         if fused is not None:
             return fused
@@ -442,7 +449,7 @@ class CrossAttention(_Attention):
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
-        check_floating(latents=latents, context=context)
+        check_floating(self, latents=latents, context=context)
         fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
         return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
 
@@ -453,7 +460,7 @@ class CrossAttention(_Attention):
 
         Keys and values are computed inside the operator, so that nothing of size N is allocated.
         """
-        check_floating(latents=latents, context=context)
+        check_floating(self, latents=latents, context=context)
         query, projections = self.heads(self.query, self.norm(latents)), self.projections()
         if projections is None or not projects_inside(query, context, *projections[:2]):
             return self._read_in_parts(query, context, state, key_padding_mask)

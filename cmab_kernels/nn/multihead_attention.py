@@ -65,7 +65,7 @@ class MultiheadAttention(MultiheadProjections):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
         self = computed(self)
-        check_floating(query=query, key=key, value=value)
+        check_floating(self, query=query, key=key, value=value)
         if is_causal and attn_mask is None:
             raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:

@@ -237,7 +237,7 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
-        check_floating(src=src)
+        check_floating(self, src=src)
         if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
             self._check(src=src)
             self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
@@ -313,7 +313,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
-        check_floating(tgt=tgt, memory=memory)
+        check_floating(self, tgt=tgt, memory=memory)
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
         if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:

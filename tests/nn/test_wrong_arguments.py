@@ -71,12 +71,18 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
-    """Autocast leaves float64 as it is, so it does not help. Under it, some modules are torch's layers, whose message is torch's."""
+    """Autocast leaves float64 as it is, so it does not help, nor in a module of float64 with features of float32."""
     make, names = MODULES[kind]
     module = make()
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}
-    given = [torch.randn(2, 6, 16).double() for _ in names]
-    ours, torchs = f"`{names[0]}` is torch.float64", "share same datatype|have the same dtype"
-    refused = pytest.raises((TypeError, RuntimeError), match=f"{ours}|{torchs}" if autocast else ours)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), refused:
-        module(*given, **options)
+    given = [torch.randn(2, 6, 16) for _ in names]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(TypeError, match=f"`{names[0]}` is torch.float64"):
+            module(*(each.double() for each in given), **options)
+        for training in (True, False) if autocast else ():
+            module.double().train(training)
+            with pytest.raises(TypeError, match=f"`{names[0]}` is torch.float32: the module is torch.float64; cast them alike"):
+                module(*given)
+            module.float()
+            with pytest.raises(TypeError, match=f"`{names[0]}` is torch.float64: the module is torch.float32; cast them alike"):
+                module(*(each.double() for each in given))
