@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from ..checks import over_batch, wrong
 from ..intention import RidgeState, merge_ridge, ridge_state
 from ..intention.state import check_ridge
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
-from ..nn.layers import split_heads
+from ..nn.layers import computed, split_heads
 from .merge import State, accepted, all_merge_state
 from .messages import announced, members
 
@@ -67,7 +68,7 @@ class ContextSharded(nn.Module, Generic[State]):
     def _read(self, read: Callable[[], State], before: State | None = None) -> State:
         """Return the state `before`, the same on all ranks, with what the ranks read added."""
         group = members(self.group)
-        with announced(group, next(self.parameters())):
+        with announced(group, next(chain(self.parameters(), self.buffers()))):
             part = read()
             if before is not None:
                 _check_like(part, before)
@@ -131,7 +132,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         return result
 
     def _updated(self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None) -> CMABUpdate:
-        module = self.module
+        module = self.module._computed()
 
         def read() -> AttentionState:
             module._check(inputs, latents, key_padding_mask)
@@ -183,7 +184,7 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
         return self._attend(query, inputs, inputs, state, key_padding_mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
-        module = self.module
+        module = computed(self.module)
 
         def read() -> AttentionState:
             module._refuse_to_drop()
@@ -217,7 +218,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """Return (out, None) over the keys of all ranks; arguments as in `MultiheadIntention` with `need_weights=False`."""
-        module = self.module
+        module = computed(self.module)
 
         def read() -> RidgeState:
             pairs = module._pairs(key, value, key_padding_mask)

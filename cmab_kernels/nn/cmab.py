@@ -133,7 +133,7 @@ class CMAB(nn.Module):
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
-        self = computed(self)
+        self = self._computed()
         self._check(inputs, latents, key_padding_mask)
         result = fused.forward([self], inputs, latents, key_padding_mask)
         if result is not None:
@@ -149,7 +149,7 @@ class CMAB(nn.Module):
 
         Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
         """
-        self = computed(self)
+        self = self._computed()
         self._check(new_inputs, latents, key_padding_mask)
         if state is None:
             refuse_to_record("update", "update(..., state)")
@@ -173,7 +173,7 @@ class CMAB(nn.Module):
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
-        self = computed(self)
+        self = self._computed()
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
@@ -186,6 +186,9 @@ class CMAB(nn.Module):
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
         return self.stream.init_state(batch)
+
+    def _computed(self) -> CMAB:
+        return computed(self)
 
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
         check_inputs(inputs, latents, key_padding_mask, self.latents)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 from cmab_kernels import nn
@@ -54,3 +55,37 @@ def test_a_pickle_says_what_to_do(kind: Any, group: Any) -> None:
         with pytest.raises(TypeError, match=r"`group` is a process group.*save the state_dict\(\)"):
             save(sharded)
     assert pickle.loads(pickle.dumps(kind(MODULES[kind]()))).group is None
+
+
+class Counted(torch.nn.Module):
+    """A parametrization that leaves the tensor as it is, and counts."""
+
+    count = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return weight * 1.0
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_a_parametrization_is_computed_once_a_call(kind: Any, group: Any) -> None:
+    module = MODULES[kind]()
+    place, name = (module.blocks[1], "latents") if kind is ShardedCMAB else (module, "in_proj_weight")
+    parametrize.register_parametrization(place, name, part := Counted())
+    few, many = torch.randn(1, 3, 16), torch.randn(1, 9, 16)
+    part.count = 0  # once registered: that looks at the shape
+    kind(module, group)(*((many, few) if kind is ShardedCMAB else (few, many, many)))
+    assert part.count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_a_module_may_have_no_parameters(kind: Any, group: Any) -> None:
+    sharded, few, many = kind(MODULES[kind](), group), torch.randn(1, 3, 16), torch.randn(1, 9, 16)
+    given = (many, few) if kind is ShardedCMAB else (few, many, many)
+    expected = sharded(*given)
+    for part in sharded.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            delattr(part, name)
+            part.register_buffer(name, parameter.detach())
+    torch.testing.assert_close(sharded(*given), expected)
