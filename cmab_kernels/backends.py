@@ -1,7 +1,8 @@
 """The choice of the implementation that an operator runs.
 
 Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises with the reason why
-it cannot; "auto" takes the first in the order of `FAMILIES` that supports the inputs, and the reference if none does.
+it cannot; "auto" takes the first in the order of `FAMILIES` that supports the inputs, and the reference if none does. Where Triton was
+measured to be faster than CUDA C++ (`is_slower` of the module `cuda`), CUDA comes last.
 """
 
 from __future__ import annotations
@@ -232,18 +233,29 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
 
 
 def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
-    reasons = {}
+    reasons, slower = {}, ""
     for impl in FAMILIES[family]:
         reason = _unsupported(family, impl, tensors)
-        if reason is None:
+        if reason is not None:
+            reasons[impl] = reason
+        elif impl == "cuda" and _is_slower(family, tensors):
+            slower = impl
+        else:
             return impl
-        reasons[impl] = reason
+    if slower:
+        return slower
     if tensors[0].device.type == "cpu" and _tells_what_is_missing(family):
         return "reference"
     if family in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
     return "reference"
+
+
+def _is_slower(family: str, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether Triton's kernels were measured to be faster than those in CUDA C++ for such inputs."""
+    slower: Callable[..., bool] = getattr(implementation(family, "cuda"), "is_slower", lambda *_: False)
+    return slower(*tensors)
 
 
 def has_kernel(family: str, *tensors: Tensor) -> bool:

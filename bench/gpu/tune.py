@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.harness import captured, ratio, relative_error
-from bench.provenance import commit, now
+from bench.provenance import now
 from bench.runs import write_json
 from cmab_kernels import tiles as table
 from cmab_kernels.measure import interleave
@@ -81,9 +81,7 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
     right = [tiles for tiles in others if sound[_name(target, tiles)]]
     key, found = target.key(place), fastest(target, built_in, right, device)
     evidence = {name: found[name] for name in ("seconds", "built-in seconds", "noise")}
-    entry = table.as_entry(
-        key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "commit": commit(), "date": now()[:10]}
-    )
+    entry = table.as_entry(key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "date": now()[:10]})
     written = found["gain"] > found["noise"] and found["confirmed"]
     put(path, key, entry if written else None)
     return {"ok": True, "written": written, **found, "built-in": list(built_in), "tiles": list(found["tiles"])}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import COMPLETED_BY, choose, is_free, kernel, passed_on
+from ..backends import choose, kernel, passed_on
 from ..checks import (
     as_autocast,
     as_they_are,
@@ -90,7 +90,7 @@ def intention(
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
             return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
-        chosen = _fastest(inputs, impl)
+        chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
         return apply_rows_op(
             inputs.query, solve_rows(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver)[0], chosen
         )
@@ -325,18 +325,6 @@ def _inputs(query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | 
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
-
-
-def _fastest(inputs: _Inputs, impl: str) -> str:
-    """The implementation that `choose` names, or, if the caller leaves the choice, that of sums which make up for a solve of their own."""
-    chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-    if (
-        chosen in FUSED
-        and is_free("intention", impl)
-        and kernel("intention", chosen, "is_slower")(inputs.key, inputs.value, inputs.weights)
-    ):
-        return COMPLETED_BY["intention", chosen]
-    return chosen
 
 
 def solve_rows(

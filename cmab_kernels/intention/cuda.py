@@ -5,22 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda_launch import CUDA, MAX_WIDTH, capability, gpu_problem, launch
-from ..dtypes import FLOATING, allows_tf32
-
-PATCH = 32
-"""The kernel forms sums of 32 x 32 columns (csrc/gram/cut.cuh)."""
-
-TENSOR_CORES_SAVE = {
-    "half": {(8, 0): 0.083, (9, 0): 0.033, (10, 0): 0.025},
-    "tf32": {(8, 0): 0.056, (9, 0): 0.026, (10, 0): 0.017},
-    "float32": {(9, 0): 0.009},
-}
-"""Operands -> compute capability -> the picoseconds that Triton's sums save for each multiply-add of this kernel, without tensor cores:
-by the compiled code of both (docs/gpu_readiness.md, not measured). Where there is no figure, this kernel is as fast or faster."""
-
-LAUNCHES_COST = 10e6
-"""The picoseconds that Triton's sums and a solve of their own take longer for their launches than one fused kernel."""
+from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
+from ..dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
 """The most float64 partial sums held at a time (256 MiB), unless a single matrix needs more."""
@@ -37,15 +23,10 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return gpu_problem(key.device.index, "ridge_shared_bytes", key.shape[-1], value.shape[-1], key.dtype == torch.float64)
 
 
-def is_slower(key: Tensor, value: Tensor, weights: Tensor | None) -> bool:
-    """Whether Triton's sums, followed by a solve, take less time than the fused kernel, by the table `TENSOR_CORES_SAVE`."""
-    half, wide = key.dtype in (torch.bfloat16, torch.float16), key.dtype == torch.float64
-    operands = "half" if half and weights is None else "float64" if wide else "tf32" if allows_tf32() else "float32"
-    saved = TENSOR_CORES_SAVE.get(operands, {}).get(capability(key.device.index), 0.0)
-    batch, heads, length, width = key.shape
-    rows, columns = -(-width // PATCH), -(-(width + value.shape[-1]) // PATCH)
-    patches = rows * columns - rows * (rows - 1) // 2  # of K'K only the lower triangle
-    return saved * batch * heads * length * patches * PATCH**2 > LAUNCHES_COST
+def is_slower(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether Triton's sums, followed by a solve, take less time than this kernel, whose sums take no tensor cores: on an H100 they did
+    at every shape that was timed (docs/measured_gpu.md), from 1,024 sets of 256 keys of 16 to one of a million of 64."""
+    return True
 
 
 def ridge_solve(

@@ -1,57 +1,73 @@
-"""Which of the fused kernel and Triton's sums "auto" takes on a GPU, whose capability is made up; tensors are on the meta device."""
+"""What "auto" takes on a GPU where Triton and CUDA C++ both have a kernel: what was measured to be faster; tensors are on the meta device."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from cmab_kernels import backends, use_impl
-from cmab_kernels.intention import api
 
 cuda = pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
+pytest.importorskip("triton")
 
-A100, H200, B200, CARD = (8, 0), (9, 0), (10, 0), (12, 0)
-LARGE, SMALL, ONE = (256, 1, 1024, 64), (256, 1, 64, 64), (1, 1, 1_000_000, 64)
-
-CHOICES = [
-    (torch.bfloat16, LARGE, False, {A100: True, H200: True, B200: True, CARD: False}),
-    (torch.float16, ONE, False, {A100: True, H200: True, B200: True, CARD: False}),
-    (torch.bfloat16, SMALL, False, {A100: False, H200: False, B200: False, CARD: False}),
-    (torch.bfloat16, LARGE, True, {A100: False, H200: True, B200: False, CARD: False}),
-    (torch.float32, LARGE, False, {A100: False, H200: True, B200: False, CARD: False}),
-    (torch.float32, SMALL, False, {A100: False, H200: False, B200: False, CARD: False}),
-    (torch.float64, ONE, False, {A100: False, H200: False, B200: False, CARD: False}),
-]
-"""dtype, shape of the keys, weighted -> capability -> whether Triton's sums are faster"""
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+FAMILIES = {"intention": "intention", "regularised_solve": "intention.solve"}
+NOISE = 1.02
+"""The ratio of two times from which one is faster."""
 
 
-@pytest.mark.parametrize("dtype, shape, weighted, wanted", CHOICES)
-def test_the_table(
-    dtype: torch.dtype, shape: tuple[int, ...], weighted: bool, wanted: dict[tuple[int, int], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = torch.empty(shape, dtype=dtype, device="meta")
-    weights = torch.empty(shape[:3], device="meta") if weighted else None
-    for capability, slower in wanted.items():
-        monkeypatch.setattr(cuda, "capability", lambda index, found=capability: found)
-        assert cuda.is_slower(key, key, weights) == slower, capability
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_unsupported", lambda family, impl, tensors: "it is made up" if impl == "native" else None)
 
 
-def test_tf32_where_torch_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "capability", lambda index: B200)
-    key = torch.empty(LARGE, device="meta")
-    assert not cuda.is_slower(key, key, None)
-    monkeypatch.setattr(cuda, "allows_tf32", lambda: True)
-    assert cuda.is_slower(key, key, None)
+def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
+    """(Operator, group) -> the faster kernel in the newest check of a GPU, and tensors of those sizes."""
+    newest = max(RESULTS.glob("gpu_check_*_????-??-??.json"), key=lambda path: path.stem[-10:])
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    sizes = {}
+    for section in json.loads(newest.read_text())["sections"].values():
+        for row in section["rows"]:
+            if row.get("scan") in FAMILIES and row["implementation"] in ("triton", "cuda") and "seconds" in row:
+                times.setdefault((row["scan"], row["group"]), {})[row["implementation"]] = row["seconds"][0]
+                sizes[row["scan"], row["group"]] = row["parameters"]
+    found = {}
+    for case, taken in times.items():
+        first, second = sorted(taken, key=lambda name: taken[name])
+        if taken[second] / taken[first] > NOISE:
+            found[case] = first, _tensors(sizes[case])
+    return found
+
+
+def _tensors(size: dict[str, int]) -> list[torch.Tensor]:
+    """What the choice looks at: query, key and value, or gram and rhs."""
+    dtype, width, batch = getattr(torch, str(size["dtype"])), size["D"], size["B"]
+    if "N" in size:
+        return [torch.empty(batch, 1, size["N"], width, dtype=dtype, device="meta")] * 3
+    return [torch.empty(batch, width, width, dtype=dtype, device="meta"), torch.empty(batch, width, width, dtype=dtype, device="meta")]
+
+
+def test_what_was_faster_is_taken() -> None:
+    measured = _measured()
+    assert {operator for operator, _ in measured} == FAMILIES.keys() and {best for best, _ in measured.values()} == {"triton", "cuda"}
+    for (operator, group), (best, tensors) in measured.items():
+        assert backends.choose(FAMILIES[operator], "auto", *tensors) == best, (operator, group)
+
+
+def test_a_solve_in_float64_is_cudas() -> None:
+    """Intention's own systems: 278 us where CUDA solves, and 305 where Triton does (docs/measured_gpu.md, 256 sets of 1,024 points)."""
+    gram, rhs = torch.empty(2, 256, 64, 64, dtype=torch.float64, device="meta")
+    assert backends.choose("intention.solve", "auto", gram, rhs) == "cuda"
 
 
 def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the caller leaves the choice does the table decide."""
-    monkeypatch.setattr(backends, "_unsupported", lambda family, impl, tensors: "it is made up" if impl == "native" else None)
-    monkeypatch.setattr(cuda, "capability", lambda index: A100)
-    key = torch.empty(LARGE, dtype=torch.bfloat16, device="meta")
-    inputs = api._inputs(key, key, key, None, None)
-    assert api._fastest(inputs, "auto") == "triton" and api._fastest(inputs, "cuda") == "cuda"
+    """Only where the caller leaves the choice do measurements decide; and what is slower runs where nothing else does."""
+    rows = [torch.empty(2, 1, 9, 4, device="meta")] * 3
+    assert backends.choose("intention", "cuda", *rows) == "cuda"
     with use_impl("cuda"):
-        assert api._fastest(inputs, "auto") == "cuda"
-    few = inputs._replace(key=key[:, :, :64], value=key[:, :, :64])
-    assert api._fastest(few, "auto") == "cuda"
+        assert backends.choose("intention", "auto", *rows) == "cuda"
+    monkeypatch.setattr(backends, "_unsupported", lambda family, impl, tensors: None if impl == "cuda" else "it is made up")
+    assert backends.choose("intention", "auto", *rows) == "cuda"

@@ -19,6 +19,16 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
     return gpu_problem(gram.device.index, "solve_shared_bytes", gram.shape[-1], rhs.shape[-1], gram.dtype == torch.float64)
 
 
+MOST_FOR_TRITON = 64
+"""The most unknowns of the float32 systems that Triton solves faster: on an H100 37 us beside 88 for 4,096 of 16, 935 beside 1,220 of 64,
+and 1,753 beside 1,542 for 1,024 of 128 (docs/measured_gpu.md). In float64, as Intention solves its systems, this kernel is faster."""
+
+
+def is_slower(gram: Tensor, rhs: Tensor) -> bool:
+    """Whether Triton's kernel takes less time."""
+    return gram.dtype == torch.float32 and gram.shape[-1] <= MOST_FOR_TRITON
+
+
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram; info as in `native`."""
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
