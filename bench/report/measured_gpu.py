@@ -2,12 +2,11 @@
 
 `python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file, in which each {group} has given way to the
 figures of that group, and each other {name} to a fact of the run. Floors are computed here, by the rates of the run. Where time ended
-before a group's peers were timed, they are those of the file `..._earlier.json` of the same day, with a mark.
+before a group or its peers were timed, they are those of the check before, with a mark.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- GPU table: begin -->", "<!-- GPU table: end -->"
 EARLIER = "†"
-"""The mark of a peer that was timed in an earlier run of the same day, not in turn with ours."""
+"""The mark of what was timed in the check before, not in turn with the rest."""
 CAPTURED_APART = ", not captured"
 """Last part of the keys of rows that the page does not show: the same calls, made from Python each time."""
 TF32 = "; tf32"
@@ -50,28 +49,40 @@ PLACE = re.compile(r"\{([^}]+)\}")
 
 def newest() -> Path:
     """The check of the last day."""
-    return max(RESULTS.glob("gpu_check_*_????-??-??.json"), key=lambda path: path.stem[-10:])
+    return _by_day()[-1]
+
+
+def _by_day() -> list[Path]:
+    return sorted(RESULTS.glob("gpu_check_*_????-??-??.json"), key=lambda path: path.stem[-10:])
 
 
 def page(path: Path) -> str:
     """The text of docs/measured_gpu.md."""
-    check, before = json.loads(path.read_text()), _read(path.with_name(f"{path.stem}_earlier.json"))
+    check, before = json.loads(path.read_text()), _before(path)
     table = Table(check, before, cases())
-    known = of_run.facts(check, path.name) | {"earlier": _of_earlier(check, before)}
+    known = of_run.facts(check, path.name) | {"earlier": _of_earlier(before)}
     lines = (filled(line, table, known) for line in TEMPLATE.read_text().splitlines())
     return "\n".join(line for line in lines if line is not None) + "\n"
 
 
-def _read(path: Path) -> Mapping[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+def _before(path: Path) -> Mapping[str, Any] | None:
+    """The check of the day before that of a file, with what an earlier run of its day had timed besides."""
+    older = [other for other in _by_day() if other.stem[-10:] < path.stem[-10:]]
+    if not older:
+        return None
+    check, earlier = json.loads(older[-1].read_text()), older[-1].with_name(f"{older[-1].stem}_earlier.json")
+    if earlier.exists():
+        check["sections"] |= {f"earlier {name}": section for name, section in json.loads(earlier.read_text())["sections"].items()}
+    return check
 
 
-def _of_earlier(check: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+def _of_earlier(before: Mapping[str, Any] | None) -> str:
     if before is None:
         return ""
-    began, began_before = (datetime.datetime.fromisoformat(one["machine"]["date"]) for one in (check, before))
-    minutes = (began - began_before).total_seconds() / 60
-    return f"A peer with {EARLIER} was timed in a run of the same card that began {minutes:.0f} minutes before, not in turn with ours."
+    machine = before["machine"]
+    return (
+        f"{EARLIER}: timed on {machine['date'][:10]}, on an {machine['gpu']}, near commit {machine['commit'][:7]}; not timed again since."
+    )
 
 
 def cases() -> dict[str, Case]:
@@ -101,20 +112,15 @@ def timed(check: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def with_earlier(groups: Mapping[str, list[Row]], before: Mapping[str, Any] | None) -> dict[str, list[Row]]:
-    """The groups, and for those without a peer the peers of an earlier run, if there was one; their names are marked."""
-    earlier = timed(before) if before else {}
-    return {
-        name: rows if any(map(_is_peer, rows)) else [*rows, *map(_marked, filter(_is_peer, earlier.get(name, [])))]
-        for name, rows in groups.items()
-    }
+    """The groups, those without a peer with the peers of the check before, and the groups that it alone has; what is of it is marked."""
+    earlier = {name: [{**row, "earlier": EARLIER} for row in rows] for name, rows in timed(before).items()} if before else {}
+    alone = {name: rows for name, rows in earlier.items() if name not in groups}
+    both = {name: rows if any(map(_is_peer, rows)) else [*rows, *filter(_is_peer, earlier.get(name, []))] for name, rows in groups.items()}
+    return both | alone
 
 
 def _is_peer(row: Row) -> bool:
     return not is_ours(row["implementation"]) and row["implementation"] != DEFINITION
-
-
-def _marked(peer: Row) -> Row:
-    return {**peer, "implementation": peer["implementation"] + EARLIER}
 
 
 def rates(check: Mapping[str, Any]) -> Rates:
@@ -142,16 +148,16 @@ class Table:
             return ""
         if "seconds" not in mine:
             return f"not compared | | {mine['problem']} | | "
-        rest = f"{_figures(mine)} | {{}} | {self._share(group, mine, tf32)}"
+        rest = f"{_figures(mine)}{mine.get('earlier', '')} | {{}} | {self._share(group, mine, tf32)}"
         peers = [row for row in rows if _is_peer(row)]
         if not is_fair(mine, peers):
             return f"no fair peer measured | | {rest.format('')}"
         peer = min((row for row in peers if "seconds" in row), key=_median, default=None)
         if peer is None:
             return f"{'none was right' if peers else 'not timed'} | | {rest.format('')}"
-        other = " (computes something else)" if peer["implementation"].removesuffix(EARLIER) in self.cases[group].others else ""
+        other = " (computes something else)" if peer["implementation"] in self.cases[group].others else ""
         ratio = f"**{_median(mine) / _median(peer):.2g}**"
-        return f"{peer['implementation']}{other} | {_figures(peer)} | {rest.format(ratio)}"
+        return f"{peer['implementation']}{peer.get('earlier', '')}{other} | {_figures(peer)} | {rest.format(ratio)}"
 
     def _mine(self, group: str, ours: Sequence[Row]) -> Row | None:
         """What a call without `impl` takes: the only one, or "auto", or what it took by what was added to the run later."""
