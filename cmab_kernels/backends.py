@@ -330,4 +330,5 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
         raise TypeError(wrong("inputs", given, f"{', '.join(read.parameters)} are needed")) from None
     reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
+    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(family, inputs))
     return [*rows, Explanation("reference", True, "runs anywhere")]
