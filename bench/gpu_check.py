@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
     parser.add_argument("--commit", default="", help="in a copy without git: what `python -m bench.provenance` prints in the checkout")
+    parser.add_argument("--compiled", type=Path, help="kernels that `python -m bench.gpu.ahead` compiled for such a GPU")
     parser.add_argument("--force", action="store_true", help="begin anew, and replace the file that is there")
     options = parser.parse_args(arguments)
     named = list(dict.fromkeys(options.sections.split(","))) if options.sections else []
@@ -77,10 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         adopt_installed(ROOT)
         report = opened(options.output, machine, options.force)
+        compiled = options.output.resolve() / "compiled"
+        if options.compiled:
+            from bench.gpu.cached import unpack  # Triton
+
+            unpack(options.compiled, compiled / "triton")
         report.save()
     except (OSError, ValueError) as error:
         return _refuse(str(error))
-    compiled = options.output.resolve() / "compiled"
     os.environ["TRITON_CACHE_DIR"] = str(compiled / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled / "inductor")
     tuned = report.path.with_name(f"{report.path.stem}_tiles.json")

@@ -105,6 +105,10 @@ def first_line(error: BaseException) -> str:
 def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int) -> None:
     """Ends without tidying up: a crash in that would look like one of a row."""
     os.setsid()  # what a row starts is stopped with it
+    if "TRITON_CACHE_DIR" in os.environ:
+        from .cached import same_keys  # Triton, where rows need it: a worker starts in a tenth of the time
+
+        same_keys()
     with open(os.path.join(folder, f"{number}.jsonl"), "a") as file:
 
         def tell(**line: Any) -> None:

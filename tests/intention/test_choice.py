@@ -1,4 +1,4 @@
-"""What "auto" takes on a GPU where Triton and CUDA C++ both have a kernel: what was measured to be faster; tensors are on the meta device."""
+"""What "auto" takes on a GPU that has kernels in Triton and in CUDA C++: the faster, by measurement; tensors are on the meta device."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""Triton's cache as a file that can be carried to another machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tarfile
+from pathlib import Path
+
+import triton
+from triton.runtime import cache
+
+KEPT = (".cubin", ".json")
+"""What is loaded; the stages of compilation are ten times as large."""
+
+
+def same_keys() -> None:
+    """Let the cache find kernels whatever Python they were compiled under: keys hold Triton's version, and not a hash of its own files."""
+    cache.triton_key = lambda: triton.__version__
+
+
+def pack(folder: Path, file: Path) -> int:
+    """Write the kernels of a cache to a file (.tar.xz); return how many there are."""
+    groups = sorted(each for each in folder.iterdir() if any(each.glob("*.cubin")))
+    with tarfile.open(file, "w:xz") as packed:
+        for path in itertools.chain.from_iterable(sorted(group.iterdir()) for group in groups):
+            if path.suffix in KEPT:
+                packed.add(path, path.relative_to(folder))
+    return len(groups)
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Put the kernels of a file into the folder of a cache, in which each group names its files by their whole path.
+
+    `ValueError` for what is no such file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(file, "r:xz") as packed:
+            packed.extractall(folder, filter="data")
+    except tarfile.TarError as error:
+        raise ValueError(f"{file}: got no kernels ({error}), expected what `python -m bench.gpu.ahead` writes") from None
+    for group in folder.glob("*/__grp__*.json"):
+        there = {path.name: str(path) for path in group.parent.iterdir() if path != group}
+        group.write_text(json.dumps({"child_paths": there}))
