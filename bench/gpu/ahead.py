@@ -34,10 +34,6 @@ from . import timings
 from .cached import pack, same_keys
 from .candidates import Target, candidates, prepared, targets
 
-CAPABILITY = "CMAB_KERNELS_AHEAD"
-"""Environment variable: the compute capability that the plugin compiles for."""
-
-
 # ---- the tests
 
 
@@ -55,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     OperatorSuite.gpu, OperatorSuite.device = True, torch.device("cpu")
     OperatorSuite._move_to_gpu = classmethod(move)  # type: ignore[assignment,method-assign]
     held = contextlib.ExitStack()
-    held.enter_context(stub(int(os.environ[CAPABILITY])))
+    held.enter_context(stub(int(os.environ["CMAB_KERNELS_AHEAD"])))
     config.add_cleanup(held.close)
 
 
@@ -107,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     workers = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"TRITON_CACHE_DIR": folder, CAPABILITY: str(options.capability)}
+        os.environ |= {"TRITON_CACHE_DIR": folder, "CMAB_KERNELS_AHEAD": str(options.capability)}
         tests = ["-m", "pytest", "-m", "gpu", "tests", "-o", "addopts=", "-p", __spec__.name, "-p", "no:cacheprovider", "-q", "--tb=no"]
         subprocess.run([sys.executable, *tests, "-n", str(workers)], cwd=ROOT)  # most fail: no kernel wrote anything
         parts = [
