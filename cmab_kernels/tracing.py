@@ -20,7 +20,8 @@ _mode_of = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
-is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+has_memory: Callable[[Tensor], bool] = torch._C._has_storage
+"""Whether a tensor is itself in memory: what `vmap`, `torch.func` and `is_grads_batched` make of a tensor stands for one that is."""
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -108,12 +109,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a call may bypass the dispatcher: no compiler, tracer or mode is active, and each tensor's memory holds its values.
 
     The dispatcher costs 6 us, too much for a streaming step of few keys. It is needed for subclasses of Tensor, to resolve lazy negations
-    (`x.conj().imag`), and to unbatch the gradients that `is_grads_batched` passes to a backward.
+    (`x.conj().imag`), to unbatch the gradients that `is_grads_batched` passes to a backward, and to unwrap the tensors that a pull-back of
+    `torch.func.vjp` has kept: the transform that made them has ended.
     """
     if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or is_batched_gradient(tensor)):
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or not has_memory(tensor)):
             return False
     return True
 

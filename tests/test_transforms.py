@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cmab_kernels as ck
@@ -89,6 +89,21 @@ def test_a_batch_of_directions(name: str) -> None:
     directions = torch.randn(3, *y.shape, dtype=y.dtype)
     (batched,) = torch.autograd.grad(y, x, directions, retain_graph=True, is_grads_batched=True)
     close(batched, torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in directions]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pull_back_after_its_transform(name: str) -> None:
+    """It holds tensors of `vjp`, which has returned: they are in no memory that a kernel could read."""
+    call, at = CALLS[name]
+    out, pull_back = vjp(call, at)
+    direction = torch.randn_like(out)
+    x = at.clone().requires_grad_()
+    (right,) = torch.autograd.grad(call(x), x, direction)
+    close(pull_back(direction)[0], right)
+    with torch.no_grad():
+        close(pull_back(direction)[0], right)
+    slopes = vmap(pull_back)(torch.stack([direction, 2 * direction]))[0]
+    close(slopes, torch.stack([right, 2 * right]))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -17,7 +17,7 @@ from ..attention import projected_attention_state
 from ..autograd import gradient_of_formula
 from ..backends import kernel
 from ..dtypes import state_dtype
-from ..tracing import as_row, is_batched_gradient, is_differentiated
+from ..tracing import as_row, has_memory, is_differentiated
 from .reference import in_dtype, layer_norm
 from .schema import attention, feed_forward
 
@@ -121,7 +121,7 @@ class _BlockStack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         y, out, lse, kept, *tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched_gradient(dy):
+        if torch.is_grad_enabled() or not has_memory(dy):
             _, _, mask, *_ = tensors
             floating = [*tensors[:2], *tensors[3:]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...backends import kernel
 from ...checks import autocasts, refuse_not_finite
 from ...flops import flop_formula
-from ...tracing import is_batched_gradient, is_differentiated, is_plain
+from ...tracing import has_memory, is_differentiated, is_plain
 from ..costs import executed_attention_operations, mean_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
@@ -167,7 +167,7 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     fields = state[: _TENSORS[kind]]
     tensors = (*fields, *tokens)
     try:
-        if not all(map(Tensor.is_contiguous, fields)) or any(map(Tensor.is_neg, tensors)) or any(map(is_batched_gradient, tokens)):
+        if not all(map(Tensor.is_contiguous, fields)) or any(map(Tensor.is_neg, tensors)) or not all(map(has_memory, tokens)):
             return None
         if autocasts(fields[0].device):
             return None
