@@ -178,6 +178,30 @@ def test_a_constant_scale_beside_a_transform(name: str) -> None:
     close(vmap(lambda x: x * call(HALF))(HALF.double()[None])[0], 0.5 * right)
 
 
+STACK, COUNT = torch.randn(3, 1, 3, 3, 3, dtype=torch.float64), torch.full((1, 3), 9)
+SYSTEMS = STACK @ STACK.mT + torch.eye(3)
+OF_SYSTEMS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "solve": (lambda gram: ck.regularised_solve(gram, STACK[0], 0.5).weight, SYSTEMS),
+    "inverse": (lambda gram: ck.regularised_inverse(gram, 0.5), SYSTEMS),
+    "penalty": (lambda alpha: ck.solve_ridge(ck.RidgeState(SYSTEMS[0], STACK[0], COUNT), alpha).weight, SYSTEMS[..., 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", OF_SYSTEMS)
+def test_a_map_of_solves_in_forward_mode(name: str) -> None:
+    """Right-hand sides that are not mapped have as many dimensions as vectors would, and their sizes: here all are 3."""
+    call, at = OF_SYSTEMS[name]
+    right = torch.stack([jvp(call, (each,), (each,))[1] for each in at])
+    close(jvp(vmap(call), (at,), (at,))[1], right)
+    close(vmap(jacfwd(call))(at), torch.stack([jacrev(call)(each) for each in at]))
+    close(jacfwd(vmap(call))(at), jacrev(vmap(call))(at))
+
+    def total(x: Tensor) -> Tensor:
+        return vmap(call)(x).sin().sum()
+
+    close(hessian(total)(at), torch.autograd.functional.hessian(total, at))
+
+
 def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
     gram, slope, rhs = 3 * torch.eye(4).double() + 0.5, torch.randn(4, 4).double(), torch.randn(4, 2).double()
     slope = slope + slope.mT

@@ -60,7 +60,9 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)
-    solution = torch.cholesky_solve(rhs, factor).masked_fill(failed[..., None, None], torch.nan)
+    # Not `cholesky_solve`: where `vmap` leaves off a dimension of rhs, its forward mode may take the matrices for a batch of vectors.
+    halfway = torch.linalg.solve_triangular(factor, rhs, upper=False)
+    solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True).masked_fill(failed[..., None, None], torch.nan)
     condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
     doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
     return solution, torch.where(failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)).int()
