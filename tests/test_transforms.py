@@ -15,7 +15,7 @@ import cmab_kernels as ck
 from cmab_kernels.nn import CMAB, TransformerEncoderLayer
 
 Q, K, V, W = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (8, 4)))
-K1 = K[:, :, :1]
+K1, ALPHA, SQUARES = K[:, :, :1], torch.tensor([[0.5, 2.0]], dtype=torch.float64), (K.mT @ K / 4).softmax(-1)
 MASK, WEIGHTS = torch.tensor([[False, True, False]]), torch.tensor([[0.5, 0.0, 2.0]], dtype=torch.float64)
 BLOCK = CMAB(4, 2, 2, dtype=torch.float64)
 ENCODER = TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
@@ -32,6 +32,8 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "sigma of a dual": (lambda k: ck.sigma_intention(Q, k, V[:, :, :3], 0.3, weights=WEIGHTS), K[:, :, :3]),
     "step": (lambda k: ck.ridge_step(ck.empty_ridge(1, 2, 4, 4), k, V, 0.3).solution.weight, K),
     "solve": (lambda k: ck.regularised_solve(k.mT @ k, k.mT, 0.5).weight, K),
+    "penalty": (lambda alpha: ck.solve_ridge(ck.ridge_state(K, V), alpha).weight, ALPHA),
+    "inverse": (lambda x: ck.iterative_pinv(x, 3), SQUARES),
     "window": (lambda k: ck.continual_attention_step(ck.continual_attention_init(k, k, k), K1, K1, K1).out, K),
     "attention layer": (lambda x: ck.attention_layer(x[0], W[:4], W[4:], W[:4], W[4:], num_heads=2), Q),
     "layer": (lambda x: ck.feed_forward_layer(x, W, W[:4]), Q),
@@ -64,6 +66,12 @@ def test_a_map_of_nothing(name: str) -> None:
     nothing = at[None][:0]
     assert vmap(call)(nothing).shape == (0, *call(at).shape)
     assert vmap(grad(lambda x: call(x).sin().sum()))(nothing).shape == nothing.shape
+
+
+def test_a_map_of_no_masks() -> None:
+    """The segments without a token are mapped, too; with one head, no copy of them is needed."""
+    nothing, k = torch.zeros(0, 1, 5, dtype=torch.bool), K[:, :1]
+    assert vmap(lambda mask: ck.nystrom_attention(k, k, k, 2, key_padding_mask=mask))(nothing).shape == (0, *k.shape)
 
 
 def test_a_map_of_no_offsets() -> None:

@@ -137,7 +137,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
         return iterative_pinv(matrix.to(dtype), iterations, impl=impl).to(matrix.dtype)
     if matrix.dim() == 3:
         return iterative_pinv_op(matrix, iterations, choose("nystrom", impl, matrix))
-    matrices = matrix.reshape(-1, *matrix.shape[-2:])
+    matrices = matrix.unsqueeze(0).flatten(0, -3)
     return iterative_pinv_op(matrices, iterations, choose("nystrom", impl, matrices)).view_as(matrix)
 
 
@@ -228,6 +228,6 @@ def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, itera
     queries, keys, values = (t.reshape(batch * heads, number, t.shape[-1]) for t in (landmarks.queries, landmarks.keys, averaged))
     absent = landmarks.absent
     if absent is not None:
-        absent = absent.unsqueeze(1).expand(batch, heads, number).reshape(-1, number)
+        absent = absent.unsqueeze(1).expand(batch, heads, number).flatten(0, 1)
     chosen = choose("nystrom", impl, queries) if iterations else "reference"  # the exact pseudo-inverse is torch's
     return landmark_values_op(queries, keys, values, absent, scale, iterations, chosen).reshape(averaged.shape)
