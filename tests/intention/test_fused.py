@@ -58,6 +58,15 @@ def test_results_and_gradients_of_any_order(fused: list[str]) -> None:
     assert torch.autograd.gradgradcheck(_intention, inputs)
 
 
+def test_a_map_of_nothing(fused: list[str]) -> None:
+    q, k, v, alpha, weights = (t.detach() for t in _inputs())
+
+    def slope(key: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: _intention(q, x, v, alpha, weights).sum())(key)
+
+    assert torch.vmap(slope)(k[None][:0]).shape == (0, *k.shape) and fused
+
+
 def test_what_the_one_kernel_does_not_do_is_of_the_completing_implementation() -> None:
     _, k, v, _, _ = _inputs()
     state = ck.ridge_state(k, v, impl="cuda")

@@ -85,8 +85,9 @@ def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tupl
     """
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
     # Reshaped, not flattened: `flatten` has no rule for batched gradients.
-    systems, rhs, solution = (t.reshape(-1, *t.shape[2:]) for t in (gram, dweight, weight))
-    z, _info = regularised_solve_op(systems, rhs, alpha.reshape(-1), ctx.impl)
+    penalty = alpha.reshape(alpha.numel())
+    systems, rhs, solution = (t.reshape(alpha.numel(), *t.shape[2:]) for t in (gram, dweight, weight))
+    z, _info = regularised_solve_op(systems, rhs, penalty, ctx.impl)
     product = row_products(z, solution.mT)
     slopes = dgram - product.reshape(gram.shape), z.reshape(weight.shape)
     rows = gradient_of_sums(ctx, *slopes, (key, value, weights, mask), exact=False)
