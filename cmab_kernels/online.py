@@ -519,7 +519,8 @@ def _array(name: str, given: Any) -> Tensor:
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():
         raise ValueError(_not_finite(name))
-    return torch.from_numpy(array if array.flags.c_contiguous and array.flags.writeable else array.copy())
+    is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0  # one row backwards is in order
+    return torch.from_numpy(array if is_read else array.copy())
 
 
 def _names(given: Any) -> list[str] | None:

@@ -72,6 +72,13 @@ def test_equals_ridge(intercept: bool, targets: int) -> None:
         assert ours.n_samples_seen_ == 60 and ours.info_ == 0
 
 
+def test_a_row_backwards() -> None:
+    """It is in order to NumPy, and not to torch."""
+    rows, targets = np.array([[1.0, 2.0]]), np.array([3.0])
+    both = [OnlineRidge().fit(*given).predict(rows) for given in ((rows, targets), (rows[::-1], targets[::-1]))]
+    assert np.array_equal(*both)
+
+
 def test_what_was_forgotten_was_never_seen() -> None:
     x, y, weights = _data()
     model = _streamed(OnlineRidge(), x, y, weights).forget(x[:45].astype(object), y[:45].tolist(), weights[:45])

@@ -123,8 +123,8 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
     elif _is_array(chunk):
         _check_array(name, chunk)
         if not isinstance(chunk, Tensor):
-            # torch reads no other byte order, nor rows backwards
-            chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=False)
+            # torch reads no other byte order, nor rows backwards, of which one row is in order to NumPy
+            chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=min(chunk.strides, default=0) < 0)
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
             raise ValueError(wrong(name, "is on meta", f"the module is on {weight.device}, and needs values"))

@@ -128,12 +128,13 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return shared
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
-        """Take over the parameters of `module`, which must have the same configuration."""
+        """Take over the parameters of `module`, which must have the same configuration, and attributes that were added to it."""
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}  # tensors in place of parameters
         for name, weight in (module._parameters | assigned).items():  # `named_parameters` leaves out the second name of a tied one
             if weight is not None and not isinstance(weight, torch.nn.Parameter):
                 del self._parameters[name]
             setattr(self, name, weight)
+        self.__dict__.update({name: each for name, each in module.__dict__.items() if name not in self.__dict__ | assigned})
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj
 

@@ -370,6 +370,13 @@ def test_hooks_are_refused_and_the_model_untouched(register: str) -> None:
     assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
 
 
+def test_added_attributes_are_kept() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 2))
+    model[0].temperature = 2.0
+    replace_modules(model, MAPPING)
+    assert type(model[0]) is not nn.MultiheadAttention and model[0].temperature == 2.0
+
+
 def test_added_parts_are_refused() -> None:
     """They would leave the model, and its state_dict, without a word."""
     for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):

@@ -243,6 +243,32 @@ def test_adapters_are_called_in_evaluation(name: str, masked: bool) -> None:
         torch.testing.assert_close(layer(x, src_mask=mask), with_gradients.detach())
 
 
+ADDED = torch.tensor([[0.0, 0.0, -1.0, -2.0, 0.0], [0.0, -3.0, 0.0, 0.0, 1.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
+SLOPES = -(torch.arange(5)[:, None] - torch.arange(5)).abs() / 2
+FLOAT_MASKS: dict[str, dict[str, Tensor]] = {
+    "of padding": {"src_key_padding_mask": ADDED},
+    "ALiBi": {"src_mask": SLOPES},
+    "ALiBi of each head": {"src_mask": torch.cat([SLOPES, SLOPES / 16] * 3).view(6, 5, 5)},
+    "without a 0": {"src_mask": SLOPES - 1},
+    "both": {"src_mask": SLOPES, "src_key_padding_mask": ADDED},
+    "ALiBi and a bool mask": {"src_mask": SLOPES, "src_key_padding_mask": torch.arange(5).expand(3, 5) > 3},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", FLOAT_MASKS)
+def test_float_masks_are_added_in_evaluation(name: str, compiled: bool) -> None:
+    """torch's fused layer, which it prefers without gradients, ignores what has a number other than 0, and adds nothing."""
+    layer, x, masks = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(3, 5, 8), FLOAT_MASKS[name]
+    with_gradients = layer(x, **masks).detach()
+    run = torch.compile(layer.eval(), backend="eager") if compiled else layer.eval()
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(run(x, **masks), with_gradients)
+        masks = {kind.replace("src_mask", "mask"): mask for kind, mask in masks.items()}
+        torch.testing.assert_close(encoder(x, **masks), with_gradients)
+
+
 def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
     _, ours = pair(nn.TransformerEncoderLayer, dropout=0.1)
     given = inputs(ours)
