@@ -380,7 +380,7 @@ _BOUNDS = {"window": (1, LAST_POSITION), "pinv_iterations": (0, MOST_ITERATIONS)
 def _check_counts(state: ContinualState, name: str) -> None:
     for field, (least, most) in _BOUNDS.items():
         count = getattr(state, field, least)
-        if not isinstance(count, int) or not least <= count <= most:
+        if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= most:
             raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int from {least} to {most} is needed"))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.nystrom.continual import continual_nystrom_init
+from cmab_kernels.nystrom.continual import continual_nystrom_init, continual_nystrom_step
 from cmab_kernels.nystrom.continual.reference import nystrom_step_reference
 
 from .test_native import Tokens, _some, _start, _step, _tokens, native
@@ -120,6 +120,13 @@ def test_states_out_of_the_ordinary(name: str) -> None:
         state, tokens = _ordinary("exact")
         _, state = _step(state, tokens, retroactive=True)
         assert native.continual_attention_step(BAD_STATES[name](state), *tokens, False) is None
+
+
+@pytest.mark.parametrize("field", ["fixed", "pinv_iterations", "window"])
+def test_a_count_that_is_a_bool_is_named(field: str) -> None:
+    state, tokens = _ordinary()
+    with pytest.raises(ValueError, match=f"`state.{field}` is True: an int from"):
+        continual_nystrom_step(state._replace(**{field: True}), *tokens)
 
 
 def test_states_of_the_other_kind() -> None:
