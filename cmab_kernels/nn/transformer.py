@@ -242,7 +242,8 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
             self._check(src=src)
             self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
             return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
-        added = any(mask is not None and mask.is_floating_point() for mask in (src_mask, src_key_padding_mask))
+        masks = () if src.is_nested else (src_mask, src_key_padding_mask)
+        added = any(mask is not None and mask.is_floating_point() for mask in masks)
         if self._is_as_made() and not added:  # their fused layer reads a float mask as what to ignore
             theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return theirs

@@ -269,6 +269,13 @@ def test_float_masks_are_added_in_evaluation(name: str, compiled: bool) -> None:
         torch.testing.assert_close(encoder(x, **masks), with_gradients)
 
 
+def test_a_float_mask_of_nested_features_is_refused() -> None:
+    layer = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()
+    nested = torch.nested.as_nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    with torch.no_grad(), pytest.raises((AssertionError, RuntimeError)):
+        layer(nested, src_key_padding_mask=torch.tensor([[0.0, 0.0, 0.0, -1.0, -1.0], [0.0] * 5]))
+
+
 def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
     _, ours = pair(nn.TransformerEncoderLayer, dropout=0.1)
     given = inputs(ours)
