@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ import triton.language as tl
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
+from cmab_kernels.tiles import FILE, read, using
 from cmab_kernels.triton_common import Products
 from tests.machine_code import wrong
 
@@ -70,6 +72,13 @@ def _launches(
         return record(call)
 
 
+@pytest.fixture(autouse=True)
+def _built_in_tiles() -> Iterator[None]:
+    """What nobody has measured must not spill. Tiles that were tuned on a GPU are faster there all the same: a time counts, not a count."""
+    with using({}):
+        yield
+
+
 def _check(found: list[Launch], capability: int, folder: Path, spilling: dict[str, float] | None = None) -> list[str]:
     return wrong(found, capability, folder, _by_matrix_units, spilling)
 
@@ -91,6 +100,16 @@ def test_narrow_values_lose_no_descriptor(width: int, value_width: int, tmp_path
     """Tiles of wide keys and of narrow values have different layouts."""
     found = _launches(torch.float32, width, 90, value_width)
     assert _check([one for one in found if one.kernel.__name__ == "_gram"], 90, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name, width, value_width", [("bf16", 64, 64), ("bf16", 16, 16), ("fp32", 16, 16), ("fp32", 33, 7), ("fp32", 64, 1)]
+)
+def test_tuned_tiles_are_sound(name: str, width: int, value_width: int, tmp_path: Path) -> None:
+    """They may spill, or take smaller matrix instructions, and nothing else."""
+    with using(read(FILE)):
+        found = _launches(DTYPES[name], width, 90, value_width)
+    assert [fault for fault in _check(found, 90, tmp_path) if "spilled" not in fault] == []
 
 
 @pytest.mark.nightly

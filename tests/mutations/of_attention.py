@@ -329,7 +329,7 @@ IN_TRITON = {
     ),
     "a maximum in another unit": Fault(
         "cmab_kernels/attention/kernels/forward.py",
-        "peak_score = _offset(peak, factor).to(tl.float64) / factor.to(tl.float64) * scale",
+        "peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale",
         "peak_score = peak.to(tl.float64) * scale",
         "tests/attention/test_kernels_large.py",
     ),
