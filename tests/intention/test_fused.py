@@ -58,7 +58,7 @@ def test_results_and_gradients_of_any_order(fused: list[str]) -> None:
     assert torch.autograd.gradgradcheck(_intention, inputs)
 
 
-def test_a_map_of_nothing() -> None:
+def test_a_map_of_nothing(fused: list[str]) -> None:
     q, k, v, alpha, weights = (t.detach() for t in _inputs())
 
     def slope(key: Tensor) -> Tensor:
