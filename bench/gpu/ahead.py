@@ -47,9 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         suite.repeatable = suite.impls if suite.repeatable else ()
 
     same_keys()
-    plain = OperatorSuite._move_to_gpu.__func__  # type: ignore[attr-defined]
+    plain = OperatorSuite._move_to_gpu.__func__
     OperatorSuite.gpu, OperatorSuite.device = True, torch.device("cpu")
-    OperatorSuite._move_to_gpu = classmethod(move)  # type: ignore[assignment,method-assign]
+    OperatorSuite._move_to_gpu = classmethod(move)
     held = contextlib.ExitStack()
     held.enter_context(stub(int(os.environ["CMAB_KERNELS_AHEAD"])))
     config.add_cleanup(held.close)
