@@ -197,12 +197,10 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
         given = "is given" if other in tensors else "is missing"
         raise ValueError(wrong(f"{name}[{other!r}]", given, f"a {kind.__name__} has {', '.join(names)}"))
     counts = {entry: _loaded_count(f"{name}[{entry!r}]", tensors[entry]) for entry in names if entry in COUNTS}
-    fields: dict[str, Any] = {e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in COUNTS}
-    for entry in RINGS:
-        if fields[entry].dim() != 4 or fields[entry].shape[2] != counts["window"]:
-            given = f"has shape {tuple(fields[entry].shape)}"
-            raise ValueError(wrong(f"{name}[{entry!r}]", given, f"(B, H, {counts['window']}, *), a window, is needed"))
-    fields["position"] = _loaded_position(f"{name}['position']", fields["position"], fields["keys"])
+    fields: dict[str, Any] = {e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in (*COUNTS, "position")}
+    for entry in ("keys", "queries", "values"):
+        _check_window(f"{name}[{entry!r}]", fields[entry], fields["keys"], counts["window"])
+    fields["position"] = _loaded_position(f"{name}['position']", tensors["position"], fields["keys"])
     fields.update({entry: ring_of(fields[entry], fields["position"], counts["window"] + 1) for entry in RINGS})
     fields.update(counts, spare=torch.zeros_like(fields["sums"]), scale=_on_host(f"{name}['scale']", fields["scale"]))
     state = kind(**fields)
@@ -227,8 +225,21 @@ def _loaded_count(name: str, count: Tensor) -> int:
     return int(count)
 
 
+def _check_window(name: str, tokens: Tensor, keys: Tensor, window: int) -> None:
+    """Raise unless these are the n tokens of a window (B, H, n, *), for the streams and on the device of the keys."""
+    streams = tuple(keys.shape[:2]) if keys.dim() == 4 else ("B", "H")
+    if tokens.dim() != 4 or tokens.shape[:3] != (*keys.shape[:2], window):
+        needed = f"({streams[0]}, {streams[1]}, {window}, *), a window for the streams of keys, is needed"
+        raise ValueError(wrong(name, f"has shape {tuple(tokens.shape)}", needed))
+    if tokens.device != keys.device:
+        raise ValueError(wrong(name, f"is on {tokens.device}", f"{keys.device}, the device of keys, is needed"))
+
+
 def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
     """The position of each stream (B, H), on the device of keys (B, H, n, D), from that or from a number ()."""
+    _check_loaded(name, position)
+    if position.is_meta and not keys.is_meta:
+        raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
     if position.dtype != torch.int64 or position.shape not in ((), keys.shape[:2]):
         given = f"is {position.dtype} {tuple(position.shape)}"
         raise ValueError(wrong(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or (), is needed"))
@@ -237,12 +248,18 @@ def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
 
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy without a gradient of numbers that are finite."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
-    check_dense(name, tensor)
+    _check_loaded(name, tensor)
+    if tensor.dtype not in FLOATING:
+        raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     if not tensor.is_meta and not tensor.isfinite().all():
         raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _check_loaded(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+    check_dense(name, tensor)
 
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
