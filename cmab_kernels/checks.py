@@ -65,9 +65,7 @@ def check_operands(**operands: Tensor) -> None:
             raise TypeError(not_a_tensor(name, tensor))
         if device is None:
             first_name, device, dtype = name, tensor.device, tensor.dtype
-        check_dense(name, tensor)
-        if tensor.dtype not in FLOATING:
-            raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+        check_floats(name, tensor)
         if tensor.device != device:
             raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {device}; move them together"))
         if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
@@ -83,6 +81,13 @@ def check_dense(name: str, tensor: Tensor) -> None:
     """Raise if a tensor is sparse or nested."""
     if not is_dense(tensor):
         raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
+
+
+def check_floats(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor is dense and of a floating dtype that operators take."""
+    check_dense(name, tensor)
+    if tensor.dtype not in FLOATING:
+        raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
 
 
 def check_key_value(key: Tensor, value: Tensor) -> None:
@@ -247,9 +252,7 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if not isinstance(weights, Tensor):
         raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor is needed"))
-    check_dense("weights", weights)
-    if weights.dtype not in FLOATING:
-        raise TypeError(wrong("weights", f"is {weights.dtype}", "a floating torch.Tensor is needed"))
+    check_floats("weights", weights)
     batch, heads, length, _ = key.shape
     if not has_shape(weights, (batch, length), (batch, heads, length)):
         allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"

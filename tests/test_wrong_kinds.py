@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ TOKEN = K[:, :, :1]
 PADDED = {"key_padding_mask": MASK}
 WEIGHTED = {"weights": WEIGHTS, **PADDED}
 ROWS = {"query": Q, "key": K, "value": V}
+NESTED = torch.nested.nested_tensor([torch.randn(2, D), torch.randn(3, D)], layout=torch.jagged)
 OFFSETS = torch.tensor([0, N])
 LAYER = {name: torch.randn(8, 8) for name in ("query_weight", "key_weight", "value_weight", "output_weight")}
 BIASES = {name: torch.randn(8) for name in ("query_bias", "key_bias", "value_bias", "output_bias")}
@@ -115,6 +117,8 @@ def _changed(kind: str, given: Any) -> Any:
             "a part that is an array": given._replace(**{given._fields[0]: np.asarray(given[0])}),
             "a part that is None": given._replace(**{given._fields[1]: None}),
             "half": given._replace(**{given._fields[0]: given[0].half()}),
+            "a part that is sparse": given._replace(**{given._fields[1]: given[1].to_sparse()}),
+            "a part that is nested": given._replace(**{given._fields[0]: NESTED}),
         }[kind]
     return {
         "None": None,
@@ -127,11 +131,25 @@ def _changed(kind: str, given: Any) -> Any:
         "one dimension less": given[0] if given.dim() else torch.ones(9, 9),
         "one dimension more": given[None],
         "elsewhere": given.to("meta"),
+        "sparse": given.to_sparse(),
+        "nested": NESTED,
+        "eight bits": given.float().to(torch.float8_e4m3fn),
     }[kind]
 
 
-OF_STATES = ("None", "array", "list", "dict", "a part that is an array", "a part that is None", "half")
-OF_TENSORS = ("None", "array", "list", "text", "whole", "double", "complex", "one dimension less", "one dimension more", "elsewhere")
+OF_STATES = (
+    "None",
+    "array",
+    "list",
+    "dict",
+    "a part that is an array",
+    "a part that is None",
+    "half",
+    "a part that is sparse",
+    "a part that is nested",
+)
+OF_TENSORS = ("None", "array", "list", "text", "whole", "double", "complex", "one dimension less", "one dimension more", "elsewhere",
+              "sparse", "nested", "eight bits")  # fmt: skip
 
 
 def _cases() -> list[Any]:
@@ -171,6 +189,19 @@ def test_a_wrong_kind_is_named(name: str, argument: str, kind: str) -> None:
     message = str(raised.value)
     named = "states" if argument == "first" else argument
     assert message.startswith("`") and re.search(rf"\b{named}\b", message), message
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_option_that_is_no_text_is_named(name: str) -> None:
+    function, arguments = CALLS[name]
+    options = [
+        option
+        for option, parameter in inspect.signature(function).parameters.items()
+        if isinstance(parameter.default, str) and option != "name"
+    ]
+    for option, wrong in itertools.product(options, ([], {}, None, 1, torch.ones(2), "no such thing")):
+        with pytest.raises((TypeError, ValueError), match=f"^`{option}` is "):
+            function(**{**arguments, option: wrong})
 
 
 def test_every_public_function_is_here() -> None:

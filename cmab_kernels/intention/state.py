@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_extents, device_of, not_a_state, not_a_tensor, wrong
+from ..checks import check_dense, check_extents, device_of, not_a_state, not_a_tensor, wrong
 
 
 class RidgeState(NamedTuple):
@@ -107,6 +107,7 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
     for part, tensor in (("gram", state.gram), ("moment", state.moment), ("count", state.count)):
         if not isinstance(tensor, Tensor):
             raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
+        check_dense(f"{name}.{part}", tensor)
     if state.moment.dim() != 4:
         raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape

@@ -48,7 +48,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @extending(torch.nn.TransformerEncoderLayer)
     def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(wrong("kind", f"is {kind!r}", f"it must be one of {', '.join(KINDS)}"))
         super().__init__(*args, **kwargs)
         self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)

@@ -12,7 +12,7 @@ from ..checks import (
     MOST_ITERATIONS,
     as_autocast,
     as_they_are,
-    check_dense,
+    check_floats,
     check_key_value,
     check_mask,
     check_operands,
@@ -24,7 +24,7 @@ from ..checks import (
     over_batch,
     wrong,
 )
-from ..dtypes import FLOATING, state_dtype
+from ..dtypes import state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
@@ -125,9 +125,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     """
     if not isinstance(matrix, Tensor):
         raise TypeError(not_a_tensor("matrix", matrix))
-    check_dense("matrix", matrix)
-    if matrix.dtype not in FLOATING:
-        raise TypeError(wrong("matrix", f"is {matrix.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+    check_floats("matrix", matrix)
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
     iterations = _check_iterations("iterations", iterations)
@@ -180,8 +178,9 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
     parts = []
     for i, part in enumerate(landmarks):
         name = f"landmarks[{i}]"
-        if not isinstance(part, Tensor) or part.dtype not in FLOATING:
-            raise TypeError(wrong(name, f"is {getattr(part, 'dtype', type(part).__name__)}", "a floating torch.Tensor is needed"))
+        if not isinstance(part, Tensor):
+            raise TypeError(not_a_tensor(name, part))
+        check_floats(name, part)
         if part.device != key.device:
             raise ValueError(wrong(name, f"is on {part.device}", f"key is on {key.device}; move them together"))
         number = part.shape[-2] if part.dim() in (3, 4) else 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...backends import choose
-from ...checks import check_dense, check_number, check_operands, wrong
+from ...checks import check_floats, check_number, check_operands, wrong
 from ...dtypes import state_dtype
 from .schema import regularised_solve_op
 
@@ -93,9 +93,7 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
         if not 0 <= number <= _LARGEST[dtype]:
             raise ValueError(wrong("alpha", f"is {alpha}", f"a number >= 0, finite in {dtype}, is needed"))
         return torch.full(shape, number, dtype=dtype, device=device)
-    check_dense("alpha", alpha)
-    if not alpha.is_floating_point():
-        raise TypeError(wrong("alpha", f"is {alpha.dtype}", "a number or a floating tensor is needed"))
+    check_floats("alpha", alpha)
     if alpha.device != device and (alpha.dim() > 0 or alpha.is_meta):
         raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
     above = len(shape) - alpha.dim()

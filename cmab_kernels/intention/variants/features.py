@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...autograd import differentiable
-from ...checks import check_count, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
-from .inputs import check_floating, check_query, check_rows, expand_to
+from ...checks import check_count, check_floats, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
+from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
 
@@ -112,7 +112,7 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
         if not 0 <= gamma < math.inf:
             raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
         gamma = torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
-    check_floating("gamma", gamma)
+    check_floats("gamma", gamma)
     refuse_negative("gamma", gamma)
     return expand_to("gamma", nan_if_refused(gamma), key.shape[:2], key.device)[..., None, None]
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from ...backends import passed_on
 from ...checks import (
     check_count,
+    check_dense,
+    check_floats,
     check_key_value,
     check_mask,
     check_number,
@@ -37,6 +39,7 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
     check_count("num_classes", num_classes)
     if not isinstance(labels, Tensor):
         raise TypeError(not_a_tensor("labels", labels, "a torch.Tensor of int64 is needed"))
+    check_dense("labels", labels)
     if labels.dtype != torch.int64:
         raise TypeError(wrong("labels", f"is {labels.dtype}", "a torch.Tensor of int64 is needed"))
     batch, heads, length, _ = key.shape
@@ -67,7 +70,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
         if not 0 <= given <= 1:
             raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
         given = torch.full((), given, dtype=torch.float64, device=like.device)
-    check_floating(name, given)
+    check_floats(name, given)
     refuse_negative(name, given)
     refuse_negative(f"1 - {name}", 1 - given)
     given = nan_if_refused(given, largest=1.0)
@@ -95,15 +98,9 @@ def _as_tensor(name: str, given: Tensor | Sequence[float], device: torch.device)
         raise kind(wrong(name, f"is {given!r}", "numbers, or a floating tensor, are needed")) from error
 
 
-def check_floating(name: str, given: Tensor) -> None:
-    """Raise unless a tensor is of floating numbers."""
-    if not given.is_floating_point():
-        raise TypeError(wrong(name, f"is {given.dtype}", "a floating tensor is needed"))
-
-
 def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     """`given` in float64, expanded to `shape`; raise if it does not broadcast, is not floating or is on another device."""
-    check_floating(name, given)
+    check_floats(name, given)
     if given.device != device:
         raise ValueError(wrong(name, f"is on {given.device}", f"the other arguments are on {device}"))
     aligned = zip(reversed(given.shape), reversed(shape), strict=False)

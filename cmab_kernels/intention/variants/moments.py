@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import not_a_state, not_a_tensor, wrong
+from ...checks import check_dense, not_a_state, not_a_tensor, wrong
 from ...tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
@@ -125,6 +125,7 @@ def check_moments(
     for part, tensor in state._asdict().items():
         if not isinstance(tensor, Tensor):
             raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
+        check_dense(f"{name}.{part}", tensor)
     if state.mean.dim() != 4:
         raise ValueError(wrong(f"{name}.mean", f"has shape {tuple(state.mean.shape)}", "(B, H, C, D) is needed"))
     batch, heads, classes, width = state.mean.shape if shape is None else shape

@@ -198,7 +198,10 @@ class StepOperator:
 
     def ready(self, form: Form | None) -> Callable[..., Any] | None:
         """The kernel's function that ran a step of this form, for (state, query, key, value, retroactive); None if there was none."""
-        return self._ready.get(form) if form else None
+        try:
+            return self._ready.get(form) if form else None
+        except TypeError:  # a list as `impl` or as an int of the state, say: the checked path names it
+            return None
 
     def remember(self, form: Form | None, impl: str) -> None:
         """Steps of this form pass all checks, and run `impl`."""

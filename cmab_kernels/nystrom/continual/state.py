@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...backends import imported
-from ...checks import MOST_ITERATIONS, check_dense, device_of, is_dense, is_read, kind_of, wrong
-from ...dtypes import FLOATING, state_dtype
+from ...checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
+from ...dtypes import state_dtype
 
 
 class ContinualNystromState(NamedTuple):
@@ -249,8 +249,7 @@ def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     """A contiguous copy without a gradient of numbers that are finite."""
     _check_loaded(name, tensor)
-    if tensor.dtype not in FLOATING:
-        raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+    check_floats(name, tensor)
     if not tensor.is_meta and not tensor.isfinite().all():
         raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -416,13 +415,10 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
     for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
         if isinstance(ring, Tensor):
-            check_dense(f"{name}.{part}", ring)
+            check_floats(f"{name}.{part}", ring)
         if not isinstance(ring, Tensor) or ring.dim() != 4:
             shown = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
             raise ValueError(wrong(f"{name}.{part}", shown, "a tensor of 4 dimensions is needed"))
-    for part, ring in (("queries", queries), ("keys", keys), ("values", values)):
-        if ring.dtype not in FLOATING:
-            raise TypeError(wrong(f"{name}.{part}", f"is {ring.dtype}", "float64, float32, bfloat16 or float16 is needed"))
     given = queries.dtype if queries.dtype == values.dtype else keys.dtype
     batch, heads, capacity, width = keys.shape
     value_width, dtype = values.shape[-1], state_dtype(given)
