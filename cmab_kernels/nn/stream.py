@@ -11,12 +11,10 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, empty_state
-from ..attention.state import check_state
+from ..attention import AttentionState, check_state, empty_state
 from ..checks import check_count, wrong
 from ..dtypes import state_dtype
-from ..intention import RidgeState, empty_ridge
-from ..intention.state import check_ridge
+from ..intention import RidgeState, check_ridge, empty_ridge
 from ..tracing import is_recorded, is_transformed, is_watched
 
 M = TypeVar("M", bound=nn.Module)

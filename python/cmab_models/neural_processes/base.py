@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
 from cmab_kernels.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
-from cmab_kernels.nn.layers import check_features
+from cmab_kernels.nn.inputs import check_features
 
 from ..precision import in_single, weight_of
 from ..pretrained import Pretrained

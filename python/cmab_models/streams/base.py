@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.checks import kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
-from cmab_kernels.nn.layers import check_features
+from cmab_kernels.nn.inputs import check_features
 from cmab_kernels.nn.stream import extent, follow_weights
 
 from ..precision import weight_of

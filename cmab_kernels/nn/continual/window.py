@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import kind_of, wrong
-from ..dtypes import state_dtype
-from ..nystrom import ContinualAttentionState, ContinualNystromState, state_from_tensors, state_to_tensors
-from ..nystrom.continual.state import EXTRA_SUMS, LAST_POSITION, check_state, unlikely_totals
-from .stream import Part, Stream, copied, extent
+from ...checks import kind_of, wrong
+from ...dtypes import state_dtype
+from ...nystrom import (
+    EXTRA_SUMS,
+    LAST_POSITION,
+    ContinualAttentionState,
+    ContinualNystromState,
+    check_state,
+    state_from_tensors,
+    state_to_tensors,
+    unlikely_totals,
+)
+from ..stream import Part, Stream, copied, extent
 
 
 class FillingWindow(NamedTuple):
@@ -36,7 +44,9 @@ class RecentTokens(NamedTuple):
     """(B, n, C), oldest first; rows before the first token are 0"""
 
 
-torch.serialization.add_safe_globals([FillingWindow, RecentTokens])  # as for the states in cmab_kernels
+_SAFE = (FillingWindow, RecentTokens)
+_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in _SAFE]  # where 0.1.0 had them
+torch.serialization.add_safe_globals([*_SAFE, *_OLDER])  # as for the states in cmab_kernels
 
 
 class ContinualStream(Stream[WindowState]):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checks import wrong
-from .layers import bool_mask
-from .multihead_intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
-from .projections import extending
+from ...checks import wrong
+from ..inputs import bool_mask
+from ..multihead.intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
+from ..multihead.projections import extending
 
 if TYPE_CHECKING:
     from typing import Self

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..checks import wrong
-from .layers import computed, is_own, own_parameters
+from ...checks import wrong
+from ..parts import computed, is_own, own_parameters
 
 
 def is_as_made(attention: nn.MultiheadAttention) -> bool:

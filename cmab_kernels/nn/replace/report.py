@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from .layers import one_like
+from ..parts import one_like
 
 if TYPE_CHECKING:
     from typing import Self

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count, wrong
-from .layers import check_features
-from .stream import Keeper, refuse_to_record
+from ...checks import check_count, wrong
+from ..inputs import check_features
+from ..stream import Keeper, refuse_to_record
 
 
 class CircularPositionalEncoding(Keeper[int]):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import wrong
-from ..dtypes import state_dtype
-from ..intention import RidgeState, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
-from ..intention.state import check_ridge
-from .layers import bool_mask, computed
+from ...checks import wrong
+from ...dtypes import state_dtype
+from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
+from ..inputs import bool_mask
+from ..parts import computed
+from ..stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
-from .stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams
 
 
 class LearnedRidge(MatrixFreeAttention):

@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..attention.projected.api import AfterChunk
-from ..backends import current_impl, use_impl
-from ..checks import is_dense, kind_of, wrong
-from ..tracing import under_transform
-from .layers import CHUNK, check_features
+from ...attention import AfterChunk
+from ...backends import current_impl, use_impl
+from ...checks import is_dense, kind_of, wrong
+from ...tracing import under_transform
+from ..inputs import check_features
+from .layers import CHUNK
 
 _END = object()
 _NUMBERS = "numbers of at most 64 bits, not complex, are needed"

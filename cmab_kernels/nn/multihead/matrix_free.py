@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..checks import wrong
-from .layers import bool_mask, computed
+from ...checks import wrong
+from ..inputs import bool_mask
+from ..parts import computed
 from .projections import MultiheadProjections, extending
 
 NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are never formed here"}

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count, kind_of, wrong
-from .continual import ContinualAttention, ContinualNystromAttention
-from .continual_stream import RecentStream, RecentTokens, WindowState
-from .layers import called, computed
-from .projections import extending
-from .stream import Stream, extent, follow_weights, with_own_streams
+from ...checks import check_count, kind_of, wrong
+from ..multihead.projections import extending
+from ..parts import called, computed
+from ..stream import Stream, extent, follow_weights, with_own_streams
+from .attention import ContinualAttention, ContinualNystromAttention
+from .window import RecentStream, RecentTokens, WindowState
 
 LayerState = WindowState | tuple[RecentTokens, WindowState]
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import latent_attention
-from ..checks import as_they_are, check_count, wrong
-from ..nystrom import (
+from ...attention import latent_attention
+from ...checks import as_they_are, check_count, wrong
+from ...nystrom import (
+    OUTPUTS,
     ContinualAttentionState,
     ContinualNystromState,
     StepResult,
@@ -21,15 +22,15 @@ from ..nystrom import (
     continual_nystrom_init,
     continual_nystrom_step,
 )
-from ..nystrom.continual.api import OUTPUTS
-from ..tracing import has_values
-from .continual_stream import ContinualStream, FillingWindow, WindowState
-from .continual_training import attention_over_stream, nystrom_over_stream
-from .layers import called, check_features, computed, is_own
-from .multihead_attention import MultiheadAttention
-from .nystrom_attention import ONLY_TOKENS, NystromAttention
-from .projections import MultiheadProjections, extending, no_extra_keys
-from .stream import follow_weights, refuse_to_record, with_own_streams
+from ...tracing import has_values
+from ..inputs import check_features
+from ..multihead.attention import MultiheadAttention
+from ..multihead.nystrom import ONLY_TOKENS, NystromAttention
+from ..multihead.projections import MultiheadProjections, extending, no_extra_keys
+from ..parts import called, computed, is_own
+from ..stream import follow_weights, refuse_to_record, with_own_streams
+from .training import attention_over_stream, nystrom_over_stream
+from .window import ContinualStream, FillingWindow, WindowState
 
 
 class Continual(MultiheadProjections):

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn import LayerNorm, Linear
 
-from ..attention import AttentionState
-from ..attention.state import check_state
-from ..backends import kernel
-from ..dtypes import state_dtype
-from ..layers.block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
-from ..tracing import is_differentiated, is_plain, is_watched
-from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention, fused_impl, has_other_forwards, plain_parameters
+from ...attention import AttentionState, check_state
+from ...backends import kernel
+from ...dtypes import state_dtype
+from ...layers import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
+from ...tracing import is_differentiated, is_plain, is_watched
+from ..parts import fused_impl, has_other_forwards, plain_parameters
+from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 
 
 class Block(Protocol):

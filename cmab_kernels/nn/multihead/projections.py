@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_count, check_heads, check_mask, wrong
-from .layers import called, check_features, hide_padding, is_own, one_like, split_heads
+from ...checks import check_count, check_heads, check_mask, wrong
+from ..inputs import check_features, hide_padding, split_heads
+from ..parts import called, is_own, one_like
 
 if TYPE_CHECKING:
     from typing import Self

@@ -9,16 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, Removal
-from ..attention.projected import projected_attention_state
-from ..attention.projected.api import NO_CHUNK, attention_state_of_chunks
-from ..attention.state import subtract_state
-from ..checks import check_count, kind_of, wrong
-from . import fused
+from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
+from ...checks import check_count, kind_of, wrong
+from ..parts import computed, plain_parameters, projects_inside
+from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from . import one_call
+from .block import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
-from .cmab import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
-from .layers import computed, plain_parameters, projects_inside
-from .stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 
 
 class CMABStack(nn.Module):
@@ -81,7 +78,7 @@ class CMABStack(nn.Module):
         self._check(inputs, latents, key_padding_mask)
         if any(plain_parameters(block, CMAB) is None for block in self._blocks):
             return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
-        result = fused.forward(self._blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
+        result = one_call.forward(self._blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
         if result is not None:
             return result
         if any(map(calls_compress, self._blocks)):
@@ -116,7 +113,7 @@ class CMABStack(nn.Module):
         self = self._computed()
         blocks, before = self._blocks, self.stream.held if state is None else state
         self._check(new_inputs, latents, key_padding_mask)
-        found = fused.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
+        found = one_call.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
         if found is None:
             updated = self._read(new_inputs, before, key_padding_mask)
             found = self._retrieve(latents, updated), updated
@@ -284,7 +281,7 @@ class CMABStack(nn.Module):
     ) -> AttentionState | list[AttentionState]:
         """Return the states of CA(L_B, X) of all blocks as one, or a list of them where the blocks must be called one by one."""
         blocks = self._blocks
-        found = fused.read(blocks, inputs, state, key_padding_mask, (len(blocks),))
+        found = one_call.read(blocks, inputs, state, key_padding_mask, (len(blocks),))
         if found is not None:
             return found
         if state is not None:
@@ -308,7 +305,7 @@ class CMABStack(nn.Module):
         """Take the latents through what follows the first cross-attention in each block."""
         result, each = None, [one.out for one in state] if isinstance(state, list) else state.out
         if isinstance(each, Tensor):
-            result = fused.attend(self._blocks, latents, each.flatten(0, 1), all_blocks=all_blocks)
+            result = one_call.attend(self._blocks, latents, each.flatten(0, 1), all_blocks=all_blocks)
         if result is not None:
             return result
         after = []

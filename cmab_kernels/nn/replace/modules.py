@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import kind_of, wrong
-from .informer import InformerEncoderLayer
-from .projections import MultiheadProjections, check_options
-from .replacements import Replacement, Replacements
-from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from ...checks import kind_of, wrong
+from ..multihead.projections import MultiheadProjections, check_options
+from ..transformer.informer import InformerEncoderLayer
+from ..transformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from .report import Replacement, Replacements
 
 _REPLACEABLE: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
     nn.MultiheadAttention: (MultiheadProjections,),

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState
-from ..attention.state import subtract_state
-from ..checks import check_count, check_heads, check_mask, wrong
-from . import fused, official
-from .layers import CrossAttention, LatentLayer, check_features, computed, for_part, plain_parameters
-from .stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from ...attention import AttentionState, subtract_state
+from ...checks import check_count, check_heads, check_mask, wrong
+from ..inputs import check_features, for_part
+from ..parts import computed, plain_parameters
+from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from . import official, one_call
+from .layers import CrossAttention, LatentLayer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -135,7 +136,7 @@ class CMAB(nn.Module):
         """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
         self = self._computed()
         self._check(inputs, latents, key_padding_mask)
-        result = fused.forward([self], inputs, latents, key_padding_mask)
+        result = one_call.forward([self], inputs, latents, key_padding_mask)
         if result is not None:
             return result
         if calls_compress(self):
@@ -154,7 +155,7 @@ class CMAB(nn.Module):
         if state is None:
             refuse_to_record("update", "update(..., state)")
         before = self.stream.held if state is None else state
-        found = fused.update([self], new_inputs, latents, before, key_padding_mask)
+        found = one_call.update([self], new_inputs, latents, before, key_padding_mask)
         if found is None:
             updated = self._read(new_inputs, before, key_padding_mask)
             found = self._retrieve(latents, updated.out), updated
@@ -199,7 +200,7 @@ class CMAB(nn.Module):
 
     def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
         """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
-        result = fused.attend([self], latents, out)
+        result = one_call.attend([self], latents, out)
         if result is not None:
             return result
         block = self.compress.after_context(self.compress.cross_attention.add(for_part(self.latents), out))
