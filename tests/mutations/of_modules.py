@@ -33,21 +33,21 @@ MODULES = {
         "tests/nn/test_continual_stream.py::test_a_cast_stream_goes_on",
     ),
     "a stream that keeps what was removed": Fault(
-        "cmab_kernels/nn/cmab/block.py",
+        "cmab_kernels/nn/cmab/streaming.py",
         "self.stream.state = left",
         "self.stream.state = before",
         "tests/nn/test_cmab.py::test_own_stream tests/nn/test_cmab.py::test_removal_forgets",
     ),
     "an update that takes the module's own state": Fault(
-        "cmab_kernels/nn/cmab/block.py",
+        "cmab_kernels/nn/cmab/streaming.py",
         "before = self.stream.held if state is None else state",
         "before = self.stream.held",
         "tests/nn/test_cmab.py::test_updates_equal_one_pass_with_gradients",
     ),
     "blocks of a stack that all get the first one's state": Fault(
         "cmab_kernels/nn/cmab/stack.py",
-        "for block, out in zip(self._blocks, each, strict=True):",
-        "for block, out in zip(self._blocks, [each[0]] * len(self._blocks), strict=True):",
+        "for block, *own in zip(self._blocks, *state, strict=True):",
+        "for block, *own in zip(self._blocks, *([part[0]] * len(part) for part in state), strict=True):",
         "tests/nn/test_cmab_stack.py",
     ),
     "padding that reaches a weight's gradient": Fault(

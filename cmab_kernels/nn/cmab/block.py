@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ...attention import AttentionState, subtract_state
-from ...checks import check_count, check_heads, check_mask, wrong
-from ..inputs import check_features, for_part
+from ...attention import AttentionState
+from ...checks import check_count, check_heads, wrong
+from ..inputs import for_part
 from ..parts import computed, plain_parameters
-from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from ..stream import AttentionStream
 from . import official, one_call
 from .layers import CrossAttention, LatentLayer
+from .streaming import StreamingBlocks
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-class CMABUpdate(NamedTuple):
-    """What `CMAB.update` returns: the result of the block, and the state to continue from."""
-
-    latents: Tensor
-    """(B, L_I, dim)"""
-    state: AttentionState
-
-
-class CMABRemoval(NamedTuple):
-    """What `CMAB.remove` returns: the result of the block, the state to continue from, and which rows of that state are accurate."""
-
-    latents: Tensor
-    """(B, L_I, dim)"""
-    state: AttentionState
-    reliable: Tensor
-    """(B, H, L_B) bool, as in `cmab_kernels.Removal`."""
-
-
-class CMAB(nn.Module):
+class CMAB(StreamingBlocks):
     """Attention of latents over a set of any size, in memory that does not depend on that size, and updated in O(new points).
 
     CMAB(L_I, X) = SA(CA(L_I, SA(CA(L_B, X)))), where the block latents L_B are parameters and each CA and SA is followed by a feed-forward
@@ -97,17 +80,14 @@ class CMAB(nn.Module):
         *,
         residual: str = "input",
     ) -> None:
-        super().__init__()
         dim, num_heads = check_heads("dim", dim, num_heads)
         num_latents = check_count("num_latents", num_latents, least=0)
         ff_dim = 2 * dim if ff_dim is None else check_count("ff_dim", ff_dim)
+        super().__init__()
         self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
         self.compress = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
-        self.register_load_state_dict_post_hook(follow_weights)
-
-    __copy__ = with_own_streams
 
     @classmethod
     def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int) -> Self:
@@ -141,70 +121,26 @@ class CMAB(nn.Module):
             return result
         if calls_compress(self):
             return self.retrieve(over_batch(latents, inputs), self.compress(for_part(self.latents), inputs, key_padding_mask))
-        return self._retrieve(latents, self._read(inputs, None, key_padding_mask).out)
+        return self._retrieve(latents, self._read(inputs, None, key_padding_mask))
 
-    def update(
-        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
-    ) -> CMABUpdate:
-        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
-
-        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
-        """
-        self = self._computed()
-        self._check(new_inputs, latents, key_padding_mask)
-        if state is None:
-            refuse_to_record("update", "update(..., state)")
-        before = self.stream.held if state is None else state
-        found = one_call.update([self], new_inputs, latents, before, key_padding_mask)
-        if found is None:
-            updated = self._read(new_inputs, before, key_padding_mask)
-            found = self._retrieve(latents, updated.out), updated
-        result = CMABUpdate(*found)
-        if state is None:
-            self.stream.state = result.state
-        return result
-
-    def remove(
-        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
-    ) -> CMABRemoval:
-        """Return the result without `old_inputs`, in time O(old inputs). With `state` None the module's own stream is changed.
-
-        The inputs must be part of the state. A removal loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`.
-        `RuntimeError` if the module's own stream has seen no input.
-        """
-        if state is None:
-            refuse_to_record("remove", "remove(..., state)")
-        self = self._computed()
-        before = self.stream.started(state)
-        self.stream._check(before)
-        self._check(old_inputs, latents, key_padding_mask)
-        left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
-        result = CMABRemoval(self._retrieve(latents, left.out), left, reliable)
-        if state is None:
-            self.stream.state = left
-        return result
-
-    def init_state(self, batch: int) -> AttentionState:
-        """Return the state of no inputs, to start a stream that the caller keeps: out (batch, H, L_B, dim / H), lse (batch, H, L_B)."""
-        return self.stream.init_state(batch)
+    @property
+    def _blocks(self) -> list[CMAB]:
+        return [self]
 
     def _computed(self) -> CMAB:
         return computed(self)
-
-    def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
-        check_inputs(inputs, latents, key_padding_mask, self.latents)
 
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
         """Return the state of CA(L_B, X), which comes before the output projection."""
         return self.compress.cross_attention.read(for_part(self.latents), inputs, state, key_padding_mask)
 
-    def _retrieve(self, latents: Tensor, out: Tensor) -> Tensor:
-        """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the `out` of the state of CA(L_B, X)."""
-        result = one_call.attend([self], latents, out)
+    def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
+        """Compute SA(CA(L_I, SA(CA(L_B, X)))) from the state of CA(L_B, X)."""
+        result = one_call.attend([self], latents, state.out)
         if result is not None:
             return result
-        block = self.compress.after_context(self.compress.cross_attention.add(for_part(self.latents), out))
-        return self.retrieve(over_batch(latents, out), block)
+        block = self.compress.after_context(self.compress.cross_attention.add(for_part(self.latents), state.out))
+        return self.retrieve(over_batch(latents, state.out), block)
 
 
 def calls_compress(block: CMAB) -> bool:
@@ -217,17 +153,3 @@ def over_batch(latents: Tensor, batched: Tensor) -> Tensor:
     """Return latents (B, L, C), also of (L, C), for the B of `batched`."""
     latents = for_part(latents)
     return latents if latents.dim() == 3 else latents.expand(batched.shape[0], -1, -1)
-
-
-def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
-    """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
-    check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
-    check_latents(latents, inputs.shape[0], "inputs have", weight)
-    check_mask(key_padding_mask, inputs, inputs.shape[:2])
-
-
-def check_latents(latents: Tensor, batch: int, whose: str, weight: Tensor) -> None:
-    """Raise unless the latents fit the module's parameter `weight` (..., dim) and the batch of what is `whose`."""
-    check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
-    if latents.dim() == 3 and latents.shape[0] != batch:
-        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"{whose} batch {batch}"))

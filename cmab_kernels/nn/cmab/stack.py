@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
 from ...checks import check_count, kind_of, wrong
 from ..parts import computed, plain_parameters, projects_inside
-from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from ..stream import AttentionStream
 from . import one_call
-from .block import CMAB, CMABRemoval, CMABUpdate, calls_compress, check_inputs, check_latents
+from .block import CMAB, calls_compress
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
+from .streaming import StreamingBlocks, check_inputs, check_latents
 
 
-class CMABStack(nn.Module):
+class CMABStack(StreamingBlocks):
     """The papers' stack of `CMAB`s: equal to its `blocks` one after the other, each with the latents of the one before.
 
     Only the block latents of a `CMAB` read the inputs, and they do not depend on what the block before has made of the latents. So one pass
@@ -65,9 +66,6 @@ class CMABStack(nn.Module):
         depth = check_count("depth", depth)
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
-        self.register_load_state_dict_post_hook(follow_weights)
-
-    __copy__ = with_own_streams
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block, or (K, B, L_I, dim) after each with `all_blocks`.
@@ -76,14 +74,19 @@ class CMABStack(nn.Module):
         """
         self = self._computed()
         self._check(inputs, latents, key_padding_mask)
-        if any(plain_parameters(block, CMAB) is None for block in self._blocks):
-            return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
-        result = one_call.forward(self._blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
-        if result is not None:
-            return result
-        if any(map(calls_compress, self._blocks)):
-            return self._one_by_one(inputs, latents, key_padding_mask, all_blocks)
-        return self._retrieve(latents, self._states(inputs, None, key_padding_mask), all_blocks)
+        blocks = self._blocks
+        if all(plain_parameters(block, CMAB) is not None for block in blocks):
+            result = one_call.forward(blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
+            if result is not None:
+                return result
+            state = None if any(map(calls_compress, blocks)) else self._read_at_once(inputs, None, key_padding_mask)
+            if state is not None:
+                return self._retrieve(latents, state, all_blocks)
+        after = []
+        for block in blocks:
+            latents = block(inputs, latents, key_padding_mask=key_padding_mask)
+            after.append(latents)
+        return torch.stack(after) if all_blocks else latents
 
     def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
         """Return the state of the inputs and those of `state`, in time O(new inputs); `retrieve` makes latents of it.
@@ -101,47 +104,10 @@ class CMABStack(nn.Module):
         self.stream._check(state)
         return subtract_state(state, self.read(old_inputs, key_padding_mask=key_padding_mask))
 
-    def update(
-        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
-    ) -> CMABUpdate:
-        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
-
-        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
-        """
-        if state is None:
-            refuse_to_record("update", "update(..., state)")
-        self = self._computed()
-        blocks, before = self._blocks, self.stream.held if state is None else state
-        self._check(new_inputs, latents, key_padding_mask)
-        found = one_call.update(blocks, new_inputs, latents, before, key_padding_mask, (len(blocks),))
-        if found is None:
-            updated = self._read(new_inputs, before, key_padding_mask)
-            found = self._retrieve(latents, updated), updated
-        result = CMABUpdate(*found)
-        if state is None:
-            self.stream.state = result.state
-        return result
-
-    def remove(
-        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
-    ) -> CMABRemoval:
-        """Return the result without `old_inputs`, in time O(old inputs), as `CMAB.remove` does; `reliable` is (K, B, H, L_B)."""
-        if state is None:
-            refuse_to_record("remove", "remove(..., state)")
-        self = self._computed()
-        before = self.stream.started(state)
-        self.stream._check(before)
-        self._check(old_inputs, latents, key_padding_mask)
-        left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
-        result = CMABRemoval(self._retrieve(latents, left), left, reliable)
-        if state is None:
-            self.stream.state = left
-        return result
-
     def init_state(self, batch: int) -> AttentionState:
         """Return the state of no inputs, to start a stream that the caller keeps: out (K, batch, H, L_B, dim / H), lse without dim / H."""
         self._follow_blocks()
-        return self.stream.init_state(batch)
+        return super().init_state(batch)
 
     def retrieve(self, latents: Tensor, state: AttentionState, *, all_blocks: bool = False) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block, from latents (B, L_I, dim) or (L_I, dim) and a state of the inputs.
@@ -263,53 +229,38 @@ class CMABStack(nn.Module):
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
 
-    def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
-        check_inputs(inputs, latents, key_padding_mask, self._blocks[0].latents)
-
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
         """Return the states of CA(L_B, X) of all blocks as one."""
-        states = self._states(inputs, state, key_padding_mask)
-        if isinstance(states, AttentionState):
-            return states
+        found = self._read_at_once(inputs, state, key_padding_mask)
+        if found is not None:
+            return found
+        before = [None] * len(self._blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
+        states = [block._read(inputs, one, key_padding_mask) for block, one in zip(self._blocks, before, strict=True)]
         if len({each.out.shape for each in states}) > 1:
             given = f"have states of shapes {', '.join(str(tuple(each.out.shape)) for each in states)}"
             raise ValueError(wrong("blocks", given, "one state for all needs one shape; let each block keep its own, by its `update`"))
         return AttentionState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
 
-    def _states(
-        self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
-    ) -> AttentionState | list[AttentionState]:
-        """Return the states of CA(L_B, X) of all blocks as one, or a list of them where the blocks must be called one by one."""
-        blocks = self._blocks
-        found = one_call.read(blocks, inputs, state, key_padding_mask, (len(blocks),))
+    def _read_at_once(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState | None:
+        """Return what `_read` does, by one pass over the inputs; None where the blocks must read them one by one."""
+        found = one_call.read(self._blocks, inputs, state, key_padding_mask, self.stream.lead)
         if found is not None:
             return found
         if state is not None:
             self.stream._check(state)
         stacked = self._stacked()
         if stacked is None or not projects_inside(stacked[0], inputs, *stacked[1]):
-            before = [None] * len(blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
-            return [block._read(inputs, one, key_padding_mask) for block, one in zip(blocks, before, strict=True)]
+            return None
         query, weights, norm = stacked
         return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
 
-    def _one_by_one(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool) -> Tensor:
-        """Call the blocks themselves, each with the latents of the one before."""
-        after = []
-        for block in self._blocks:
-            latents = block(inputs, latents, key_padding_mask=key_padding_mask)
-            after.append(latents)
-        return torch.stack(after) if all_blocks else latents
-
-    def _retrieve(self, latents: Tensor, state: AttentionState | list[AttentionState], all_blocks: bool = False) -> Tensor:
+    def _retrieve(self, latents: Tensor, state: AttentionState, all_blocks: bool = False) -> Tensor:
         """Take the latents through what follows the first cross-attention in each block."""
-        result, each = None, [one.out for one in state] if isinstance(state, list) else state.out
-        if isinstance(each, Tensor):
-            result = one_call.attend(self._blocks, latents, each.flatten(0, 1), all_blocks=all_blocks)
+        result = one_call.attend(self._blocks, latents, state.out.flatten(0, 1), all_blocks=all_blocks)
         if result is not None:
             return result
         after = []
-        for block, out in zip(self._blocks, each, strict=True):
-            latents = block._retrieve(latents, out)
+        for block, *own in zip(self._blocks, *state, strict=True):
+            latents = block._retrieve(latents, AttentionState(*own))
             after.append(latents)
         return torch.stack(after) if all_blocks else latents
