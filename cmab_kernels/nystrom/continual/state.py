@@ -243,7 +243,7 @@ def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
     if position.dtype != torch.int64 or position.shape not in ((), keys.shape[:2]):
         given = f"is {position.dtype} {tuple(position.shape)}"
         raise ValueError(wrong(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or (), is needed"))
-    return position.to(keys.device).expand(keys.shape[:2]).contiguous()
+    return position.to(keys.device).expand(keys.shape[:2]).clone(memory_format=torch.contiguous_format)
 
 
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
