@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import wrong
-from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
-from .dtypes import FLOATING, state_dtype
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
+from .runtime.checks import wrong
+from .runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
+from .runtime.dtypes import FLOATING, state_dtype
 
 if TYPE_CHECKING:
     from typing import Self

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cmab_kernels as ck
-from cmab_kernels import checks, nn
+from cmab_kernels import nn
 from cmab_kernels.intention import variants
 from cmab_kernels.intention.solve.api import penalty_of
+from cmab_kernels.runtime import checks
 
 
 class OnGpu(Tensor):

@@ -10,7 +10,7 @@ import pytest
 
 import cmab_kernels
 from cmab_kernels import info
-from cmab_kernels.backends import FAMILIES, OPERATORS
+from cmab_kernels.runtime.backends import FAMILIES, OPERATORS
 
 
 @pytest.fixture(scope="module")

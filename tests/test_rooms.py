@@ -16,7 +16,7 @@ import torch
 
 import cmab_kernels
 from cmab_kernels import nn
-from cmab_kernels.backends import FAMILIES, SETS
+from cmab_kernels.runtime.backends import FAMILIES, SETS
 
 from . import folders
 
@@ -56,6 +56,8 @@ def _imports(file: Path) -> Iterator[tuple[str, ...]]:
 
 def _room(path: tuple[str, ...], family: str) -> str:
     """Return the room, or the shared module, that an import belongs to."""
+    if path[0] == "runtime":
+        return path[-1]
     if path[0] not in {name.split(".")[0] for name in SETS}:
         return path[0]
     if path[0] != family:

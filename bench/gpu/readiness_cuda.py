@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cmab_kernels
 from bench.floors import Work, ridge_work, solve_work
-from cmab_kernels.extension import build_report
+from cmab_kernels.runtime.extension import build_report
 from cmab_kernels.testing.cubin import cuobjdump
 
 from .readiness_cases import Case

@@ -24,8 +24,8 @@ from bench.floors import Rates
 from bench.gpu import candidates, suite, timings
 from bench.gpu.sections import Perform, Row, Task
 from bench.scans import attention, continual, intention, nystrom
-from cmab_kernels import backends, extension, tiles
 from cmab_kernels.measure import Peak
+from cmab_kernels.runtime import backends, extension, tiles
 from cmab_kernels.testing import OperatorSuite
 from cmab_kernels.testing.cubin import as_if_on
 from tests.gpu_machine import cuda_launch

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from bench.gpu import tune
 from bench.gpu.candidates import Target, candidates, targets
-from cmab_kernels import tiles
-from cmab_kernels.tiles import FIELDS, HOPPER, Key, using
+from cmab_kernels.runtime import tiles
+from cmab_kernels.runtime.tiles import FIELDS, HOPPER, Key, using
 
 CPU = torch.device("cpu")
 TARGET = Target("attention.forward", "bfloat16", 16)

@@ -267,7 +267,7 @@ def test_no_time_is_below_what_the_work_needs(record: dict[str, Any]) -> None:
 
 def test_shared_memory_of_nvcc_kernels_is_as_the_code_has_it() -> None:
     try:
-        from cmab_kernels.cuda_launch import CUDA
+        from cmab_kernels.runtime.cuda_launch import CUDA
     except ImportError as error:
         pytest.skip(str(error))
     for wide, size in ((False, 4), (True, 8)):

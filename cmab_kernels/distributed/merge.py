@@ -12,9 +12,9 @@ from torch import Tensor
 from ..attention import AttentionState
 from ..attention.api import union
 from ..attention.state import share_gradient
-from ..checks import wrong
 from ..intention import RidgeState
-from ..tracing import is_differentiated
+from ..runtime.checks import wrong
+from ..runtime.tracing import is_differentiated
 from .messages import WANTED, announced, check, gathered, header_of, members, packed_bytes, unpacked
 
 if TYPE_CHECKING:

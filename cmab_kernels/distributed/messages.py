@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
 from ..attention.state import refuse_wrong_sums
-from ..checks import check_dense, kind_of, not_a_tensor, wrong
-from ..dtypes import state_dtype
 from ..intention import RidgeState
+from ..runtime.checks import check_dense, kind_of, not_a_tensor, wrong
+from ..runtime.dtypes import state_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

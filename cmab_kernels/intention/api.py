@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import choose, kernel, passed_on
-from ..checks import (
+from ..runtime.backends import choose, kernel, passed_on
+from ..runtime.checks import (
     as_autocast,
     as_they_are,
     check_every,
@@ -22,7 +22,7 @@ from ..checks import (
     weights_of_heads,
     wrong,
 )
-from ..tracing import is_direct
+from ..runtime.tracing import is_direct
 from .dual import Dual
 from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import autocasts, is_dense, kind_of, wrong
-from ..tracing import has_values, is_differentiated
+from ..runtime.checks import autocasts, is_dense, kind_of, wrong
+from ..runtime.tracing import has_values, is_differentiated
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"

@@ -12,9 +12,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
 from torch.nn.utils import parametrize
 
-from ..backends import choose, explain
-from ..checks import autocasts, wrong
-from ..tracing import needs_definition
+from ..runtime.backends import choose, explain
+from ..runtime.checks import autocasts, wrong
+from ..runtime.tracing import needs_definition
 
 M = TypeVar("M", bound=nn.Module)
 

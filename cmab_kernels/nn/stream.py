@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionState, check_state, empty_state
-from ..checks import check_count, wrong
-from ..dtypes import state_dtype
 from ..intention import RidgeState, check_ridge, empty_ridge
-from ..tracing import is_recorded, is_transformed, is_watched
+from ..runtime.checks import check_count, wrong
+from ..runtime.dtypes import state_dtype
+from ..runtime.tracing import is_recorded, is_transformed, is_watched
 
 M = TypeVar("M", bound=nn.Module)
 Value = TypeVar("Value")

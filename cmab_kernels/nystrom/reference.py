@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 
 COPIED = 2**17
 """The most elements that are copied at a time to be added up, but at least one segment."""

@@ -99,13 +99,13 @@ MODULES = {
         "tests/integrations/test_transformers.py::test_calls",
     ),
     "a batch that is not mapped": Fault(
-        "cmab_kernels/autograd.py",
+        "cmab_kernels/runtime/autograd.py",
         "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)",
         "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor",
         "tests/attention/test_suite.py::TestAttentionState::test_vmap",
     ),
     "a tensor given twice with one derivative": Fault(
-        "cmab_kernels/autograd.py",
+        "cmab_kernels/runtime/autograd.py",
         "t if t is None else t.view_as(t) if t.requires_grad",
         "t if t is None else t if t.requires_grad",
         "tests/attention tests/intention tests/nystrom -k 'twice or gradgradcheck or any_order'",

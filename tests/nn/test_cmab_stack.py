@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cmab_kernels import AttentionState, use_impl
-from cmab_kernels.backends import current_impl
 from cmab_kernels.nn import CMAB, CMABStack
 from cmab_kernels.nn.cmab import chunks
+from cmab_kernels.runtime.backends import current_impl
 
 DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import choose
-from ...checks import check_floats, check_number, check_operands, wrong
-from ...dtypes import state_dtype
+from ...runtime.backends import choose
+from ...runtime.checks import check_floats, check_number, check_operands, wrong
+from ...runtime.dtypes import state_dtype
 from .schema import regularised_solve_op
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}

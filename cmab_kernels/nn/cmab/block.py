@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import AttentionState
-from ...checks import check_count, check_heads, wrong
+from ...runtime.checks import check_count, check_heads, wrong
 from ..inputs import for_part
 from ..parts import computed, plain_parameters
 from ..stream import AttentionStream

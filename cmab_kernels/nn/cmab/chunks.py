@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...attention import AfterChunk
-from ...backends import current_impl, use_impl
-from ...checks import is_dense, kind_of, wrong
-from ...tracing import under_transform
+from ...runtime.backends import current_impl, use_impl
+from ...runtime.checks import is_dense, kind_of, wrong
+from ...runtime.tracing import under_transform
 from ..inputs import check_features
 from .layers import CHUNK
 

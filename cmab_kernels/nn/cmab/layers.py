@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import AttentionState, attention_state, latent_attention, projected_attention_state
-from ...checks import check_count, check_heads, check_mask, wrong
 from ...layers import attention, check_residual, feed_forward
+from ...runtime.checks import check_count, check_heads, check_mask, wrong
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
 from ..parts import check_together, fused_impl, of_one_dtype, plain_parameters, projects_inside
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...checks import kind_of, wrong
+from ...runtime.checks import kind_of, wrong
 
 LAYERS = {
     "compress.cross_attention": "layer_cross_attn",

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import LayerNorm, Linear
 
 from ...attention import AttentionState, check_state
-from ...backends import kernel
-from ...dtypes import state_dtype
 from ...layers import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
-from ...tracing import is_differentiated, is_plain, is_watched
+from ...runtime.backends import kernel
+from ...runtime.dtypes import state_dtype
+from ...runtime.tracing import is_differentiated, is_plain, is_watched
 from ..parts import fused_impl, has_other_forwards, plain_parameters
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 

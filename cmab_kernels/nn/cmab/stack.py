@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
-from ...checks import check_count, kind_of, wrong
+from ...runtime.checks import check_count, kind_of, wrong
 from ..parts import computed, plain_parameters, projects_inside
 from ..stream import AttentionStream
 from . import one_call

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from ...attention import AttentionState, subtract_state
-from ...checks import check_mask, wrong
+from ...runtime.checks import check_mask, wrong
 from ..inputs import check_features
 from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 from . import one_call

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import latent_attention
-from ...checks import as_they_are, check_count, wrong
 from ...nystrom import (
     OUTPUTS,
     ContinualAttentionState,
@@ -22,7 +21,8 @@ from ...nystrom import (
     continual_nystrom_init,
     continual_nystrom_step,
 )
-from ...tracing import has_values
+from ...runtime.checks import as_they_are, check_count, wrong
+from ...runtime.tracing import has_values
 from ..inputs import check_features
 from ..multihead.attention import MultiheadAttention
 from ..multihead.nystrom import ONLY_TOKENS, NystromAttention

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...checks import check_count, kind_of, wrong
+from ...runtime.checks import check_count, kind_of, wrong
 from ..multihead.projections import extending
 from ..parts import called, computed
 from ..stream import Stream, extent, follow_weights, with_own_streams

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checks import check_count, wrong
+from ...runtime.checks import check_count, wrong
 from ..inputs import check_features
 from ..stream import Keeper, refuse_to_record
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...dtypes import state_dtype
 from ...nystrom import iterative_pinv, segment_ends
+from ...runtime.dtypes import state_dtype
 
 
 def attention_over_stream(query: Tensor, key: Tensor, value: Tensor, window: int, retroactive: bool, dropout: float = 0.0) -> Tensor:

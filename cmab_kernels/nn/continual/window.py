@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import kind_of, wrong
-from ...dtypes import state_dtype
 from ...nystrom import (
     EXTRA_SUMS,
     LAST_POSITION,
@@ -20,6 +18,8 @@ from ...nystrom import (
     state_to_tensors,
     unlikely_totals,
 )
+from ...runtime.checks import kind_of, wrong
+from ...runtime.dtypes import state_dtype
 from ..stream import Part, Stream, copied, extent
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...attention import AttentionState, attention_state
-from ...backends import has_kernel
-from ...checks import wrong
+from ...runtime.backends import has_kernel
+from ...runtime.checks import wrong
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
 from ..parts import computed
 from . import torchs_attention

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import wrong
-from ...dtypes import state_dtype
 from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
+from ...runtime.checks import wrong
+from ...runtime.dtypes import state_dtype
 from ..inputs import bool_mask
 from ..parts import computed
 from ..stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...checks import wrong
+from ...runtime.checks import wrong
 from ..inputs import bool_mask
 from ..parts import computed
 from .projections import MultiheadProjections, extending

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...checks import as_autocast, as_they_are, check_count, wrong
 from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
+from ...runtime.checks import as_autocast, as_they_are, check_count, wrong
 from ..inputs import check_features
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import check_count, check_heads, check_mask, wrong
+from ...runtime.checks import check_count, check_heads, check_mask, wrong
 from ..inputs import check_features, hide_padding, split_heads
 from ..parts import called, is_own, one_like
 

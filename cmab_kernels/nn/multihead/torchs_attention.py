@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...checks import wrong
+from ...runtime.checks import wrong
 from ..parts import computed, is_own, own_parameters
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...checks import kind_of, wrong
+from ...runtime.checks import kind_of, wrong
 from ..multihead.projections import MultiheadProjections, check_options
 from ..transformer.informer import InformerEncoderLayer
 from ..transformer.layers import TransformerDecoderLayer, TransformerEncoderLayer

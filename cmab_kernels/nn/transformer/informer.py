@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...checks import wrong
+from ...runtime.checks import wrong
 from ..inputs import bool_mask
 from ..multihead.intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
 from ..multihead.projections import extending

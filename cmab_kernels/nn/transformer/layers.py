@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...checks import kind_of, wrong
 from ...layers import attention_layer, feed_forward_layer
+from ...runtime.checks import kind_of, wrong
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, check_floating, is_additive
 from ..multihead import torchs_attention
 from ..parts import fused_impl, of_one_dtype, one_like, own_parameters, plain_parameters

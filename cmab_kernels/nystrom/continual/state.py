@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...backends import imported
-from ...checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
-from ...dtypes import state_dtype
+from ...runtime.backends import imported
+from ...runtime.checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
+from ...runtime.dtypes import state_dtype
 
 
 class ContinualNystromState(NamedTuple):

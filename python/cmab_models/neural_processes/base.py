@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from cmab_kernels.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn.inputs import check_features
+from cmab_kernels.runtime.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
 
 from ..precision import in_single, weight_of
 from ..pretrained import Pretrained

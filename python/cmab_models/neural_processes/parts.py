@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
-from cmab_kernels.checks import as_they_are
 from cmab_kernels.nn import CrossAttention, FeedForward
+from cmab_kernels.runtime.checks import as_they_are
 
 from ..precision import in_single
 

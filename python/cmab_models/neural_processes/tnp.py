@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from cmab_kernels.tracing import has_values
+from cmab_kernels.runtime.tracing import has_values
 
 from .parts import JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points

@@ -14,7 +14,7 @@ def build_report() -> dict[str, Any]:
 
     That of `_cuda` is under "cuda", with `kernels`: the registers and spills that the compiler reported for each GPU kernel.
     """
-    path = Path(__file__).with_name("_build.json")
+    path = Path(__file__).parents[1] / "_build.json"
     nothing = {"built": False, "reason": "the package was not built by its setup.py"}
     return {"cuda": nothing, **(json.loads(path.read_text()) if path.exists() else nothing)}
 

@@ -31,7 +31,7 @@ ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
 
 
 def _implementations(operator_set: str) -> dict[str, str]:
-    folder = Path(__file__).parent.joinpath(*operator_set.split("."))
+    folder = Path(__file__).parents[1].joinpath(*operator_set.split("."))
     there = {impl: room for impl, room in ROOMS.items() if (folder / f"{room}.py").exists() or (folder / room).is_dir()}
     return {impl: f"cmab_kernels.{operator_set}.{room}" for impl, room in there.items()}
 
