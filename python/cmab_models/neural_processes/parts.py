@@ -10,6 +10,7 @@ from torch.distributions import MultivariateNormal, Normal
 from cmab_kernels.checks import as_they_are
 from cmab_kernels.nn import CrossAttention, FeedForward
 
+from ..encoder import EncoderLayer
 from ..precision import in_single
 
 
@@ -100,8 +101,7 @@ class JointHead(nn.Module):
     def __init__(self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool) -> None:
         super().__init__()
         self.mean = perceptron(dim, hidden, dim_y, 2)
-        layer = nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), 2, enable_nested_tensor=False)
         self.projection = perceptron(dim, hidden, rank * dim_y, depth)
         self.rank, self.bound_std = rank, bound_std
 
