@@ -71,8 +71,13 @@ class Decoder(nn.Module):
 
 
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True; torch's raises where there are none."""
-    return encoder(tokens, src_key_padding_mask=mask) if tokens.numel() else tokens
+    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True.
+
+    torch's attention over none may raise: the encoder then reads one of zeros, so that its weights have gradients, of 0.
+    """
+    if tokens.numel():
+        return encoder(tokens, src_key_padding_mask=mask)
+    return tokens + encoder(tokens.new_zeros(1, 1, tokens.shape[-1])).flatten()
 
 
 class NormalHead(nn.Module):
