@@ -358,7 +358,7 @@ _LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
 def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
     """Return the penalties, one for all targets or one for each; raise unless they are numbers >= 0, as many as there are `targets`."""
     try:
-        given = [float(each) for each in ([alpha] if isinstance(alpha, Real) else alpha)]
+        given = [float(each) for each in ([alpha] if isinstance(alpha, Real) or getattr(alpha, "ndim", 1) == 0 else alpha)]
     except (TypeError, ValueError, OverflowError):
         given = []
     if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):

@@ -69,12 +69,15 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
             raise RuntimeError(wrong("state", "is under a transform of torch.func, or in forward mode", allowed))
         check(state)
         header = header_of(state)
-    fields = tuple(field.detach() for field in state)
-    if torch.compiler.is_compiling():
+        fields = tuple(field.detach() for field in state)
+        packed = (
+            None if torch.compiler.is_compiling() else packed_bytes(fields)
+        )  # here, so that others are told where no memory is left for it
+    if packed is None:
         world = torch.distributed.get_world_size(group)
         rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[0] == WANTED
     else:
-        rows, gradient = gathered(packed_bytes(fields), header, group)
+        rows, gradient = gathered(packed, header, group)
     if not gradient:
         return _merged(type(state), rows, fields)
     state = type(state)(*map(accepted, state))

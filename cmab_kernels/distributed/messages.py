@@ -201,7 +201,7 @@ def check(state: AttentionState | RidgeState) -> None:
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
     """The bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is aligned."""
-    parts = [field.contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
+    parts = [field.resolve_neg().contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
     missing = -sum(part.numel() for part in parts) % 8
     return torch.cat([*parts, parts[0].new_zeros(missing)])
 

@@ -275,11 +275,11 @@ def own_memory(state: State) -> State:
 
 
 def _is_own(field: Any) -> bool:
-    return not isinstance(field, Tensor) or (field.is_contiguous() and not field.requires_grad)
+    return not isinstance(field, Tensor) or (field.is_contiguous() and not field.requires_grad and not field.is_neg())
 
 
 def _owned(field: Any) -> Any:
-    return field if _is_own(field) else field.detach().clone(memory_format=torch.contiguous_format)
+    return field if _is_own(field) else field.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 # ---- which memory the next state takes
