@@ -177,5 +177,5 @@ def test_a_negative_weight_is_found_wherever_it_is(form: str) -> None:
 def test_a_penalty_of_a_wider_dtype_must_fit() -> None:
     gram = torch.eye(2)
     for alpha in (1e300, torch.tensor(1e300, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="`alpha` (is|holds a number).*finite in torch.float32"):
+        with pytest.raises(ValueError, match=r"`alpha` (is|holds a number).*finite in torch.float32"):
             ck.regularised_solve(gram, gram, alpha)

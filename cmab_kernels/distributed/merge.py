@@ -70,9 +70,8 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
         check(state)
         header = header_of(state)
         fields = tuple(field.detach() for field in state)
-        packed = (
-            None if torch.compiler.is_compiling() else packed_bytes(fields)
-        )  # here, so that others are told where no memory is left for it
+        # Here, so that others are told where no memory is left for it.
+        packed = None if torch.compiler.is_compiling() else packed_bytes(fields)
     if packed is None:
         world = torch.distributed.get_world_size(group)
         rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[0] == WANTED

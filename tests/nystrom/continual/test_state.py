@@ -529,9 +529,8 @@ def test_a_state_may_be_lazily_negated(impl: str, kind: str, with_gaps: bool) ->
     for name, part in state._asdict().items():
         if not isinstance(part, Tensor):
             continue
-        given = (
-            torch.complex(torch.zeros_like(part), -part).conj().imag if with_gaps and part.is_floating_point() else torch._neg_view(-part)
-        )
+        gaps = with_gaps and part.is_floating_point()
+        given = torch.complex(torch.zeros_like(part), -part).conj().imag if gaps else torch._neg_view(-part)
         assert given.is_neg() and (name == "spare" or torch.equal(given, part))
         out, _ = last(state._replace(**{name: given}), tokens, impl=impl)
         torch.testing.assert_close(out, wanted, msg=lambda text, name=name: f"{name}: {text}")
