@@ -33,7 +33,7 @@ MAY = {
     "state": {"backends", "checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
-    "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
+    "kernels": {"kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
     "costs": {"reference", "checks", "constants"},
 }
 """What each room may import from its own family; "public" stands for the names that another family exports to users."""

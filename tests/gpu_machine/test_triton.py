@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 
 import cmab_kernels
 import cmab_kernels as ck
 from cmab_kernels.attention.state import subtract_state
-from cmab_kernels.runtime.triton_common import Kernel
+from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import OperatorSuite, oracles
 
 from ..attention import test_suite as attention
