@@ -28,9 +28,9 @@ from cmab_kernels import backends, extension, tiles
 from cmab_kernels.measure import Peak
 from cmab_kernels.testing import OperatorSuite
 from cmab_kernels.testing.cubin import as_if_on
-from tests.gpu_machine import cuda_launch
-from tests.gpu_machine.launch import on_machine
-from tests.gpu_machine.machine import Machine
+from gpu_machine import cuda_launch
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
 
 FOLDER = Path(os.environ["MACHINE_SECTIONS"])
 """Where the test that starts the check keeps the table of tiles, `cuda` (the CUDA kernels for the machine), and `mended`."""

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from bench import gpu_check
 from bench.gpu.sections import Row, Section, run
-from tests.gpu_machine import cuda_launch
+from gpu_machine import cuda_launch
 
 MACHINE = {"gpu": "made of software", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 HERE = "bench.tests.machine_sections"

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from cmab_kernels.triton_common import Kernel, kernel, product, product_of_wide, rows_at
-
-from .launch import on_machine
-from .machine import Machine
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
 
 SIZE = 16
 
