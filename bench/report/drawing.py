@@ -246,12 +246,6 @@ def mebibytes(value: float) -> str:
     return f"{value:,.3g} MiB" if value < 1000 else f"{value:,.0f} MiB"
 
 
-def counted(value: float) -> str:
-    """Operations or elements in thousands, millions and so on."""
-    exponent = max(0, min(4, math.floor(math.log10(value) / 3)))
-    return f"{value / 1000**exponent:.3g}" + ("", " k", " M", " G", " T")[exponent]
-
-
 def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
     """Writes each name in the colour of its line right of the axes, at the height of the line's end, or lower where another name stands.
 
