@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from bench import runs
 from bench.report import compare
@@ -336,18 +335,3 @@ def test_a_box_that_is_too_wide_is_seen(page: str, browser, tmp_path: Path):
     one = page.replace("max-width: 60rem) {", "max-width: 1rem) {")
     assert "Rows of latent_attention" in seen_at(PHONE, one, browser, tmp_path)["inside"]
     assert seen_at(PHONE, one.replace("overflow-x: auto", "overflow-x: visible"), browser, tmp_path)["wide"] > PHONE
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_screenshot_is_not_blank(dark: bool, page: str, browser, tmp_path: Path):
-    picture, shown = tmp_path / "shot.png", tmp_path / "page.html"
-    shown.write_text(page)
-    flags = ("--blink-settings=preferredColorScheme=0",) if dark else ()
-    browser(shown, f"--screenshot={picture}", f"--window-size={DESK},4000", *flags)
-    with Image.open(picture) as image:
-        pixels = image.convert("RGB")
-        counts = {colour: count for count, colour in pixels.getcolors(2**24)}
-    ground = max(counts, key=lambda colour: counts[colour])
-    assert ground == ((20, 23, 28) if dark else (255, 255, 255))
-    assert counts.get((213, 94, 0), 0) > 500, "no line of ours is drawn"
-    assert len(counts) > 200 and counts[ground] < 0.98 * pixels.width * pixels.height
