@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from cmab_kernels.measure import readable
 
@@ -90,14 +88,11 @@ def _draw(one: Series, figure: Callable[[Row], Spread], chosen: Mapping[str, Sty
     for name, style in chosen.items():
         rows = one.lines[name]
         found = [figure(row) for row in rows]
-        where = [float(row.parameters[one.axis]) if one.numeric else one.values.index(row.parameters[one.axis]) for row in rows]
+        where = [float(row.parameters[one.axis]) for row in rows]
         middle, low, high = (list(ends) for ends in zip(*found, strict=True))
-        axes.plot(where, middle, **_joined(one, style))
+        axes.plot(where, middle, **style.line())
         if low != high:
-            if one.numeric:
-                axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
-            else:
-                axes.vlines(where, low, high, color=style.colour, linewidth=3, alpha=0.4)
+            axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
         every += found
     return every
 
@@ -118,20 +113,10 @@ def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: A
     _name_axes(axes, one, "peak of memory beyond inputs and results")
 
 
-def _joined(one: Series, style: Style) -> dict[str, Any]:
-    """How points are joined: by a line between sizes, not at all between words."""
-    return style.line() | ({} if one.numeric else {"linestyle": "", "markersize": 7})
-
-
 def _name_axes(axes: Axes, one: Series, name: str) -> None:
     drawing.name_y(axes, name)
     axes.set_xlabel(NAMES.get(one.axis, one.axis), labelpad=2)
-    if one.numeric:
-        drawing.sizes_axis(axes, [int(value) for value in one.values])
-    else:
-        axes.set_xlim(-0.3, len(one.values) - 0.7)
-        axes.xaxis.set_major_locator(FixedLocator(range(len(one.values))))
-        axes.xaxis.set_major_formatter(FixedFormatter([str(value) for value in one.values]))
+    drawing.sizes_axis(axes, one.values)
 
 
 # ---- gains -----------------------------------------------------------------------------------------------------------------------------

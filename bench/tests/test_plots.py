@@ -36,8 +36,7 @@ def test_each_operator_has_its_curves(run: runs.Run):
     assert titles(run, "latent_attention") == {
         "Memory against keys": 2,  # forward, and with backward
         "Time against keys": 2,
-        "Time against width of a head": 1,
-        "Time against dtype": 1,
+        "Time against width of a head": 1,  # of dtypes the rows tell
     }
     assert titles(run, "continual_nystrom_step")["Time against tokens of the window"] == 2
     assert not plots.panels(run, "iterative_pinv")
@@ -59,13 +58,6 @@ def test_memory_that_cannot_be_measured_is_drawn_as_the_least_that_can(run: runs
     panel = next(panel for panel in plots.panels(run, "latent_attention") if panel.title.startswith("Memory"))
     (sdpa,) = (line for line in axes_of(panel).lines if line.get_color() == panel.legend[SDPA].colour)
     assert list(sdpa.get_ydata()) == [plots.RESOLUTION["cpu"]] * 4
-
-
-def test_words_are_points_and_no_curve(run: runs.Run):
-    panel = next(panel for panel in plots.panels(run, "latent_attention") if "dtype" in panel.title)
-    axes = axes_of(panel)
-    assert {line.get_linestyle() for line in axes.lines} == {"None"}
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["bfloat16", "float16", "float32"]
 
 
 def test_an_implementation_looks_alike_everywhere_and_ours_is_ours(run: runs.Run):

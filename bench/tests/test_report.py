@@ -232,7 +232,7 @@ def test_markup_is_well_formed_and_headings_descend_by_one(page: str):
 
 def test_every_figure_is_described(page: str):
     described = re.findall(r'<svg viewBox="[^"]*" role="img" aria-label="([^"]*)">', page)
-    assert len(described) == page.count("<svg") == 1 + 7 + 3 and all(len(text) > 60 for text in described)
+    assert len(described) == page.count("<svg") == 1 + 5 + 4 and all(len(text) > 60 for text in described)
     assert any("cmab" not in text and "native: 2" in text and "at 1,000 keys," in text for text in described)
 
 
