@@ -29,9 +29,9 @@ FORMULAS = {
 }
 
 
-def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:
     """Return a record of bench/results."""
-    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
