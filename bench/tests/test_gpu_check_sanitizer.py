@@ -55,8 +55,7 @@ PASSED_OVER = {"ok": True, "passed over": "compute-sanitizer: Device not support
     ],
 )
 def test_what_it_says_is_understood(text: str, code: int, silent: dict[str, Any], must_see: bool, says: Callable[..., str]) -> None:
-    """Of a program that should be right, and of a planted fault: no verdict is no success, and a device that it cannot look at is passed
-    over."""
+    """Where a program should be right, and where a fault is planted. No verdict is no success; what it cannot look at is passed over."""
     program = says(text, code)
     assert sanitizer.program() == program
     row = sanitizer.is_silent(program, "memcheck", RIGHT)
