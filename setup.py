@@ -35,7 +35,8 @@ OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementat
 """Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything each time."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is told
-CONSTANTS = {name: value for name, value in runpy.run_path(str(ROOT / "cmab_kernels" / "constants.py")).items() if name.isupper()}
+_SHARED = runpy.run_path(str(ROOT / "cmab_kernels" / "runtime" / "constants.py"))
+CONSTANTS = {name: value for name, value in _SHARED.items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
 STRICT = os.environ.get("CMAB_KERNELS_WERROR") == "1"
 FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra{' -Werror' if STRICT else ''}"

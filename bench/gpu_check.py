@@ -1,10 +1,11 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
 It runs the package's own tests on the GPU, times the operators beside their floors and peers, runs the tests under sanitizers, and finds
-the block sizes that are fastest, which go to `cmab_kernels/tiles.json`, with a copy beside the results, and are tested in turn. A call
-takes 8 minutes at most. What it has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled` beside
-it, and the same command goes on where it stopped: what is complete and right is not run again unless --sections names it. A table comes
-last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are in no commit.
+the block sizes that are fastest. They go to `cmab_kernels/runtime/tiles.json`, with a copy beside the results, and are tested in turn.
+A call takes 8 minutes at most. What it has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled`
+beside it, and the same command goes on where it stopped: what is complete and right is not run again unless --sections names it. A
+table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are
+in no commit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.gpu.results import Report, opened  # noqa: E402  after the path too
 from bench.gpu.sanitizer import LIMIT  # noqa: E402  after the path too
 from bench.gpu.sections import Outcome, Section, run  # noqa: E402  after the path too
 from bench.provenance import clean_commit, gpu, gpu_state  # noqa: E402  after the path too
-from cmab_kernels import tiles  # noqa: E402  after the path too
+from cmab_kernels.runtime import tiles  # noqa: E402  after the path too
 
 BUDGET = 480.0
 """Seconds of a call."""

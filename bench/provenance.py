@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import cmab_kernels
-from cmab_kernels.extension import build_report, load
+from cmab_kernels.runtime.extension import build_report, load
 
 from .devices import threads
 from .rates import rates_of
@@ -69,7 +69,7 @@ FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
 """What is measured, measures or tests; tiles.json, which tuning writes, is not among it."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
-_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|triton_common|cuda_launch)\.py"
+_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|runtime/(triton_common|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
 """The sources of the kernels for a GPU, what they include, and their launches."""
 
@@ -103,9 +103,12 @@ def digest(files: Sources) -> str:
     return found.hexdigest()[:12]
 
 
+_IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+
+
 def kernel_digests(files: Sources) -> dict[str, str]:
-    """Path -> a hash of each source of kernels."""
-    return {name: digest({name: files[name]}) for name in sorted(files) if KERNEL.fullmatch(name)}
+    """Path -> a hash of each source of kernels, without its path and its imports: a file that has only moved is still the same."""
+    return {name: digest({"": _IMPORTS.sub(b"", files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
 
 
 def clean_commit(told: str = "") -> str:

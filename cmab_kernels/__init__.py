@@ -13,8 +13,6 @@ from .attention import (
     projected_attention_state,
     remove_from_state,
 )
-from .backends import Explanation, explain, use_impl
-from .calls import ModuleExplanation
 from .intention import (
     RidgeSolution,
     RidgeState,
@@ -48,6 +46,8 @@ from .nystrom import (
     state_to_tensors,
 )
 from .online import OnlineRidge
+from .runtime.backends import Explanation, explain, use_impl
+from .runtime.calls import ModuleExplanation
 
 # `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes nothing.
 torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from . import __version__
@@ -45,7 +46,8 @@ def main() -> None:
     if arguments.command == "info":
         from .info import report
 
-        print(report())
+        with suppress(BrokenPipeError):  # whoever reads it, `head` say, may have read enough
+            print(report(), flush=True)
     elif arguments.command == "demo":
         try:
             _demo(parser, arguments)

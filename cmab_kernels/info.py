@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from .backends import OPERATORS, explain
-from .extension import build_report, load
+from .runtime.backends import OPERATORS, explain
+from .runtime.extension import build_report, load
 
 _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import wrong
-from .constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
-from .dtypes import FLOATING, state_dtype
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
+from .runtime.checks import wrong
+from .runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
+from .runtime.dtypes import FLOATING, state_dtype
 
 if TYPE_CHECKING:
     from typing import Self
@@ -358,7 +358,7 @@ _LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
 def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
     """Return the penalties, one for all targets or one for each; raise unless they are numbers >= 0, as many as there are `targets`."""
     try:
-        given = [float(each) for each in ([alpha] if isinstance(alpha, Real) else alpha)]
+        given = [float(each) for each in ([alpha] if isinstance(alpha, Real) or getattr(alpha, "ndim", 1) == 0 else alpha)]
     except (TypeError, ValueError, OverflowError):
         given = []
     if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cmab_kernels import constants
+from cmab_kernels.runtime import constants
 
 from .launch import fresh_memory
 from .machine import Machine

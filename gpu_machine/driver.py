@@ -22,7 +22,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from cmab_kernels import triton_common
+from cmab_kernels.runtime import triton_common
 from cmab_kernels.testing.cubin import as_if_on
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_uint64, *[ctypes.c_uint32] * 5, ctypes.POINTER(ctypes.c_void_p))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmab_kernels import backends, testing
-from cmab_kernels.extension import load
+from cmab_kernels import testing
+from cmab_kernels.runtime import backends
+from cmab_kernels.runtime.extension import load
 from cmab_kernels.testing import OperatorSuite
 
 TESTS = Path(__file__).parent

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cmab_kernels import constants
+from cmab_kernels.runtime import constants
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -72,7 +72,7 @@ class EmulatedCuda:
 
 
 def launch(function: Callable[..., None], device: Any, **arguments: Any) -> None:
-    """Call `function` as `cmab_kernels.cuda_launch.launch` does on a GPU."""
+    """Call `function` as `cmab_kernels.runtime.cuda_launch.launch` does on a GPU."""
     function(**arguments, stream=0)
 
 

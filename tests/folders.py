@@ -60,7 +60,7 @@ def rows() -> Iterator[tuple[str, str]]:
         name = folder.as_posix()
         held = TOLD.get(name) or said(ROOT / folder / "__init__.py")
         yield f"`{name}/`", held[:-1] + ", also in CUDA." if any((ROOT / folder).glob("*.cu")) else held
-        if name == "cmab_kernels":
+        if name in ("cmab_kernels", "cmab_kernels/runtime"):
             yield from ((f"`{name}/{file.name}`", said(file)) for file in sorted((ROOT / folder).glob("[!_]*.py")))
 
 

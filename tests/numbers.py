@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 from cmab_kernels.testing import Measured, OperatorSuite, poisoned_memory
 
 from .declarations import declarations

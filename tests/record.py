@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import cmab_kernels
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 from cmab_kernels.testing import OperatorSuite
 
 from .declarations import declarations

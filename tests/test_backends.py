@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 
 import cmab_kernels as ck
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 
 Q, K = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 
@@ -361,7 +361,7 @@ print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """Pretend that there is a GPU that can run Triton's kernels, and that the package was built without nvcc."""
-    triton_common = pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+    triton_common = pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
     monkeypatch.setattr(triton_common, "_gpu_problem", lambda index: None)
     for family in backends.FAMILIES.values():
         if "cuda" in family:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import cmab_kernels
-from cmab_kernels.extension import build_report, load_cuda
+from cmab_kernels.runtime.extension import build_report, load_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = {  # as the linker knows them, and registers that a thread may have: so many that as many blocks fit as were planned
@@ -99,7 +99,7 @@ def test_importing_the_kernels_needs_no_gpu() -> None:
     _cuda_report()
     code = """
 import torch, cmab_kernels
-from cmab_kernels.extension import load_cuda
+from cmab_kernels.runtime.extension import load_cuda
 cuda = load_cuda()
 print("libcuda.so" in open("/proc/self/maps").read())
 """
@@ -117,7 +117,8 @@ def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str |
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
-    shutil.copy(ROOT / "cmab_kernels" / "constants.py", tree / "cmab_kernels")
+    (tree / "cmab_kernels" / "runtime").mkdir()
+    shutil.copy(ROOT / "cmab_kernels" / "runtime" / "constants.py", tree / "cmab_kernels" / "runtime")
     (tree / "bin").mkdir(exist_ok=True)
     for name, script in (("c++", compiler), ("nvcc", nvcc)):
         if script is not None:

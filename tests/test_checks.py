@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cmab_kernels as ck
-from cmab_kernels import checks, nn
+from cmab_kernels import nn
 from cmab_kernels.intention import variants
 from cmab_kernels.intention.solve.api import penalty_of
+from cmab_kernels.runtime import checks
 
 
 class OnGpu(Tensor):
@@ -129,3 +132,50 @@ def test_a_count_may_be_one_of_numpys(count: Any) -> None:
 def test_iterations_of_a_module_may_be_numpys() -> None:
     module = nn.NystromAttention(8, 2, num_landmarks=np.int64(4), pinv_iterations=np.int64(5), batch_first=True)
     assert type(module.pinv_iterations) is int and type(module.num_landmarks) is int
+
+
+# ---- weights
+
+
+def test_a_check_of_weights_copies_nothing() -> None:
+    """Memory is constant in the number of keys: of weights that are expanded, that have gaps, and beside a mask."""
+    heads, keys = 16, 20_000
+    key, weights = torch.randn(1, heads, keys, 2), torch.rand(1, heads, keys)
+    mask = torch.zeros(1, keys, dtype=torch.bool)
+    mask[:, -9:] = True
+    for given in (weights[:, 0], weights, torch.rand(1, keys, heads).mT, weights.masked_fill(mask, torch.nan)):
+        for padding in (None, mask):
+            if padding is None and given.isnan().any():
+                continue
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+                ck.ridge_state(key, key, weights=given, key_padding_mask=padding)
+            most = max(event.cpu_memory_usage for event in watched.events())
+            # Only numbers that only look negative, as those under a mask may be, are looked at one by one: a byte each.
+            assert most <= (heads * keys if given.isnan().any() else 8192), (given.stride(), padding is not None, most)
+
+
+@pytest.mark.parametrize("form", ["of all heads", "of each head", "with gaps", "expanded over the batch"])
+def test_a_negative_weight_is_found_wherever_it_is(form: str) -> None:
+    key, mask = torch.randn(2, 3, 7, 2), torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4] = True
+    full = {
+        "of all heads": lambda: torch.rand(2, 7),
+        "of each head": lambda: torch.rand(2, 3, 7),
+        "with gaps": lambda: torch.rand(2, 7, 3).mT,
+        "expanded over the batch": lambda: torch.rand(1, 7),
+    }[form]
+    for row in range(2):
+        for at in range(7):
+            weights = full()
+            weights[min(row, len(weights) - 1), ..., at] = -1.0
+            weights = weights.expand(2, *weights.shape[1:])
+            hidden = (row, at) == (1, 4) and form != "expanded over the batch"
+            with nullcontext() if hidden else pytest.raises(ValueError, match="`weights` has a negative element"):
+                ck.ridge_state(key, key, weights=weights, key_padding_mask=mask)
+
+
+def test_a_penalty_of_a_wider_dtype_must_fit() -> None:
+    gram = torch.eye(2)
+    for alpha in (1e300, torch.tensor(1e300, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"`alpha` (is|holds a number).*finite in torch.float32"):
+            ck.regularised_solve(gram, gram, alpha)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-cuda_launch = pytest.importorskip("cmab_kernels.cuda_launch", exc_type=ImportError)
+cuda_launch = pytest.importorskip("cmab_kernels.runtime.cuda_launch", exc_type=ImportError)
 KIB = 1024
 
 

@@ -12,8 +12,9 @@ import cmab_models
 import pytest
 
 import cmab_kernels
-from cmab_kernels import backends, distributed, integrations, nn
+from cmab_kernels import distributed, integrations, nn
 from cmab_kernels.intention import variants
+from cmab_kernels.runtime import backends
 
 from . import pages
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels import backends
 from cmab_kernels.intention import variants
+from cmab_kernels.runtime import backends
 
 Q, K, V = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 3)
 FEW = K[:, :, :3]

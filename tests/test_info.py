@@ -10,7 +10,7 @@ import pytest
 
 import cmab_kernels
 from cmab_kernels import info
-from cmab_kernels.backends import FAMILIES, OPERATORS
+from cmab_kernels.runtime.backends import FAMILIES, OPERATORS
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,13 @@ def test_columns_are_as_wide_as_their_longest_cell() -> None:
 def test_instructions_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CMAB_KERNELS_ISA", "avx3")
     assert 'CMAB_KERNELS_ISA is "avx3"; usable here' in info.report()
+
+
+def test_a_reader_may_stop_early() -> None:
+    """As in `python -m cmab_kernels info | head -1`."""
+    command = [sys.executable, "-m", "cmab_kernels", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout and running.stderr
+        running.stdout.close()
+        assert not running.stderr.read()
+    assert running.returncode == 0

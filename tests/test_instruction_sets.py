@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 from cmab_kernels.testing import OperatorSuite
 
 from .guards.walls import suites

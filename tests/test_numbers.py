@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 from cmab_kernels.testing import OperatorSuite
 
 from . import numbers, record

@@ -387,7 +387,16 @@ def test_what_holds_no_numbers_is_named(given: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "alpha", [np.array([0.1, 10.0]), [0.1, 10.0], torch.tensor([0.1, 10.0], dtype=torch.float64), [0.3, 0.3], np.array([2.0])]
+    "alpha",
+    [
+        np.array([0.1, 10.0]),
+        [0.1, 10.0],
+        torch.tensor([0.1, 10.0], dtype=torch.float64),
+        [0.3, 0.3],
+        np.array([2.0]),
+        torch.tensor(0.5),
+        np.array(0.5),
+    ],
 )
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_a_penalty_for_each_target(alpha: Any, offset: float) -> None:

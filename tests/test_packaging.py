@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import cmab_kernels
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cmab_kernels", "python/cmab_models")
@@ -93,7 +93,7 @@ def test_the_source_distribution_holds_what_it_needs(sdist: Path) -> None:
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()} <= files
     python = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert python | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= files
-    assert {"cmab_kernels/py.typed", "cmab_kernels/tiles.json"} <= files
+    assert {"cmab_kernels/py.typed", "cmab_kernels/runtime/tiles.json"} <= files
 
 
 def test_the_source_distribution_holds_nothing_else(sdist: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
         archive.extractall(installed)
     files = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     assert {path.relative_to((ROOT / name).parent).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")} <= files
-    assert {f"cmab_kernels/{name}" for name in ("py.typed", "tiles.json", "_build.json")} <= files
+    assert {f"cmab_kernels/{name}" for name in ("py.typed", "runtime/tiles.json", "_build.json")} <= files
     assert not [name for name in files if name.endswith(".so") or not name.startswith(("cmab_kernels", "cmab_models/"))]
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
     assert f"\nVersion: {cmab_kernels.__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata

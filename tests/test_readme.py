@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cmab_kernels.backends import SETS
+from cmab_kernels.runtime.backends import SETS
 
 from . import pages
 

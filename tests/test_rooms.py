@@ -16,7 +16,7 @@ import torch
 
 import cmab_kernels
 from cmab_kernels import nn
-from cmab_kernels.backends import FAMILIES, SETS
+from cmab_kernels.runtime.backends import FAMILIES, SETS
 
 from . import folders
 
@@ -56,6 +56,8 @@ def _imports(file: Path) -> Iterator[tuple[str, ...]]:
 
 def _room(path: tuple[str, ...], family: str) -> str:
     """Return the room, or the shared module, that an import belongs to."""
+    if path[0] == "runtime":
+        return path[-1]
     if path[0] not in {name.split(".")[0] for name in SETS}:
         return path[0]
     if path[0] != family:
@@ -96,6 +98,36 @@ def test_no_room_is_missing(name: str) -> None:
     known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in inner}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]
     assert not strangers, f"{name} has rooms that are none: {strangers}"
+
+
+SHARED_ROOMS = {"inputs", "parts", "stream"}
+ROOMS_OF_NN = {
+    **{shared: set() for shared in SHARED_ROOMS},
+    "cmab": SHARED_ROOMS,
+    "multihead": SHARED_ROOMS,
+    "continual": SHARED_ROOMS | {"multihead"},
+    "transformer": SHARED_ROOMS | {"multihead"},
+    "replace": {"parts", "multihead", "transformer"},
+}
+"""The rooms of `nn`, and which of them each may import."""
+
+
+def wrong_imports_of_nn() -> list[str]:
+    """Return the imports of a room of `nn` from another that it may not know, or from the inside of a family or of another room."""
+    found = []
+    for file in (HOUSE / "nn").rglob("*.py"):
+        room = file.relative_to(HOUSE / "nn").parts[0].removesuffix(".py")
+        for path in _imports(file) if room != "__init__" else ():
+            inside = path[0] in SETS and len(path) > 1
+            strange = path[0] == "nn" and path[1] not in ROOMS_OF_NN[room] | {room}
+            found += [f"{file.relative_to(HOUSE)} imports {'.'.join(path)}"] if inside or strange else []
+    return found
+
+
+def test_every_room_of_modules_imports_what_it_may_and_no_more() -> None:
+    rooms = {path.name.removesuffix(".py") for path in (HOUSE / "nn").iterdir()} - {"__init__", "__pycache__"}
+    assert rooms == ROOMS_OF_NN.keys()
+    assert not wrong_imports_of_nn()
 
 
 def test_rooms_that_the_page_says_occur_once_do() -> None:

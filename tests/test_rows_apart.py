@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

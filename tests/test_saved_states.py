@@ -1,7 +1,10 @@
 """States are written by `torch.save` and read by `torch.load`, in a process that has only imported the package."""
 
+import io
+import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,38 @@ def test_a_new_process_reads_it(tmp_path: Path):
         "FillingWindow",
         "RecentTokens",
     ], run.stderr
+
+
+MOVED = {
+    "cmab": (nn.CMAB, nn.CMABUpdate, nn.CMABRemoval),
+    "cmab_stack": (nn.CMABStack,),
+    "continual": (nn.ContinualAttention, nn.ContinualNystromAttention),
+    "continual_encoder": (nn.ContinualEncoder, nn.ContinualEncoderLayer, nn.RetroactiveEncoderLayer),
+    "continual_stream": (nn.ContinualStream, nn.FillingWindow, nn.RecentStream, nn.RecentTokens),
+    "informer": (nn.InformerEncoderLayer,),
+    "layers": (nn.CrossAttention, nn.FeedForward, nn.LatentLayer, nn.SelfAttention),
+    "multihead_attention": (nn.Attended, nn.MultiheadAttention),
+    "multihead_intention": (nn.MultiheadIntention, nn.MultiheadSigmaIntention),
+    "nystrom_attention": (nn.NystromAttention,),
+    "positional": (nn.CircularPositionalEncoding,),
+    "stream": (nn.AttentionStream, nn.RidgeStream),
+    "transformer": (nn.TransformerDecoderLayer, nn.TransformerEncoderLayer),
+}
+"""Where classes stood in 0.1.0, whose pickles name these modules."""
+
+
+@pytest.mark.parametrize("module", MOVED)
+def test_pickles_of_older_versions_find_their_classes(module: str):
+    for kind in MOVED[module]:
+        assert pickle.Unpickler(io.BytesIO()).find_class(f"cmab_kernels.nn.{module}", kind.__name__) is kind
+
+
+@pytest.mark.parametrize("name", ["a window that fills", "tokens of a window"])
+def test_a_state_of_an_older_version_is_read_without_pickle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its file names the module in which its class stood."""
+    written, file = STATES[name](), tmp_path / "state.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(written), "__module__", "cmab_kernels.nn.continual_stream")
+        torch.save(written, file)
+    assert b"continual_stream" in zipfile.ZipFile(file).read("state/data.pkl")
+    assert type(torch.load(file, weights_only=True)) is type(written)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import cmab_kernels as ck
-from cmab_kernels import backends
 from cmab_kernels import nn as modules
+from cmab_kernels.runtime import backends
 
 SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
 """Shapes of query, key and value."""

@@ -26,7 +26,7 @@ import torch
 from bench import runs
 from bench.devices import measure_on
 from bench.provenance import ROOT
-from cmab_kernels import backends, tiles
+from cmab_kernels.runtime import backends, tiles
 from cmab_kernels.testing import OperatorSuite
 from gpu_machine.driver import stub
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.attention.kernels import launch as attention_launch
-from cmab_kernels.backends import implementation
 from cmab_kernels.intention.kernels import launch as ridge_launch
 from cmab_kernels.nystrom.kernels import launch as nystrom_launch
-from cmab_kernels.tiles import FIELDS, Key, capability_of, using
+from cmab_kernels.runtime.backends import implementation
+from cmab_kernels.runtime.tiles import FIELDS, Key, capability_of, using
 
 Results = tuple[Tensor, ...]
 

@@ -17,8 +17,8 @@ import torch
 from bench.harness import captured, ratio, relative_error
 from bench.provenance import now
 from bench.runs import write_json
-from cmab_kernels import tiles as table
 from cmab_kernels.measure import interleave
+from cmab_kernels.runtime import tiles as table
 
 from .candidates import Target, candidates, prepared, targets
 from .sections import Row, Task

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels
-from cmab_kernels.backends import FAMILIES, OPERATORS
+from cmab_kernels.runtime.backends import FAMILIES, OPERATORS
 
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import Passes, Work

@@ -20,7 +20,7 @@ import torch
 
 from bench.gpu import suite
 from bench.gpu.sections import Perform, Row, Task
-from cmab_kernels import extension
+from cmab_kernels.runtime import extension
 from cmab_kernels.testing import OperatorSuite
 from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine

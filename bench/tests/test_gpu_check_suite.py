@@ -40,7 +40,7 @@ def test_crashes():
 
 def test_extension(monkeypatch):
     if not os.path.exists(MARKS + ".mended"):
-        from cmab_kernels import extension
+        from cmab_kernels.runtime import extension
         monkeypatch.setattr(extension, "build_report", lambda: {{"cuda": {{"built": False, "reason": "nvcc was not found"}}}})
         extension.load_cuda()
 

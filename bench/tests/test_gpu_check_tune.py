@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from bench.gpu import tune
 from bench.gpu.candidates import LENGTHS, Target, candidates, targets
-from cmab_kernels import tiles
-from cmab_kernels.tiles import FIELDS, HOPPER, Key, using
+from cmab_kernels.runtime import tiles
+from cmab_kernels.runtime.tiles import FIELDS, HOPPER, Key, using
 from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 

@@ -2,17 +2,22 @@
 
 from .api import attention_state, latent_attention, merge_states, remove_from_state
 from .prefix import prefix_attention_states
-from .projected import projected_attention_state
-from .state import AttentionState, Removal, empty_state
+from .projected import NO_CHUNK, AfterChunk, attention_state_of_chunks, projected_attention_state
+from .state import AttentionState, Removal, check_state, empty_state, subtract_state
 
 __all__ = [
+    "NO_CHUNK",
+    "AfterChunk",
     "AttentionState",
     "Removal",
     "attention_state",
+    "attention_state_of_chunks",
+    "check_state",
     "empty_state",
     "latent_attention",
     "merge_states",
     "prefix_attention_states",
     "projected_attention_state",
     "remove_from_state",
+    "subtract_state",
 ]

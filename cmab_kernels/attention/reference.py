@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 
 
 def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

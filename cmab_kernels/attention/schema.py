@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, folding_rule, gradient_of_formula, looping_rule
-from ..checks import wrong
-from ..dtypes import state_dtype
-from ..flops import flop_formula
-from ..tracing import has_values
+from ..runtime.autograd import Operator, folding_rule, gradient_of_formula, looping_rule
+from ..runtime.checks import wrong
+from ..runtime.dtypes import state_dtype
+from ..runtime.flops import flop_formula
+from ..runtime.tracing import has_values
 from .reference import attention_backward_reference, attention_reference
 from .state import AttentionState, merged, share_gradient
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import imported
-from ..checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
+from ..runtime.backends import imported
+from ..runtime.checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
 
 SURE_ROUNDING = 2.0**-5
 """How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""

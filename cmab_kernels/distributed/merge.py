@@ -12,9 +12,9 @@ from torch import Tensor
 from ..attention import AttentionState
 from ..attention.api import union
 from ..attention.state import share_gradient
-from ..checks import wrong
 from ..intention import RidgeState
-from ..tracing import is_differentiated
+from ..runtime.checks import wrong
+from ..runtime.tracing import is_differentiated
 from .messages import WANTED, announced, check, gathered, header_of, members, packed_bytes, unpacked
 
 if TYPE_CHECKING:
@@ -69,12 +69,14 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
             raise RuntimeError(wrong("state", "is under a transform of torch.func, or in forward mode", allowed))
         check(state)
         header = header_of(state)
-    fields = tuple(field.detach() for field in state)
-    if torch.compiler.is_compiling():
+        fields = tuple(field.detach() for field in state)
+        # Here, so that others are told where no memory is left for it.
+        packed = None if torch.compiler.is_compiling() else packed_bytes(fields)
+    if packed is None:
         world = torch.distributed.get_world_size(group)
         rows, gradient = torch.ops.cmab.gather_states(fields, header, world, group.group_name), header[0] == WANTED
     else:
-        rows, gradient = gathered(packed_bytes(fields), header, group)
+        rows, gradient = gathered(packed, header, group)
     if not gradient:
         return _merged(type(state), rows, fields)
     state = type(state)(*map(accepted, state))

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..attention import AttentionState
 from ..attention.state import refuse_wrong_sums
-from ..checks import check_dense, kind_of, not_a_tensor, wrong
-from ..dtypes import state_dtype
 from ..intention import RidgeState
+from ..runtime.checks import check_dense, kind_of, not_a_tensor, wrong
+from ..runtime.dtypes import state_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -201,7 +201,7 @@ def check(state: AttentionState | RidgeState) -> None:
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
     """The bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is aligned."""
-    parts = [field.contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
+    parts = [field.resolve_neg().contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
     missing = -sum(part.numel() for part in parts) % 8
     return torch.cat([*parts, parts[0].new_zeros(missing)])
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor, nn
 
-from ..attention import AttentionState, merge_states
-from ..attention.state import check_state
-from ..checks import over_batch, wrong
-from ..intention import RidgeState, merge_ridge, ridge_state
-from ..intention.state import check_ridge
+from ..attention import AttentionState, check_state, merge_states
+from ..intention import RidgeState, check_ridge, merge_ridge, ridge_state
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
-from ..nn.layers import computed, split_heads
+from ..nn.inputs import split_heads
+from ..nn.parts import computed
+from ..runtime.checks import over_batch, wrong
 from .merge import State, accepted, all_merge_state
 from .messages import announced, members
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import has_kernel, is_free
-from ..calls import note
-from ..dtypes import FLOATING
-from ..tracing import has_values, is_differentiated
+from ..runtime.backends import has_kernel, is_free
+from ..runtime.calls import note
+from ..runtime.dtypes import FLOATING
+from ..runtime.tracing import has_values, is_differentiated
 
 FEW, FEW_KEYS, WIDE = 16, 1024, 64
 """Fewer queries than this share too little work, over fewer keys than that or in heads as wide as this: torch's function is faster then."""

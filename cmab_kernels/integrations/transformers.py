@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import note
-from ..checks import wrong
+from ..runtime.calls import note
+from ..runtime.checks import wrong
 from .functional import CAUSAL, DROPOUT, FASTER, fused_attention
 
 NAME = "cmab"

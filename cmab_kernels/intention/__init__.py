@@ -12,12 +12,13 @@ from .api import (
     solve_ridge,
 )
 from .solve import RidgeSolution, regularised_inverse, regularised_solve
-from .state import RidgeState, empty_ridge, merge_ridge
+from .state import RidgeState, check_ridge, empty_ridge, merge_ridge
 
 __all__ = [
     "RidgeSolution",
     "RidgeState",
     "RidgeStep",
+    "check_ridge",
     "empty_ridge",
     "intention",
     "merge_ridge",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..backends import choose, kernel, passed_on
-from ..checks import (
+from ..runtime.backends import choose, kernel, passed_on
+from ..runtime.checks import (
     as_autocast,
     as_they_are,
     check_every,
@@ -22,7 +22,7 @@ from ..checks import (
     weights_of_heads,
     wrong,
 )
-from ..tracing import is_direct
+from ..runtime.tracing import is_direct
 from .dual import Dual
 from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
@@ -189,8 +189,8 @@ def prefix_ridge_states(
     Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, with masked ones.
     Every result has an axis T = ceil(N / every): gram (B, H, T, D, D), moment (B, H, T, D, E), count (B, H, T), each on top of `state` if
     one is given. Gradients flow as in `ridge_state`. On a CPU the sums of each chunk are formed, then added up in float64, which takes the
-    memory of the results twice; on a GPU chunks of fewer than 16 keys are added up while they are formed. With heads and prefixes in one
-    axis, the states are what `solve_ridge` takes.
+    memory of the results twice, and that of the rows once if `every` does not divide N; on a GPU chunks of fewer than 16 keys are added up
+    while they are formed. With heads and prefixes in one axis, the states are what `solve_ridge` takes.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> states = cmab_kernels.prefix_ridge_states(key, value, every=300)

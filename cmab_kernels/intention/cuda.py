@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
-from ..dtypes import FLOATING
+from ..runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
+from ..runtime.dtypes import FLOATING
 
 MOST_WORKSPACE = 2**25
 """The most float64 partial sums held at a time (256 MiB), unless a single matrix needs more."""

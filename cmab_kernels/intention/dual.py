@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import differentiable
-from ..backends import choose
-from ..dtypes import state_dtype
-from ..tracing import needs_definition
+from ..runtime.autograd import differentiable
+from ..runtime.backends import choose
+from ..runtime.dtypes import state_dtype
+from ..runtime.tracing import needs_definition
 from .reference import rows_of
 from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 from .state import in_chunks
 
 

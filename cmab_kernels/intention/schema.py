@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, folding_rule, gradient_of_formula
-from ..backends import choose
-from ..checks import refuse_negative
-from ..dtypes import state_dtype
-from ..flops import flop_formula
+from ..runtime.autograd import Operator, folding_rule, gradient_of_formula
+from ..runtime.backends import choose
+from ..runtime.checks import refuse_negative
+from ..runtime.dtypes import state_dtype
+from ..runtime.flops import flop_formula
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
 from .state import count_keys
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_extents, device_of, not_a_state, not_a_tensor, wrong
+from ..runtime.checks import check_dense, check_extents, device_of, not_a_state, not_a_tensor, wrong
 
 
 class RidgeState(NamedTuple):

@@ -1,5 +1,18 @@
 """Layers of a transformer as one call each: norm, projections, attention or feed-forward network, and residual connection."""
 
-from .api import attention_layer, feed_forward_layer
+from .api import attention_layer, check_residual, feed_forward_layer
+from .block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
+from .schema import attention, feed_forward
 
-__all__ = ["attention_layer", "feed_forward_layer"]
+__all__ = [
+    "Settings",
+    "attended_blocks",
+    "attention",
+    "attention_layer",
+    "check_residual",
+    "differentiated_blocks",
+    "feed_forward",
+    "feed_forward_layer",
+    "read_blocks",
+    "updated_blocks",
+]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends import choose
-from ..checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
+from ..runtime.backends import choose
+from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
 from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import projected_attention_state
-from ..autograd import gradient_of_formula
-from ..backends import kernel
-from ..dtypes import state_dtype
-from ..tracing import as_row, has_memory, is_differentiated
+from ..runtime.autograd import gradient_of_formula
+from ..runtime.backends import kernel
+from ..runtime.dtypes import state_dtype
+from ..runtime.tracing import as_row, has_memory, is_differentiated
 from .reference import in_dtype, layer_norm
 from .schema import attention, feed_forward
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import FLOATING, state_dtype
-from ..extension import load
+from ..runtime.dtypes import FLOATING, state_dtype
+from ..runtime.extension import load
 
 _C = load()
 

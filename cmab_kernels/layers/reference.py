@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 
 
 def geglu(hidden: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, fold, gradient_of_formula, of_any_size
-from ..dtypes import state_dtype
-from ..flops import flop_formula
-from ..tracing import is_differentiated
+from ..runtime.autograd import Operator, fold, gradient_of_formula, of_any_size
+from ..runtime.dtypes import state_dtype
+from ..runtime.flops import flop_formula
+from ..runtime.tracing import is_differentiated
 from .reference import attention_layer_reference, feed_forward_reference
 
 LIB = torch.library.Library("cmab", "FRAGMENT")

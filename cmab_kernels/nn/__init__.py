@@ -1,20 +1,39 @@
 """Modules built on the operators: attention of few queries over any number of keys, and streams that keep a state between calls."""
 
-from .cmab import CMAB, CMABRemoval, CMABUpdate
-from .cmab_stack import CMABStack
-from .continual import ContinualAttention, ContinualNystromAttention
-from .continual_encoder import ContinualEncoder, ContinualEncoderLayer, RetroactiveEncoderLayer
-from .continual_stream import ContinualStream, FillingWindow, RecentStream, RecentTokens
-from .informer import InformerEncoderLayer
-from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
-from .multihead_attention import Attended, MultiheadAttention
-from .multihead_intention import MultiheadIntention, MultiheadSigmaIntention
-from .nystrom_attention import NystromAttention
-from .positional import CircularPositionalEncoding
-from .replace import replace_modules
-from .replacements import Replacement, Replacements
+import sys
+from importlib import import_module
+
+from .cmab import CMAB, CMABRemoval, CMABStack, CMABUpdate, CrossAttention, FeedForward, LatentLayer, SelfAttention
+from .continual import (
+    CircularPositionalEncoding,
+    ContinualAttention,
+    ContinualEncoder,
+    ContinualEncoderLayer,
+    ContinualNystromAttention,
+    ContinualStream,
+    FillingWindow,
+    RecentStream,
+    RecentTokens,
+    RetroactiveEncoderLayer,
+)
+from .multihead import Attended, MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, NystromAttention
+from .replace import Replacement, Replacements, replace_modules
 from .stream import AttentionStream, RidgeStream
-from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
+from .transformer import InformerEncoderLayer, TransformerDecoderLayer, TransformerEncoderLayer
+
+_MOVED = {
+    "cmab_stack": "cmab.stack",
+    "continual_encoder": "continual.encoder",
+    "continual_stream": "continual.window",
+    "informer": "transformer.informer",
+    "layers": "cmab.layers",
+    "multihead_attention": "multihead.attention",
+    "multihead_intention": "multihead.intention",
+    "nystrom_attention": "multihead.nystrom",
+    "positional": "continual.positional",
+}
+"""Where modules of this package stood in 0.1.0, for pickles that name them, and where they are."""
+sys.modules.update({f"{__name__}.{old}": import_module(f"{__name__}.{new}") for old, new in _MOVED.items()})
 
 __all__ = [
     "CMAB",

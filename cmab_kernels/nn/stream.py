@@ -11,13 +11,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, empty_state
-from ..attention.state import check_state
-from ..checks import check_count, wrong
-from ..dtypes import state_dtype
-from ..intention import RidgeState, empty_ridge
-from ..intention.state import check_ridge
-from ..tracing import is_recorded, is_transformed, is_watched
+from ..attention import AttentionState, check_state, empty_state
+from ..intention import RidgeState, check_ridge, empty_ridge
+from ..runtime.checks import check_count, wrong
+from ..runtime.dtypes import state_dtype
+from ..runtime.tracing import is_recorded, is_transformed, is_watched
 
 M = TypeVar("M", bound=nn.Module)
 Value = TypeVar("Value")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..attention import attention_state, latent_attention
-from ..backends import check_name, choose, passed_on
-from ..checks import (
+from ..runtime.backends import check_name, choose, passed_on
+from ..runtime.checks import (
     MOST_ITERATIONS,
     as_autocast,
     as_they_are,
@@ -24,7 +24,7 @@ from ..checks import (
     over_batch,
     wrong,
 )
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 

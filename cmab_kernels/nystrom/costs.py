@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ..checks import wrong
-from ..constants import SCHEDULE
+from ..runtime.checks import wrong
+from ..runtime.constants import SCHEDULE
 from .reference import segment_ends
 
 Formula = Callable[[int, int, int], int]

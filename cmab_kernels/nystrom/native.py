@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import FLOATING
-from ..extension import load
+from ..runtime.dtypes import FLOATING
+from ..runtime.extension import load
 
 _C = load()
 

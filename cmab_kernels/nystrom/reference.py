@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dtypes import state_dtype
+from ..runtime.dtypes import state_dtype
 
 COPIED = 2**17
 """The most elements that are copied at a time to be added up, but at least one segment."""
@@ -54,11 +54,22 @@ def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
 def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
     """The sum of each segment, (B, H, m, D): first the longer segments, then the shorter ones, each kind as one block."""
     size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
+    if torch.compiler.is_compiling():
+        return _gathered_sums(tokens, segments, size, longer)
     if tokens.numel() <= COPIED:
         tokens = tokens.contiguous()
     first, second = tokens.split([longer * (size + 1), (segments - longer) * size], dim=-2)
     parts = [first.unflatten(-2, (longer, size + 1)), second.unflatten(-2, (segments - longer, size))]
     return torch.cat([part.sum(-2) if tokens.is_contiguous() else _sum_of_copies(part) for part in parts], dim=-2)
+
+
+def _gathered_sums(tokens: Tensor, segments: int, size: int, longer: int) -> Tensor:
+    """The same, each segment gathered as `size` + 1 rows: torch's compiler fails on gradients of blocks whose number is symbolic."""
+    numbers = torch.arange(segments, device=tokens.device).unsqueeze(-1)
+    place = torch.arange(size + 1, device=tokens.device)
+    beyond = place >= (numbers < longer).add(size)
+    rows = (numbers * size + numbers.clamp(max=longer) + place).masked_fill(beyond, 0)
+    return tokens[..., rows, :].masked_fill(beyond.unsqueeze(-1), 0.0).sum(-2)
 
 
 def _sum_of_copies(part: Tensor) -> Tensor:

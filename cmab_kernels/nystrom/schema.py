@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Operator, fold, gradient_of_formula, of_any_size
-from ..flops import flop_formula
+from ..runtime.autograd import Operator, fold, gradient_of_formula, of_any_size
+from ..runtime.flops import flop_formula
 from .costs import pinv_operations
 from .reference import iterative_pinv_reference, landmark_values_reference
 

@@ -21,9 +21,9 @@ import torch
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from ..backends import FAMILIES
-from ..tiles import forget
-from ..triton_common import Kernel, compiled_kernel
+from ..runtime.backends import FAMILIES
+from ..runtime.tiles import forget
+from ..runtime.triton_common import Kernel, compiled_kernel
 from .descriptors import lost_descriptors
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}

@@ -262,7 +262,8 @@ bool view(PyObject* tensor, TensorView& view) {
 bool view_plain(PyObject* object, TensorView& view) {
   const Torch& known = torch();
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor_type) return false;
-  return (known.table ? look(*known.table, object, view) : look_slowly(object, view)) && view.device == Device::kCpu;
+  return (known.table ? look(*known.table, object, view) : look_slowly(object, view)) && view.device == Device::kCpu &&
+         !is_negated(object);
 }
 
 bool is_negated(PyObject* tensor) {

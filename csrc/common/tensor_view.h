@@ -38,7 +38,8 @@ bool is_tensor(PyObject* object);
 // have. Leaves no Python error behind.
 bool view(PyObject* tensor, TensorView& view);
 
-// As view(), for any object: also false unless it is a torch.Tensor, not of a subclass, on the CPU.
+// As view(), for any object: also false unless it is a torch.Tensor, not of a subclass, on the CPU, whose memory holds
+// its values and not their negatives.
 bool view_plain(PyObject* object, TensorView& view);
 
 // Whether torch has marked the tensor as the negative of what its memory holds.

@@ -29,8 +29,8 @@ class StepArguments {
     const int names[] = {fields_.queries, fields_.keys, fields_.values};
     TensorView rings[3], tokens[3];
     for (int i = 0; i < 3; ++i)
-      if (!view_plain(field(names[i]), rings[i]) || !view_plain(tokens_[i], tokens[i]) || is_negated(tokens_[i]) ||
-          rings[i].dims != 4 || tokens[i].dims != 4)
+      if (!view_plain(field(names[i]), rings[i]) || !view_plain(tokens_[i], tokens[i]) || rings[i].dims != 4 ||
+          tokens[i].dims != 4)
         return false;
     const TensorView &keys = rings[1], &values = rings[2];
     if (keys.shape[3] > kMostColumns || values.shape[3] > kMostColumns) return false;
@@ -91,9 +91,8 @@ class StepArguments {
   // Reads the position of each head's stream; false unless every window is full.
   bool positions(const StreamShape& shape, const int64_t*& numbers) const {
     TensorView tensor;
-    if (!view_plain(field(fields_.position), tensor) || is_negated(field(fields_.position)) || tensor.dims != 2 ||
-        tensor.dtype != DType::kInt64 || tensor.shape[0] != shape.batch || tensor.shape[1] != shape.heads ||
-        !tensor.contiguous())
+    if (!view_plain(field(fields_.position), tensor) || tensor.dims != 2 || tensor.dtype != DType::kInt64 ||
+        tensor.shape[0] != shape.batch || tensor.shape[1] != shape.heads || !tensor.contiguous())
       return false;
     numbers = static_cast<const int64_t*>(tensor.data);
     return std::all_of(numbers, numbers + shape.batch * shape.heads,
@@ -102,9 +101,7 @@ class StepArguments {
 
   bool scale(double& number) const {
     TensorView tensor;
-    PyObject* const given = field(fields_.scale);
-    if (!view_plain(given, tensor) || is_negated(given) || tensor.dtype != DType::kFloat64 || tensor.dims != 0)
-      return false;
+    if (!view_plain(field(fields_.scale), tensor) || tensor.dtype != DType::kFloat64 || tensor.dims != 0) return false;
     number = *static_cast<const double*>(tensor.data);
     return true;
   }

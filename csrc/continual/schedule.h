@@ -15,7 +15,7 @@ constexpr int kExtraSums = 5;
 // The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits.
 constexpr int64_t kLastPosition = int64_t(1) << 62;
 
-// After this many tokens a row of sums is recomputed in any case; from cmab_kernels/constants.py.
+// After this many tokens a row of sums is recomputed in any case; from cmab_kernels/runtime/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 
 // The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been

@@ -9,7 +9,7 @@
 
 namespace cmab {
 
-// From cmab_kernels/constants.py.
+// From cmab_kernels/runtime/constants.py.
 enum Info : int32_t {
   kSound = CMAB_INFO_SOUND,
   kNotPositiveDefinite = CMAB_INFO_NOT_POSITIVE_DEFINITE,
@@ -17,7 +17,7 @@ enum Info : int32_t {
 };
 
 // A system is ill-conditioned if its condition number (in the 1-norm) times epsilon exceeds this: its solution may have
-// no correct digit beyond the second. From cmab_kernels/constants.py.
+// no correct digit beyond the second. From cmab_kernels/runtime/constants.py.
 constexpr double kIllConditionedLimit = CMAB_ILL_CONDITIONED;
 
 // A penalty as it is, or NaN for a negative one, with which no system is positive definite.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.runtime.dtypes import state_dtype
 
 _NONE = torch.empty(0, device="cpu", dtype=torch.float32)
 

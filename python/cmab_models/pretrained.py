@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import safe_open
 from torch import nn
 
-from cmab_kernels.checks import LARGEST, wrong
+from cmab_kernels.runtime.checks import LARGEST, wrong
 
 if TYPE_CHECKING:
     from typing import Self

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 from cmab_kernels.testing import LAWS, bound, oracles, row_error
 
 WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100), (129, 15), (255, 256), (256, 255)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -22,9 +22,9 @@ import triton.language as tl
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
+from cmab_kernels.runtime.tiles import FILE, read, using
+from cmab_kernels.runtime.triton_common import Kernel, kernel
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record
-from cmab_kernels.tiles import FILE, read, using
-from cmab_kernels.triton_common import Kernel, kernel
 from tests.machine_code import by_matrix_units, wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

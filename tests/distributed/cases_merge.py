@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import cmab_kernels as ck
 from cmab_kernels import AttentionState, RidgeState
-from cmab_kernels.distributed import all_merge_state, messages
+from cmab_kernels.distributed import all_merge_state, merge, messages
 
 from .common import close, counted, own, raises, same_bits_on_all_ranks
 
@@ -45,6 +45,7 @@ def case_attention_states_merge_to_the_same_bits() -> None:
             part = parts[dist.get_rank()]
             merged = all_merge_state(part._replace(out=part.out.mT.contiguous().mT))
             assert equal(merged, ck.merge_states(*parts))
+            assert equal(all_merge_state(part._replace(out=torch._neg_view(-part.out))), merged), "a lazy negation"
             same_bits_on_all_ranks(merged)
 
 
@@ -157,6 +158,21 @@ def case_as_on_a_gpu() -> None:
                 assert (part[0].grad is not None) == (rank in wanting)
     finally:
         messages._waits = before
+
+
+def case_an_error_of_packing_reaches_all_ranks() -> None:
+    """Memory may run out there."""
+    state, packed = ck.empty_state(1, 2, 3, 4), merge.packed_bytes
+
+    def fail(_: object) -> None:
+        raise MemoryError("no memory is left")
+
+    merge.packed_bytes = fail if dist.get_rank() == 0 else packed
+    try:
+        with raises(MemoryError, "no memory") if dist.get_rank() == 0 else raises(RuntimeError, "`state` is missing from rank 0"):
+            all_merge_state(state)
+    finally:
+        merge.packed_bytes = packed
 
 
 def case_groups() -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 from cmab_kernels.testing import OperatorSuite
 
 from ..declarations import declarations

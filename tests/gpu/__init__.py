@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cmab_kernels.backends import FAMILIES
+from cmab_kernels.runtime.backends import FAMILIES
 
 DEVICE = "cuda"
 

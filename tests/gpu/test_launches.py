@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels.backends import implementation
-from cmab_kernels.extension import load_cuda
+from cmab_kernels.runtime.backends import implementation
+from cmab_kernels.runtime.extension import load_cuda
 
 from . import DEVICE
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.testing import STREAMS, bound
 from cmab_kernels.testing.suite import DTYPES
 from cmab_kernels.testing.suite.gpu import no_waiting, side_stream

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._vmap_internals import _vmap
 
-pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 

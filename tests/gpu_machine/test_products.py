@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
 
 import triton
 import triton.language as tl
 
-from cmab_kernels.triton_common import Kernel, kernel, product, product_of_wide, rows_at
+from cmab_kernels.runtime.triton_common import Kernel, kernel, product, product_of_wide, rows_at
 from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
 
 import cmab_kernels
 import cmab_kernels as ck
 from cmab_kernels.attention.state import subtract_state
+from cmab_kernels.runtime.triton_common import Kernel
 from cmab_kernels.testing import OperatorSuite, oracles
-from cmab_kernels.triton_common import Kernel
 from gpu_machine.launch import on_machine
 from gpu_machine.orders import in_orders
 

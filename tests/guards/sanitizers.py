@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 from tests.mutations.fault import Fault
 from tests.mutations.tree import ROOT, Tree, steps_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 from tests.mutations.fault import Fault
 from tests.mutations.tree import ROOT
 

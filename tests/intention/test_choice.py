@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmab_kernels import backends, use_impl
+from cmab_kernels import use_impl
+from cmab_kernels.runtime import backends
 
 cuda = pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
 pytest.importorskip("triton")

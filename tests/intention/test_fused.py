@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels import backends
 from cmab_kernels.intention import native
 from cmab_kernels.intention.api import solve_rows
+from cmab_kernels.runtime import backends
 
 MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
 

@@ -15,7 +15,7 @@ CMANP = SYSTEMS["cmanp"].__module__
 def test_what_a_system_is_made_of() -> None:
     """By way of packages that import from everywhere, its own modules are reached, and no other system's."""
     found = code.reached((CMANP, TASKS["gp-rbf"].__module__))
-    assert {"cmab_models.neural_processes.parts", "cmab_kernels.nn.cmab_stack", "cmab_kernels.layers.reference"} <= found
+    assert {"cmab_models.neural_processes.parts", "cmab_kernels.nn.cmab.stack", "cmab_kernels.layers.reference"} <= found
     assert not {"cmab_models.neural_processes.cnp", "cmab_models.systems", "cmab_kernels.nystrom.reference"} & found
 
 
@@ -35,7 +35,7 @@ def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert changed(CMANP)
     assert changed("cmab_models.pretrained")
-    assert changed("cmab_kernels.nn.cmab")
+    assert changed("cmab_kernels.nn.cmab.block")
     assert changed("cmab_kernels.attention.prefix.reference")
     assert not changed("cmab_kernels.attention.native")
 

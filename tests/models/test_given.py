@@ -291,9 +291,7 @@ def test_events_may_come_as_arrays_and_lists() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch announces the successor of its dynamic quantisation
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_dynamic_quantisation(system: str) -> None:
-    """Its layers have no parameters; torch's own encoder layer, in some systems, cannot be quantised so."""
+    """Its layers have no parameters, and those of torch's own encoder layer are read by torch's fused one, which must not run."""
     model, given = made(system), inputs(system)
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    if any(type(part) is torch.nn.TransformerEncoderLayer for part in model.modules()):
-        pytest.skip("torch's encoder layer reads the weights of its layers")
     assert answer(quantised, given).isfinite().all()

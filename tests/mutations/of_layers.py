@@ -167,7 +167,7 @@ IN_PYTHON = {
         f"{BLOCK}::test_only_the_gradients_that_are_needed_are_made",
     ),
     "one call for layers of several residuals": Fault(
-        "cmab_kernels/nn/fused.py",
+        "cmab_kernels/nn/cmab/one_call.py",
         'settings = {"num_heads": first.num_heads, "residual": first.residual}',
         'settings = {"num_heads": first.num_heads}',
         f"{RESIDUAL}::test_layers_of_several_residuals",
@@ -179,7 +179,7 @@ IN_PYTHON = {
         f"{SUITE}::TestNormedGeglu::test_accuracy -k reference",
     ),
     "keys and values that change places in the authors' weights": Fault(
-        "cmab_kernels/nn/official.py",
+        "cmab_kernels/nn/cmab/official.py",
         'tensor.chunk(2)[part == ["value"]]',
         'tensor.chunk(2)[part != ["value"]]',
         "tests/models/test_official.py::test_a_block",

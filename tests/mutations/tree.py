@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cmab_kernels.extension import load
+from cmab_kernels.runtime.extension import load
 
 from .fault import Fault
 

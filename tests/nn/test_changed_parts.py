@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import cmab_kernels.nn as ours
-from cmab_kernels.nn.projections import MultiheadProjections
+from cmab_kernels.nn.multihead.projections import MultiheadProjections
 from cmab_kernels.nn.stream import Keeper, Stream
 
 C, H, N = 16, 2, 6

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels
-from cmab_kernels.nn import CMAB, CMABStack, fused, layers
+from cmab_kernels.nn import CMAB, CMABStack
+from cmab_kernels.nn.cmab import layers, one_call
+from cmab_kernels.nn.parts import projects_inside
 
 from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, LATENTS, block, close, definition, points
 
@@ -60,7 +62,7 @@ def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is one native call; with a hook on one part, an operator for each of the other layers."""
     calls = []
-    for place, name in ((fused, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
+    for place, name in ((one_call, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
         operator = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k))
     module, (inputs, latents) = block(), points()
@@ -83,7 +85,7 @@ def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
         query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, width), (1, 9, 4), (2 * width, 4)))
-        assert layers.projects_inside(query, inputs, weight, weight) is inside
+        assert projects_inside(query, inputs, weight, weight) is inside
 
 
 @pytest.mark.parametrize("columns, inside", [(128, True), (129, False)])
@@ -93,11 +95,11 @@ def test_keys_on_a_gpu_are_written_where_wide_inputs_are_trained_on(columns: int
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
         query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, 16), (1, 9, columns), (32, columns)))
-        assert layers.projects_inside(query, inputs, weight, weight)
+        assert projects_inside(query, inputs, weight, weight)
         weight.requires_grad_()
-        assert layers.projects_inside(query, inputs, weight, weight) is inside
+        assert projects_inside(query, inputs, weight, weight) is inside
         with torch.no_grad():
-            assert layers.projects_inside(query, inputs, weight, weight)
+            assert projects_inside(query, inputs, weight, weight)
 
 
 def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cmab_kernels import AttentionState, use_impl
-from cmab_kernels.backends import current_impl
-from cmab_kernels.nn import CMAB, CMABStack, chunks
+from cmab_kernels.nn import CMAB, CMABStack
+from cmab_kernels.nn.cmab import chunks
+from cmab_kernels.runtime.backends import current_impl
 
 DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
 
@@ -62,7 +63,7 @@ def test_it_equals_its_blocks_with_all_gradients(masked: bool) -> None:
 
 def test_one_pass_serves_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     module, (inputs, latents) = stack(), points()
-    monkeypatch.setattr("cmab_kernels.nn.cmab.CMAB._read", None)
+    monkeypatch.setattr("cmab_kernels.nn.CMAB._read", None)
     assert module(inputs, latents).shape == latents.shape
 
 

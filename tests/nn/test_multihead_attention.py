@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cmab_kernels
-from cmab_kernels.nn import MultiheadAttention, multihead_attention
+from cmab_kernels.nn import MultiheadAttention
+from cmab_kernels.nn.multihead import attention
 
 DIM, HEADS, BATCH, QUERIES, KEYS = 24, 3, 2, 5, 37
 
@@ -341,7 +342,7 @@ def test_the_fused_path_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("fused")
 
-    monkeypatch.setattr(multihead_attention, "attention_state", refuse)
+    monkeypatch.setattr(attention, "attention_state", refuse)
     _, ours = pair()
     ours(*inputs(ours))
     with pytest.raises(AssertionError, match="fused"):

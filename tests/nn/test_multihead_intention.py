@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cmab_kernels
-from cmab_kernels.nn import MultiheadIntention, MultiheadSigmaIntention, multihead_intention
-from cmab_kernels.nn.multihead_intention import LearnedRidge
+from cmab_kernels.nn import MultiheadIntention, MultiheadSigmaIntention
+from cmab_kernels.nn.multihead import intention
+from cmab_kernels.nn.multihead.intention import LearnedRidge
 
 DIM, HEADS, BATCH, QUERIES, KEYS = 24, 3, 2, 5, 37
 KINDS = [MultiheadIntention, MultiheadSigmaIntention]
@@ -427,7 +428,7 @@ def test_the_fast_path_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("another way")
 
     for name in ("ridge_state", "regularised_solve", "solve_ridge"):
-        monkeypatch.setattr(multihead_intention, name, refuse)
+        monkeypatch.setattr(intention, name, refuse)
     for kind in KINDS:
         module = made(kind)
         module(*inputs(module), need_weights=False)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cmab_kernels.nn import ContinualNystromAttention, NystromAttention, replace_modules
-from cmab_kernels.nn.nystrom_attention import LANDMARKS
+from cmab_kernels.nn.multihead.nystrom import LANDMARKS
 
 DIM, HEADS, BATCH, TOKENS, WIDTH = 24, 3, 2, 37, 8
 

@@ -10,7 +10,8 @@ import torch.nn.utils.parametrize
 from torch import Tensor
 
 import cmab_kernels
-from cmab_kernels.nn import CMAB, AttentionStream, layers
+from cmab_kernels.nn import CMAB, AttentionStream
+from cmab_kernels.nn.cmab import layers
 
 from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, block, close, definition, points
 

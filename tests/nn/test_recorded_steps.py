@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cmab_kernels.nn as ours
-from cmab_kernels import tracing
+from cmab_kernels.runtime import tracing
 
 WINDOW: dict[str, Any] = {"sequence_len": 4, "batch_first": True}
 TOKEN, ROWS, FEW = (1, 16), (1, 5, 16), (1, 3, 16)

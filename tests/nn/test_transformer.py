@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 import cmab_kernels
-from cmab_kernels.nn import TransformerDecoderLayer, TransformerEncoderLayer, replace_modules, transformer
+from cmab_kernels.nn import TransformerDecoderLayer, TransformerEncoderLayer, replace_modules
+from cmab_kernels.nn.transformer import layers
 
 WIDTH, HEADS, BATCH, TOKENS, MEMORY = 12, 2, 2, 7, 9
 MAPPING = {nn.TransformerEncoderLayer: TransformerEncoderLayer, nn.TransformerDecoderLayer: TransformerDecoderLayer}
@@ -66,7 +67,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *a, **k: calls.append(name) or operator(*a, **k)  # type: ignore[func-returns-value]
 
     for name in ("attention_layer", "feed_forward_layer"):
-        monkeypatch.setattr(transformer, name, counted(name))
+        monkeypatch.setattr(layers, name, counted(name))
     return calls
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels.checks import refuse_not_finite
+from cmab_kernels.runtime.checks import refuse_not_finite
 
 Q, K, V = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
 NEAR = torch.randn(3, 4, 8)

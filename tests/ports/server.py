@@ -133,7 +133,7 @@ def answer(native: Any, call: Call) -> Reply:
 
 
 def main() -> None:
-    from cmab_kernels.extension import load
+    from cmab_kernels.runtime.extension import load
 
     native, replies = load(), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed goes elsewhere

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cmab_kernels import backends
+from cmab_kernels.runtime import backends
 from cmab_kernels.testing import LAWS, LAYOUTS
 
 FEW, MANY = 30, 1000

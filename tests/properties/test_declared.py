@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels import backends, nn
+from cmab_kernels import nn
+from cmab_kernels.runtime import backends
 
 from ..declarations import TESTS, declarations
 

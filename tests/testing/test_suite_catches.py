@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.autograd import differentiable, gradient_of_formula
-from cmab_kernels.checks import check_operands, wrong
+from cmab_kernels.runtime.autograd import differentiable, gradient_of_formula
+from cmab_kernels.runtime.checks import check_operands, wrong
+from cmab_kernels.runtime.tracing import needs_definition
 from cmab_kernels.testing import OperatorSuite, failures
-from cmab_kernels.tracing import needs_definition
 
 LIB = torch.library.Library("cmab_testing", "DEF")
 LIB.define("pool(Tensor rows, Tensor weight, Tensor? mask, str fault) -> Tensor")

@@ -13,7 +13,7 @@ a hundred matrix instructions, and spill others for them.
 import triton
 import triton.language as tl
 
-from ...triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
+from ...runtime.triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
 from .forward import LOG2_E
 from .runs import locate
 

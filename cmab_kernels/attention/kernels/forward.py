@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dtypes import state_dtype
-from ...tiles import chosen_once
-from ...triton_common import (
+from ...runtime.dtypes import state_dtype
+from ...runtime.tiles import chosen_once
+from ...runtime.triton_common import (
     Kernel,
     allows_tf32,
     in_place,

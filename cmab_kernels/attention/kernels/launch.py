@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
-from ...triton_common import Products, allows_tf32, triton_dtype
+from ...runtime.tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
+from ...runtime.triton_common import Products, allows_tf32, triton_dtype
 
 
 def _products(dtype: torch.dtype, fits: bool) -> Products:
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
 
 # By precision and widest head: the largest tiles that fit in registers and shared memory, as tests/attention/test_cubin.py sees it.
-# They do not depend on lengths, but a block is no larger than the queries need. Tuned sizes (cmab_kernels/tiles.json) precede them.
+# They do not depend on lengths, but a block is no larger than the queries need. Tuned sizes (cmab_kernels/runtime/tiles.json) precede them.
 _FORWARD = {
     "half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...tiles import padded
-from ...triton_common import kernel, load_tile, rows_at, tile_at
+from ...runtime.tiles import padded
+from ...runtime.triton_common import kernel, load_tile, rows_at, tile_at
 from .forward import LOG2_E
 from .runs import count_runs, first_slot, set_bounds, unless_bad
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...backends import choose
-from ...checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
-from ...dtypes import state_dtype
+from ...runtime.backends import choose
+from ...runtime.checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
+from ...runtime.dtypes import state_dtype
 from ..state import AttentionState, check_state
 from .schema import prefix_attention_op
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dtypes import state_dtype
-from ...extension import load
+from ...runtime.dtypes import state_dtype
+from ...runtime.extension import load
 from ..native import unsupported as unsupported
 
 _C = load()

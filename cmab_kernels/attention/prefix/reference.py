@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dtypes import state_dtype
+from ...runtime.dtypes import state_dtype
 from ..reference import attention_backward_reference, attention_reference
 from ..state import AttentionState, merged, share_gradient
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import Operator, folding_rule, gradient_of_formula
-from ...dtypes import state_dtype
-from ...flops import flop_formula
+from ...runtime.autograd import Operator, folding_rule, gradient_of_formula
+from ...runtime.dtypes import state_dtype
+from ...runtime.flops import flop_formula
 from .reference import prefix_attention_backward_reference, prefix_attention_reference
 
 LIB = torch.library.Library("cmab", "FRAGMENT")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import choose
-from ...checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
-from ...dtypes import state_dtype
-from ...tracing import needs_definition, under_transform
+from ...runtime.backends import choose
+from ...runtime.checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
+from ...runtime.dtypes import state_dtype
+from ...runtime.tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
 from ..schema import state_gradient
 from ..state import AttentionState, check_state

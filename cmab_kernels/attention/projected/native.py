@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import FLOATING
-from ...extension import load
+from ...runtime.dtypes import FLOATING
+from ...runtime.extension import load
 
 _C = load()
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import Operator, gradient_of_formula, looping_rule
-from ...flops import flop_formula
+from ...runtime.autograd import Operator, gradient_of_formula, looping_rule
+from ...runtime.flops import flop_formula
 from ..schema import check_offsets, refused_offsets, state_gradient
 from ..state import AttentionState, merged
 from .reference import projected_attention_backward_reference, projected_attention_reference

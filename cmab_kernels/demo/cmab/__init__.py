@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...attention import attention_state, latent_attention
-from ...backends import Explanation, explain, use_impl
 from ...measure import Task, available_memory, interleave, peak_memory, readable, seconds
+from ...runtime.backends import Explanation, explain, use_impl
 from .. import checked_output, require, where
 from . import conditioning as c
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import AttentionState, latent_attention
-from ...backends import use_impl
 from ...measure import Task
 from ...nn import CMAB
+from ...runtime.backends import use_impl
 
 DIM, LATENTS, HEADS = 64, 128, 4
 FEATURES = 5

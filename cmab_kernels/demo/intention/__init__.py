@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...backends import explain, use_impl
+from ...runtime.backends import explain, use_impl
 from .. import checked_output, require
 from . import cloud, digits
 

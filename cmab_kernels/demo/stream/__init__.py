@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends import Explanation, explain, use_impl
 from ...measure import readable, seconds
 from ...nystrom import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
 from ...nystrom.costs import cost_table, executed_on_average, paper_operations
+from ...runtime.backends import Explanation, explain, use_impl
 from .. import checked_output, require, where
 from . import tokens as t
 

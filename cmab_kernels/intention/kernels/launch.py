@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import HOPPER, capability_of, tuned
-from ...triton_common import Products, allows_tf32, run_length
+from ...runtime.tiles import HOPPER, capability_of, tuned
+from ...runtime.triton_common import Products, allows_tf32, run_length
 
 MOST_PROGRAMS = 256
 """The most programs for one matrix: almost two for each of the 132 multiprocessors of an H100."""
@@ -54,7 +54,7 @@ class GramTiles(NamedTuple):
 
 
 # By precision and widest tile: what fits in registers and shared memory, which tests/intention/test_cubin.py checks. Tuned sizes
-# (cmab_kernels/tiles.json) precede them.
+# (cmab_kernels/runtime/tiles.json) precede them.
 _GRAM = {
     "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (64, 16, 4, 4)},
     "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dtypes import state_dtype
-from ...triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, rows_from, tile_at
+from ...runtime.dtypes import state_dtype
+from ...runtime.triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, rows_from, tile_at
 from ..state import in_chunks
 from . import scan
 from .launch import Cut, row_strides

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import (
+from ...runtime.triton_common import (
     alignment,
     as_operand,
     kept_keys,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...tiles import chosen_once
-from ...triton_common import (
+from ...runtime.tiles import chosen_once
+from ...runtime.triton_common import (
     Kernel,
     allows_tf32,
     is_aligned,

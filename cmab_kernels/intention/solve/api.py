@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import choose
-from ...checks import check_floats, check_number, check_operands, wrong
-from ...dtypes import state_dtype
+from ...runtime.backends import choose
+from ...runtime.checks import check_floats, check_number, check_operands, is_read, wrong
+from ...runtime.dtypes import state_dtype
 from .schema import regularised_solve_op
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}
@@ -96,6 +96,8 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     check_floats("alpha", alpha)
     if alpha.device != device and (alpha.dim() > 0 or alpha.is_meta):
         raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
+    if alpha.dtype != dtype and is_read(alpha) and (alpha > _LARGEST[dtype]).any():
+        raise ValueError(wrong("alpha", "holds a number that is too large", f"every element must be finite in {dtype}"))
     above = len(shape) - alpha.dim()
     # Not `in (1, wanted)`: the compiler of torch 2.6 finds no number in a tuple with a symbol for it.
     if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(alpha.shape, shape[above:], strict=True)):

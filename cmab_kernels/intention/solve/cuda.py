@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
+from ...runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...extension import load
+from ...runtime.extension import load
 
 _C = load()
 

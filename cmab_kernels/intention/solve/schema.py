@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import Operator, folding_rule
-from ...checks import refuse_negative
-from ...flops import flop_formula
+from ...runtime.autograd import Operator, folding_rule
+from ...runtime.checks import refuse_negative
+from ...runtime.flops import flop_formula
 from ..schema import check_weights, gradient_of_sums, gram_operations, row_products, sums_like
 from .reference import regularised_solve_reference
 

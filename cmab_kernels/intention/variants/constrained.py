@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_operands, kind_of, wrong
+from ...runtime.checks import check_operands, kind_of, wrong
 from ..api import ridge_state
 from ..solve import regularised_solve
 from .active_set import INFEASIBLE, SOUND, active_set, solve_active

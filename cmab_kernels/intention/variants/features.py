@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import differentiable
-from ...checks import check_count, check_floats, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
+from ...runtime.autograd import differentiable
+from ...runtime.checks import check_count, check_floats, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 

@@ -1,4 +1,4 @@
-"""Checks of the estimators' arguments, beyond those of `cmab_kernels.checks`."""
+"""Checks of the estimators' arguments, beyond those of `cmab_kernels.runtime.checks`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import passed_on
-from ...checks import (
+from ...runtime.backends import passed_on
+from ...runtime.checks import (
     check_count,
     check_dense,
     check_floats,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import differentiable
+from ...runtime.autograd import differentiable
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import is_read, wrong
-from ...constants import INFO_NOT_POSITIVE_DEFINITE
+from ...runtime.checks import is_read, wrong
+from ...runtime.constants import INFO_NOT_POSITIVE_DEFINITE
 from ..solve import RidgeSolution, regularised_solve
 from .inputs import check_query, solver_of
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_dense, not_a_state, not_a_tensor, wrong
-from ...tracing import is_differentiated
+from ...runtime.checks import check_dense, not_a_state, not_a_tensor, wrong
+from ...runtime.tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
 from .inputs import check_labels, check_rows, divided, without_strays

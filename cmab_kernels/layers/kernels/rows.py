@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ...triton_common import load_tile, product, quotient, rows_at, rows_from
+from ...runtime.triton_common import load_tile, product, quotient, rows_at, rows_from
 
 
 @triton.jit

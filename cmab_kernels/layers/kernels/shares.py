@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dtypes import state_dtype
-from ...triton_common import kernel
+from ...runtime.dtypes import state_dtype
+from ...runtime.triton_common import kernel
 
 GRADIENTS = 6
 """The most gradients that one launch adds up: those of a feed-forward layer."""

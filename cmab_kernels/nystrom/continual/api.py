@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends import check_name, choose, imported
-from ...checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
-from ...dtypes import state_dtype
-from ...setting import now
-from ...tracing import as_row, extent, is_profiled, is_watched
+from ...runtime.backends import check_name, choose, imported
+from ...runtime.checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
+from ...runtime.dtypes import state_dtype
+from ...runtime.setting import now
+from ...runtime.tracing import as_row, extent, is_profiled, is_watched
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums

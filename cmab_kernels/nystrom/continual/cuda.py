@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...cuda_launch import CUDA, gpu_problem, launch
-from ...dtypes import FLOATING
+from ...runtime.cuda_launch import CUDA, gpu_problem, launch
+from ...runtime.dtypes import FLOATING
 from .state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...dtypes import FLOATING
-from ...extension import load
+from ...runtime.dtypes import FLOATING
+from ...runtime.extension import load
 from .state import ContinualAttentionState, ContinualNystromState, StepResult
 
 _C = load()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import state_dtype
-from ...tracing import has_values
+from ...runtime.dtypes import state_dtype
+from ...runtime.tracing import has_values
 from ..reference import landmark_kernel, logits, pinv_reference, segment_ends
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, State, window_of
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import kernel
-from ...checks import autocasts, refuse_not_finite
-from ...flops import flop_formula
-from ...tracing import has_memory, is_differentiated, is_plain
+from ...runtime.backends import kernel
+from ...runtime.checks import autocasts, refuse_not_finite
+from ...runtime.flops import flop_formula
+from ...runtime.tracing import has_memory, is_differentiated, is_plain
 from ..costs import executed_attention_operations, mean_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...backends import imported
-from ...checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
-from ...dtypes import state_dtype
+from ...runtime.backends import imported
+from ...runtime.checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
+from ...runtime.dtypes import state_dtype
 
 
 class ContinualNystromState(NamedTuple):
@@ -243,7 +243,7 @@ def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
     if position.dtype != torch.int64 or position.shape not in ((), keys.shape[:2]):
         given = f"is {position.dtype} {tuple(position.shape)}"
         raise ValueError(wrong(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or (), is needed"))
-    return position.to(keys.device).expand(keys.shape[:2]).contiguous()
+    return position.to(keys.device).expand(keys.shape[:2]).clone(memory_format=torch.contiguous_format)
 
 
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
@@ -275,11 +275,11 @@ def own_memory(state: State) -> State:
 
 
 def _is_own(field: Any) -> bool:
-    return not isinstance(field, Tensor) or (field.is_contiguous() and not field.requires_grad)
+    return not isinstance(field, Tensor) or (field.is_contiguous() and not field.requires_grad and not field.is_neg())
 
 
 def _owned(field: Any) -> Any:
-    return field if _is_own(field) else field.detach().clone(memory_format=torch.contiguous_format)
+    return field if _is_own(field) else field.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 # ---- which memory the next state takes

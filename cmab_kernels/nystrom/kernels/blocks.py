@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import kernel, on_device, product, triton_dtype
+from ...runtime.triton_common import kernel, on_device, product, triton_dtype
 from .launch import products
 from .squares import divisor
 

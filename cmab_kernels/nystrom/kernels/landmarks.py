@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
+from ...runtime.triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides
 from .pinv import store_rows

@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...tiles import BLACKWELL, HOPPER, capability_of, tuned
-from ...triton_common import Products, alignment, triton_dtype
-from ...triton_common import unsupported as unsupported_rows
+from ...runtime.tiles import BLACKWELL, HOPPER, capability_of, tuned
+from ...runtime.triton_common import Products, alignment, triton_dtype
+from ...runtime.triton_common import unsupported as unsupported_rows
 from .squares import squares_in_scratch
 
 MOST_LANDMARKS = 256
@@ -47,7 +47,7 @@ def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
 
 
 # Number of warps by kind of product: the choice with the fewest register spills (tests/nystrom/test_cubin.py). Values that were tuned on
-# a GPU take precedence (cmab_kernels/tiles.json).
+# a GPU take precedence (cmab_kernels/runtime/tiles.json).
 _WARPS = {
     "nystrom.forward": {"ieee": 4, "bf16x6": 4, "double": 8},
     "nystrom.backward": {"ieee": 4, "bf16x6": 4, "double": 8},

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...triton_common import kernel, on_device, tile_at
+from ...runtime.triton_common import kernel, on_device, tile_at
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides, whole_alignment
 from .squares import differentiate, iterate, iterate_in_scratch

@@ -14,7 +14,7 @@ Matrices are padded with zeros to SIZE, a power of two that `tl.dot` accepts; th
 import triton
 import triton.language as tl
 
-from ...triton_common import product, rows_at
+from ...runtime.triton_common import product, rows_at
 
 
 @triton.jit

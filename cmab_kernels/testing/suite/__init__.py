@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...backends import FAMILIES, OPERATORS
+from ...runtime.backends import FAMILIES, OPERATORS
 from ..interpreter import INTERPRETING
 from ..memory import poisoned_memory
 from .declaration import DTYPES, Declaration, Measured

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from cmab_kernels.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
-from cmab_kernels.nn.layers import check_features
+from cmab_kernels.nn.inputs import check_features
+from cmab_kernels.runtime.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
 
 from ..precision import in_single, weight_of
 from ..pretrained import Pretrained
@@ -81,13 +82,14 @@ class NeuralProcess(Pretrained):
         """Return the log-likelihood (B,) of the targets given the context: summed over output dimensions, mean over targets.
 
         With a `block_size`, or the model's own, targets are predicted that many at a time, and each block becomes context of the next.
+        The mean over no targets is 0. That and the likelihoods of a batch of 0 have a backward pass: all gradients are 0.
         """
         self._check(context_x, context_y, of="context_")
         self._check(target_x, target_y, batch=len(context_x), of="target_")
         targets = target_x.shape[1]
         size = self._block_size(block_size, targets)
         if size >= targets:
-            return joint_log_prob(self(context_x, context_y, target_x), target_y) / targets
+            return joint_log_prob(self(context_x, context_y, target_x), target_y) / max(targets, 1)
         state, total = self.condition(context_x, context_y), in_single(target_y.new_zeros(target_y.shape[0]))
         for first in range(0, targets, size):
             x, y = target_x[:, first : first + size], target_y[:, first : first + size]
@@ -99,14 +101,18 @@ class NeuralProcess(Pretrained):
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-likelihood (B, N - 1) of every point but the first, each given the points before it.
 
-        Its mean is a loss at every length of the context; `CMANP` and `IncTNP` compute it in one pass over the points.
+        Its mean is a loss at every length of the context; `CMANP` and `IncTNP` compute it in one pass over the points. Of less than two
+        points there is nothing to predict, and the result (B, 0) has a backward pass all the same.
         """
         self._check(x, y)
+        if x.shape[1] < 2:
+            known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))  # of none some models predict nothing: one of zeros
+            return self.log_prob(known_x, known_y, x[:, :0], y[:, :0]).unsqueeze(1)[:, :0]
         state, found = None, []
         for i in range(1, x.shape[1]):
             state = self.condition(x[:, i - 1 : i], y[:, i - 1 : i], state)
             found.append(joint_log_prob(self.predict(state, x[:, i : i + 1]), y[:, i : i + 1]))
-        return torch.stack(found, 1) if found else in_single(y.new_zeros(y.shape[0], 0))
+        return torch.stack(found, 1)
 
     @torch.no_grad()
     def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
@@ -120,10 +126,12 @@ class NeuralProcess(Pretrained):
         return torch.cat(drawn, 1)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean negative log-likelihood of a batch, all targets at once."""
+        """Return the mean negative log-likelihood of a batch, all targets at once; 0, with gradients of 0, if it is of no functions or no
+        targets."""
         batch = Batch(*batch)
         self._check(batch.target_x, of="target_")
-        return -self.log_prob(*batch, block_size=batch.target_x.shape[1]).mean()
+        found = self.log_prob(*batch, block_size=max(batch.target_x.shape[1], 1))
+        return -(found.mean() if len(found) else found.sum())
 
     def _block_size(self, asked: int | None, targets: int) -> int:
         return check_count("block_size", self.block_size or max(targets, 1) if asked is None else asked)
@@ -186,9 +194,10 @@ def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, T
 
 
 def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
-    """Return the log-density (B,) of all values y (B, M, dim_y), 0 where there are none, of which torch's may raise."""
-    if not y.numel():
-        return in_single(y.new_zeros(len(y)))
-    if isinstance(predicted, MultivariateNormal):
-        return predicted.log_prob(y.flatten(1))
-    return predicted.log_prob(y).flatten(1).sum(1)
+    """Return the log-density (B,) of all values y (B, M, dim_y), 0 where there are none."""
+    if not isinstance(predicted, MultivariateNormal):
+        return predicted.log_prob(y).flatten(1).sum(1)
+    values = y.flatten(1)
+    if not y.numel():  # of which torch's raises: sums over nothing, with the graph of what was computed
+        return (values - predicted.loc).sum(1) + predicted.scale_tril.sum((1, 2))
+    return predicted.log_prob(values)

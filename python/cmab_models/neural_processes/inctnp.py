@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from cmab_kernels.tracing import has_values
+from cmab_kernels.runtime.tracing import has_values
 
 from .base import NeuralProcess, without_masked
 from .parts import NormalHead, perceptron, point_embedding

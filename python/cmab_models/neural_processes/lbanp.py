@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from cmab_kernels.nn import CrossAttention, LatentLayer
-from cmab_kernels.tracing import has_values
+from cmab_kernels.runtime.tracing import has_values
 
 from . import official
 from .parts import Decoder, NormalHead, point_embedding

@@ -1,4 +1,4 @@
-"""Weights that the authors' code of CMANP and LBANP saves, in the models of this package: see `cmab_kernels.nn.official`."""
+"""Weights that the authors' code of CMANP and LBANP saves, in the models of this package: see `cmab_kernels.nn.cmab.official`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from cmab_kernels.nn.official import check_weights, name_in_block
-from cmab_kernels.nn.official import load as load_weights
+from cmab_kernels.nn.cmab.official import check_weights, name_in_block
+from cmab_kernels.nn.cmab.official import load as load_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 

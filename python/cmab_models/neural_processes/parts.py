@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
-from cmab_kernels.checks import as_they_are
 from cmab_kernels.nn import CrossAttention, FeedForward
+from cmab_kernels.runtime.checks import as_they_are
 
+from ..encoder import EncoderLayer
 from ..precision import in_single
 
 
@@ -70,8 +71,13 @@ class Decoder(nn.Module):
 
 
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True; torch's raises where there are none."""
-    return encoder(tokens, src_key_padding_mask=mask) if tokens.numel() else tokens
+    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True.
+
+    torch's attention over none may raise: the encoder then reads one of zeros, so that its weights have gradients, of 0.
+    """
+    if tokens.numel():
+        return encoder(tokens, src_key_padding_mask=mask)
+    return tokens + encoder(tokens.new_zeros(1, 1, tokens.shape[-1])).flatten()
 
 
 class NormalHead(nn.Module):
@@ -100,8 +106,7 @@ class JointHead(nn.Module):
     def __init__(self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool) -> None:
         super().__init__()
         self.mean = perceptron(dim, hidden, dim_y, 2)
-        layer = nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), 2, enable_nested_tensor=False)
         self.projection = perceptron(dim, hidden, rank * dim_y, depth)
         self.rank, self.bound_std = rank, bound_std
 

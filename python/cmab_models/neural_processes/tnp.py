@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from cmab_kernels.tracing import has_values
+from cmab_kernels.runtime.tracing import has_values
 
+from ..encoder import EncoderLayer
 from .parts import JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points
 
@@ -42,8 +43,7 @@ class TNPD(KeepsPoints):
         hidden = 2 * dim if ff_dim is None else ff_dim
         self.dim_x, self.dim_y = dim_x, dim_y
         self.embedding = point_embedding(dim_x + dim_y, dim, embedding_depth)
-        layer = nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), depth, enable_nested_tensor=False)
         self.head: nn.Module = NormalHead(dim, hidden, dim_y, bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:

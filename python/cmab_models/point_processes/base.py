@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels.checks import check_dense, kind_of, wrong
-from cmab_kernels.dtypes import state_dtype
-from cmab_kernels.tracing import has_values
+from cmab_kernels.runtime.checks import check_dense, kind_of, wrong
+from cmab_kernels.runtime.dtypes import state_dtype
+from cmab_kernels.runtime.tracing import has_values
 
 from ..choices import largest
 from ..pretrained import Pretrained

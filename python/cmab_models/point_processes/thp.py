@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..encoder import EncoderLayer
 from .base import PointProcess
 from .parts import EventEmbedding, EventHead, LogGaps
 
@@ -58,7 +59,7 @@ class THP(PointProcess):
         self.num_marks = num_marks
         self.embedding = EventEmbedding(num_marks, dim, log_gaps, period)
         self.start = nn.Parameter(torch.randn(dim))
-        layer = nn.TransformerEncoderLayer(dim, num_heads, 2 * dim if ff_dim is None else ff_dim, 0.0, batch_first=True, norm_first=True)
+        layer = EncoderLayer(dim, num_heads, 2 * dim if ff_dim is None else ff_dim, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = EventHead(dim, num_marks, log_gaps, components)
 

@@ -6,8 +6,8 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from cmab_kernels.checks import refuse_not_finite, wrong
-from cmab_kernels.nn.layers import check_features
+from cmab_kernels.nn.inputs import check_features
+from cmab_kernels.runtime.checks import refuse_not_finite, wrong
 
 from ..precision import weight_of
 from ..pretrained import Pretrained

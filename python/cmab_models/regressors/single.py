@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.nn import MultiheadIntention
 
+from ..encoder import attended
 from ..neural_processes.parts import perceptron
 from .base import Regressor
 
@@ -29,7 +30,7 @@ class OneLayer(Regressor):
         """Return the layer, with the arguments and results of `torch.nn.MultiheadAttention`, batch first."""
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        answer: Tensor = self.head(self.layer(self.embedding(query), self.embedding(key), self.value(value), need_weights=False)[0])
+        answer: Tensor = self.head(attended(self.layer, self.embedding(query), self.embedding(key), self.value(value)))
         return answer
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.nn import FeedForward, InformerEncoderLayer, MultiheadIntention, MultiheadSigmaIntention
 
+from ..encoder import EncoderLayer, attended
 from ..neural_processes.parts import perceptron
 from .base import Regressor
 
@@ -40,7 +41,7 @@ class Stack(Regressor):
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         points = self.encoder(self.point(torch.cat([key, value], -1)))
         features = self.key(query)
-        read = self.cross(features, self.key(key), points, need_weights=False)[0]
+        read = attended(self.cross, features, self.key(key), points)
         answer: Tensor = self.head(self.feed_forward(features + read))
         return answer
 
@@ -97,7 +98,7 @@ class Transformer(Stack):
     """
 
     def _layer(self, dim: int, num_heads: int, ff_dim: int) -> nn.TransformerEncoderLayer:
-        return nn.TransformerEncoderLayer(dim, num_heads, ff_dim, dropout=0.0, batch_first=True, norm_first=True)
+        return EncoderLayer(dim, num_heads, ff_dim, norm_first=True)
 
     def _cross(self, dim: int, num_heads: int) -> nn.Module:
         return nn.MultiheadAttention(dim, num_heads, batch_first=True)

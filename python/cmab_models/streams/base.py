@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.checks import kind_of, refuse_not_finite, wrong
 from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
-from cmab_kernels.nn.layers import check_features
+from cmab_kernels.nn.inputs import check_features
 from cmab_kernels.nn.stream import extent, follow_weights
+from cmab_kernels.runtime.checks import kind_of, refuse_not_finite, wrong
 
 from ..precision import weight_of
 from ..pretrained import Pretrained

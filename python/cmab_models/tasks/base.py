@@ -63,7 +63,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar: 0, with gradients of 0, of a batch of nothing."""
 
     def before_step(self, model: nn.Module, step: int) -> None:  # noqa: B027 - most tasks change nothing
         """Change the model before step `step` of the optimiser, counted from 0; its parameters stay the same objects."""
@@ -115,6 +115,11 @@ class Task(ABC):
             if type(value) in (int, float) and not (0 < value <= sys.float_info.max or value == default):
                 raise ValueError(f"{name} is {value!r}; it must be positive{'' if default else ', or 0'}, and finite")
         return replace(self, **settings)
+
+
+def reduction(answers: Tensor) -> str:
+    """Return what torch's losses are to take of all answers: the mean, which is NaN where there are none; the sum is 0 there."""
+    return "mean" if answers.numel() else "sum"
 
 
 def seeded(*seeds: int) -> torch.Generator:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..choices import largest
 from ..data.glyphs import Glyphs, dejavu, digits, letters, turned
-from .base import BySystem, Task, seeded
+from .base import BySystem, Task, reduction, seeded
 from .sets import Question
 
 GLYPHS: dict[str, Callable[[], Glyphs]] = {"digits": digits, "letters": letters, "dejavu": dejavu}
@@ -42,7 +42,7 @@ class ImageTask(Task):
         return self.drawn(generator, self.batch_size, held_out=False)
 
     def loss(self, model: nn.Module, batch: Question) -> Tensor:
-        return F.cross_entropy(self.scores(model, batch).flatten(0, 1), batch.answer.flatten())
+        return F.cross_entropy(self.scores(model, batch).flatten(0, 1), batch.answer.flatten(), reduction=reduction(batch.answer))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:

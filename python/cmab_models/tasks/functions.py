@@ -99,5 +99,5 @@ def streamed(model: nn.Module, batch: Batch, chunk: int = 1) -> Iterator[dict[st
         start = perf_counter()
         state = model.condition(x[:, first : first + chunk], y[:, first : first + chunk], state)
         seconds = perf_counter() - start
-        score = joint_log_prob(model.predict(state, target_x), target_y).mean().item() / target_x.shape[1]
+        score = joint_log_prob(model.predict(state, target_x), target_y).mean().item() / max(target_x.shape[1], 1)
         yield {"points": float(min(first + chunk, x.shape[1])), "log_likelihood": score, "update_ms": 1e3 * seconds}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Task, seeded
+from .base import Task, reduction, seeded
 
 HELD_OUT = 2000
 """Questions that are evaluated."""
@@ -57,7 +57,7 @@ class SetTask(Task):
         return self.drawn(generator, self.batch_size)
 
     def loss(self, model: nn.Module, batch: Question) -> Tensor:
-        return F.mse_loss(model(*batch[:3]), batch.answer)
+        return F.mse_loss(model(*batch[:3]), batch.answer, reduction=reduction(batch.answer))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:

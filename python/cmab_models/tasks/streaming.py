@@ -17,7 +17,7 @@ from cmab_kernels.intention.variants import lda
 
 from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
-from .base import Task, seeded
+from .base import Task, reduction, seeded
 
 EVERY = 5
 """Every fifth window of a held-out stream is scored: 5 divides no segment's length, so windows end anywhere in segments."""
@@ -104,9 +104,9 @@ class StreamTask(Task):
         assert isinstance(model, StreamClassifier)
         pieces, labels = batch
         if isinstance(model, Nystromformer):
-            return F.cross_entropy(model(pieces[:, -self.sequence_len :]), labels)
+            return F.cross_entropy(model(pieces[:, -self.sequence_len :]), labels, reduction=reduction(labels))
         scores = model.forward_stream(pieces)
-        return F.cross_entropy(scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]))
+        return F.cross_entropy(scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]), reduction=reduction(labels))
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Fit fixed landmarks: of all layers at the start, then layer by layer, each followed by an equal part of the training."""

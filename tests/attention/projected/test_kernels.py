@@ -18,8 +18,8 @@ import cmab_kernels as ck
 from cmab_kernels.attention.projected import kernels
 from cmab_kernels.attention.projected.kernels import launch
 from cmab_kernels.attention.projected.reference import projected_attention_reference
+from cmab_kernels.runtime.tiles import forget
 from cmab_kernels.testing import between_margins, guarded_results, row_error
-from cmab_kernels.tiles import forget
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 

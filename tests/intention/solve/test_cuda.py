@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.dtypes import state_dtype
+from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.testing import lapack_ratio
 from tests import emulated_cuda
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels import checks
+from cmab_kernels.runtime import checks
 from cmab_kernels.testing import LAWS, Measured, OperatorSuite
 
 Results = tuple[Tensor, ...]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, window_of
 from cmab_kernels.nystrom.continual.state import ContinualNystromState
+from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.testing import bound
 
 Tokens = tuple[Tensor, Tensor, Tensor]

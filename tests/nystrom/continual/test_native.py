@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.dtypes import state_dtype
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
 from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, row_means, row_sums, window_of
 from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.nystrom.reference import logits
+from cmab_kernels.runtime.dtypes import state_dtype
 
 native = pytest.importorskip("cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....triton_common import alignment, in_place, kept_keys, kernel, mask_bytes, on_device, product, rows_at
+from ....runtime.triton_common import alignment, in_place, kept_keys, kernel, mask_bytes, on_device, product, rows_at
 from ...kernels.backward import product_over_queries, scores_of, weigh
 from ...kernels.forward import LOG2_E
 from ...kernels.rows import load_rows, row_terms, sum_runs

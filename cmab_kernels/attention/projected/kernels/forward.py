@@ -6,8 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....tiles import chosen_once
-from ....triton_common import Kernel, alignment, allows_tf32, kept_keys, kernel, load_tile, mask_bytes, on_device, product_of_wide, tile_at
+from ....runtime.tiles import chosen_once
+from ....runtime.triton_common import (
+    Kernel,
+    alignment,
+    allows_tf32,
+    kept_keys,
+    kernel,
+    load_tile,
+    mask_bytes,
+    on_device,
+    product_of_wide,
+    tile_at,
+)
 from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
 from ...kernels.runs import cut_keys, locate, vetted
 from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides

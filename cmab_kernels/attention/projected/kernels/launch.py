@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ....tiles import BLACKWELL, HOPPER, capability_of, padded
-from ....triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
+from ....runtime.tiles import BLACKWELL, HOPPER, capability_of, padded
+from ....runtime.triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
 from ...kernels.runs import MOST_QUERIES
 from .tiles import columns_of_chunk
 

@@ -8,7 +8,7 @@ Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD of a v
 import triton
 import triton.language as tl
 
-from ....triton_common import load_tile, product, quotient, rows_at, tile_at
+from ....runtime.triton_common import load_tile, product, quotient, rows_at, tile_at
 
 CHUNK = tl.constexpr(64)
 """The most columns of a key or a value at hand at once: wider heads are cut into chunks."""

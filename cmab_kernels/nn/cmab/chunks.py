@@ -1,0 +1,194 @@
+"""Inputs that come in chunks: from an array, a table, a loader or any iterable, the next one fetched while one is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...attention import AfterChunk
+from ...runtime.backends import current_impl, use_impl
+from ...runtime.checks import is_dense, kind_of, wrong
+from ...runtime.tracing import under_transform
+from ..inputs import check_features
+from .layers import CHUNK
+
+_END = object()
+_NUMBERS = "numbers of at most 64 bits, not complex, are needed"
+
+
+def check_source(source: Any, read_twice: bool) -> None:
+    """Raise unless `source` can be cut into chunks or iterated, twice if gradients need it."""
+    if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
+        allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
+        raise TypeError(wrong("chunks", f"is {kind_of(source)}", allowed))
+    if _is_array(source):
+        _check_array("chunks", source)
+        if len(source.shape) not in (2, 3):
+            raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
+    if read_twice and isinstance(source, Iterator):
+        allowed = "gradients read the chunks a second time; pass a list, an array or a DataLoader, or use torch.no_grad()"
+        raise ValueError(wrong("chunks", f"is {kind_of(source)}, which can be read once only", allowed))
+
+
+def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return a function whose contexts have the caller's grad mode, inference mode, autocast and `use_impl`, which are a thread's own."""
+    impl = current_impl()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)}
+
+    def entered() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(use_impl(impl))
+        stack.enter_context(torch.inference_mode(inference))
+        for kind, dtype in casts.items():
+            stack.enter_context(torch.autocast(kind, dtype))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        return stack
+
+    return entered
+
+
+def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager], batch: int | None) -> Iterator[Tensor]:
+    """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`; the next is fetched by a thread meanwhile.
+
+    The thread runs the code of the source, such as a generator's, in `modes`.
+
+    `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first, or than `batch`, that of a state.
+    """
+    refilled = not (_is_array(source) or isinstance(source, list | tuple))
+    named = ((f"chunks[{i}]", chunk) for i, chunk in enumerate(_cut(source)))
+    for name, chunk in _prefetched(((name, _rows(name, chunk, weight, refilled)) for name, chunk in named), modes):
+        if not isinstance(chunk, Tensor):
+            raise TypeError(wrong(name, f"is {kind_of(chunk)}", "a tensor, an array or a batch of an Arrow table is needed"))
+        check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
+        chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
+        if batch not in (None, chunk.shape[0]):
+            raise ValueError(wrong(name, f"has batch {chunk.shape[0]}", f"the state or the chunks before have batch {batch}"))
+        batch = chunk.shape[0]
+        yield chunk
+
+
+def _is_array(source: Any) -> bool:
+    """Whether it is a tensor or, as a memory-mapped file is, a NumPy array; a file of several arrays is none."""
+    return isinstance(source, Tensor) or (type(source).__module__.partition(".")[0] == "numpy" and hasattr(source, "dtype"))
+
+
+def _check_array(name: str, array: Any) -> None:
+    """Raise unless it is a dense tensor, or an array of real numbers without masked entries."""
+    if isinstance(array, Tensor):
+        if not is_dense(array):
+            raise ValueError(wrong(name, f"is {'a nested tensor' if array.is_nested else array.layout}", "a dense tensor is needed"))
+    elif array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise TypeError(wrong(name, f"is an array of {array.dtype}", _NUMBERS))
+    elif hasattr(array, "mask") and array.mask.any():
+        raise ValueError(wrong(name, "is an array with masked entries", "fill them in, or leave out their rows"))
+
+
+def _is_table(source: Any) -> bool:
+    """Whether it is an Arrow table, or an open Arrow file."""
+    return hasattr(source, "to_batches") or hasattr(source, "num_record_batches")
+
+
+def _starts(source: Any) -> range:
+    """The first rows of the chunks of an array; one of no rows has one chunk."""
+    return range(0, max(source.shape[-2], 1), CHUNK)
+
+
+def _cut(source: Any) -> Iterable[Any]:
+    """The chunks of a source: of an array or a table `CHUNK` rows each, of an Arrow file its batches, and of any other what it yields."""
+    if _is_array(source):
+        return (source[..., first : first + CHUNK, :] for first in _starts(source))
+    if hasattr(source, "num_record_batches"):
+        return (source.get_batch(i) for i in range(source.num_record_batches))
+    if _is_table(source):
+        return source.to_batches(max_chunksize=CHUNK) or [source]
+    return source
+
+
+def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
+    """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first.
+
+    So is a tensor that may be `refilled`: the next chunk, fetched while this one is used, may be written to the same memory. An array
+    that is not of numbers, and a table with another column, is a `TypeError` or `ValueError` with the chunk's `name`.
+    """
+    if isinstance(chunk, tuple | list) and chunk:
+        chunk = chunk[0]
+    if hasattr(chunk, "column_names"):
+        chunk = torch.stack([torch.tensor(values, dtype=weight.dtype) for values in _columns(name, chunk)], -1)
+    elif _is_array(chunk):
+        _check_array(name, chunk)
+        if not isinstance(chunk, Tensor):
+            # torch reads no other byte order, nor rows backwards, of which one row is in order to NumPy
+            chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=min(chunk.strides, default=0) < 0)
+            chunk = torch.tensor(chunk, dtype=weight.dtype)
+        elif chunk.is_meta and not weight.is_meta:
+            raise ValueError(wrong(name, "is on meta", f"the module is on {weight.device}, and needs values"))
+    return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
+
+
+def _columns(name: str, table: Any) -> Iterator[Any]:
+    """The columns of an Arrow table, or of a batch of one, as arrays of numbers."""
+    for title, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count:
+            raise ValueError(wrong(name, f"has nulls in its column {title!r}", "fill them in, or leave out their rows"))
+        values = column.to_numpy(zero_copy_only=False)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(wrong(name, f"has a column {title!r} of {column.type}", _NUMBERS))
+        yield values
+
+
+def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManager]) -> Iterator[Any]:
+    """Yield the chunks, each next one computed by another thread, in `modes`, while the last is used.
+
+    Under a transform of `torch.func`, whose tensors are those of the thread that it runs in, there is no other.
+    """
+    if under_transform():
+        yield from chunks
+        return
+
+    def fetch() -> Any:
+        with modes():
+            return next(chunks, _END)
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(fetch)
+        while (chunk := coming.result()) is not _END:
+            coming = thread.submit(fetch)
+            yield chunk
+
+
+def _count(source: Any) -> int | None:
+    """The number of chunks of a source; None if it does not tell."""
+    if _is_array(source):
+        return len(_starts(source))
+    if hasattr(source, "num_record_batches"):
+        return int(source.num_record_batches)
+    try:
+        return len(cast("Sized", _cut(source)))
+    except (TypeError, NotImplementedError):  # also of what has a length, as a DataLoader, whose data set has none
+        return None
+
+
+@contextmanager
+def progress_bar(source: Any) -> Iterator[AfterChunk]:
+    """A context of a function, called after each chunk, that shows how many were read: with tqdm if it is there, else as a line of text."""
+    total = _count(source)
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is not None:
+        with tqdm(total=total, unit="chunk") as bar:
+            yield lambda *_: bar.update(1)
+        return
+    shown = "?" if total is None else total
+    try:
+        yield lambda count, _: print(f"\r{count} of {shown} chunks", end="", file=sys.stderr, flush=True)
+    finally:
+        print(file=sys.stderr)

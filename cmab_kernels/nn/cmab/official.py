@@ -1,0 +1,87 @@
+"""The names under which the authors' code of CMAB saves weights (https://github.com/BorealisAI/constant-memory-anp).
+
+Its licence forbids to reuse the code: the names were read off what it saves, and the outputs that go with them off what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...runtime.checks import kind_of, wrong
+
+LAYERS = {
+    "compress.cross_attention": "layer_cross_attn",
+    "compress.cross_feed_forward": "layer_cross_ff",
+    "compress.self_attention": "layer_latent_self_attn",
+    "compress.self_feed_forward": "layer_latent_ff",
+    "retrieve.cross_attention": "cross_attn",
+    "retrieve.cross_feed_forward": "cross_ff",
+    "retrieve.self_attention": "latent_self_attn",
+    "retrieve.self_feed_forward": "latent_ff",
+}
+"""The layers of a `CMAB`, and what the authors call them."""
+PARTS = {
+    "norm": "norm",
+    "context_norm": "norm_context",
+    "query": "fn.to_q",
+    "key": "fn.to_kv",
+    "value": "fn.to_kv",
+    "output": "fn.to_out",
+    "expand": "fn.net.0",
+    "contract": "fn.net.2",
+}
+"""The parts of a layer; keys and values are the two halves of one matrix."""
+
+
+def name_in_block(name: str) -> str:
+    """Return what the authors call a parameter of a `CMAB`."""
+    if name == "latents":
+        return name
+    layer, part, kind = name.rsplit(".", 2)
+    return f"{LAYERS[layer]}.{PARTS[part]}.{kind}"
+
+
+def check_weights(state_dict: Any) -> None:
+    """Raise unless `state_dict` maps names to tensors."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(wrong("state_dict", f"is {kind_of(state_dict)}", "a dict of names and tensors is needed"))
+    others = [name for name, tensor in state_dict.items() if not isinstance(tensor, Tensor)]
+    if others:
+        raise ValueError(wrong("state_dict", f"has no tensor at {listed(others)}", "pass what the authors' module saves, without more"))
+
+
+def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[str], str], unused: Collection[str] = ()) -> None:
+    """Fill the parameters of the module; `name` says what the authors call each, and `unused` are those of theirs that it has no use for.
+
+    `ValueError` names what is missing, what belongs to another model, and what has another shape, before anything is written.
+    """
+    parameters = dict(module.named_parameters())
+    names = {ours: name(ours) for ours in parameters}
+    missing = names.values() - state_dict.keys()
+    foreign = state_dict.keys() - names.values() - set(unused)
+    if missing or foreign:
+        faults = [f"{what} {listed(each)}" for what, each in (("lacks", missing), ("has", foreign)) if each]
+        raise ValueError(wrong("state_dict", " and ".join(faults), f"the weights of a {type(module).__name__} are needed"))
+    for ours, parameter in parameters.items():
+        pair = names[ours].endswith(f"{PARTS['key']}.weight")
+        shape = (2 * parameter.shape[0], *parameter.shape[1:]) if pair else tuple(parameter.shape)
+        if state_dict[names[ours]].shape != shape:
+            found = tuple(state_dict[names[ours]].shape)
+            raise ValueError(wrong("state_dict", f"has {names[ours]!r} of shape {found}", f"{shape} is needed"))
+    module.load_state_dict({ours: _part(ours, state_dict[theirs]) for ours, theirs in names.items()}, strict=False)
+
+
+def _part(ours: str, tensor: Tensor) -> Tensor:
+    """Return the half of a matrix of keys and values that a parameter is; else the tensor."""
+    part = ours.rsplit(".", 2)[-2:-1]
+    return tensor.chunk(2)[part == ["value"]] if part in (["key"], ["value"]) else tensor
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return the names in order; of many the first, and how many more there are."""
+    known = sorted(map(repr, names))
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more

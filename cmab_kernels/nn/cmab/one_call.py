@@ -1,0 +1,207 @@
+"""Constant Memory Attention Blocks in one native call, where their modules are just what they were made as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn import LayerNorm, Linear
+
+from ...attention import AttentionState, check_state
+from ...layers import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
+from ...runtime.backends import kernel
+from ...runtime.dtypes import state_dtype
+from ...runtime.tracing import is_differentiated, is_plain, is_watched
+from ..parts import fused_impl, has_other_forwards, plain_parameters
+from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
+
+
+class Block(Protocol):
+    """The parts of a `CMAB`."""
+
+    latents: nn.Parameter
+    compress: LatentLayer
+    retrieve: LatentLayer
+
+
+def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor, *, all_blocks: bool = False) -> Tensor | None:
+    """Return the latents (B, L, C) after all blocks, from the `out`s (K B, H, M, D) of their first cross-attentions.
+
+    With `all_blocks` they are (K, B, L, C), after each block. None if the modules must be called one by one.
+    """
+    found = _callable(blocks, latents, outs)
+    if found is None:
+        return None
+    return attended_blocks(_over_batch(latents, outs.shape[0] // len(blocks)), outs, *found, all_blocks=all_blocks)
+
+
+def update(
+    blocks: Sequence[Block],
+    inputs: Tensor,
+    latents: Tensor,
+    state: AttentionState | None,
+    mask: Tensor | None,
+    lead: tuple[int, ...] = (),
+) -> tuple[Tensor, AttentionState] | None:
+    """Return the latents after all blocks, and the state of their first cross-attentions over the inputs and those of `state`.
+
+    `lead` is (K,) where a state has that dimension. None if a gradient may be taken, or if the modules must be called one by one.
+    """
+    found = _callable(blocks, latents, inputs, mask)
+    if found is None:
+        return None
+    shape, given = _before(blocks, inputs, state, lead)
+    if is_differentiated(inputs, latents, *given, *found[0]) or not is_plain(*given):
+        return None
+    y, out, lse = updated_blocks(_over_batch(latents, inputs.shape[0]), inputs, mask, given, *found)
+    return y, AttentionState(out.view(shape), lse.view(shape[:-1]))
+
+
+def read(
+    blocks: Sequence[Block], inputs: Tensor, state: AttentionState | None, mask: Tensor | None, lead: tuple[int, ...] = ()
+) -> AttentionState | None:
+    """Return the state of the first cross-attentions alone, as `update` does; None where that returns None."""
+    found = _callable(blocks, blocks[0].latents, inputs, mask, _readings)
+    if found is None:
+        return None
+    shape, given = _before(blocks, inputs, state, lead)
+    if is_differentiated(inputs, *given, *found[0]) or not is_plain(*given):
+        return None
+    out, lse = read_blocks(inputs, mask, given, *found)
+    return AttentionState(out.view(shape), lse.view(shape[:-1]))
+
+
+def _before(
+    blocks: Sequence[Block], inputs: Tensor, state: AttentionState | None, lead: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Any, Any]]:
+    """Return the shape (..., B, H, M, D) of a state's `out`, and the state's parts as the native call takes them."""
+    heads, (block_latents, width) = blocks[0].compress.cross_attention.num_heads, blocks[0].latents.shape
+    shape = (*lead, inputs.shape[0], heads, block_latents, width // heads)
+    if state is None:
+        return shape, (None, None)
+    check_state(state, shape, state_dtype(inputs.dtype), inputs.device)
+    return shape, (state.out.flatten(0, 1), state.lse.flatten(0, 1)) if lead else state
+
+
+def forward(blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False) -> Tensor | None:
+    """Return the latents after all blocks, or (K, B, L, C) after each; None if the modules must be called one by one."""
+    found = _callable(blocks, latents, inputs, mask)
+    if found is None:
+        return None
+    x = _over_batch(latents, inputs.shape[0])
+    if is_differentiated(inputs, latents, *found[0]):
+        return differentiated_blocks(x, inputs, mask, *found, all_blocks=all_blocks)
+    return updated_blocks(x, inputs, mask, (None, None), *found, all_blocks=all_blocks)[0]
+
+
+def _over_batch(latents: Tensor, batch: int) -> Tensor:
+    return latents if latents.dim() == 3 else latents.expand(batch, -1, -1)
+
+
+Found = tuple[list[Tensor], Settings] | None
+
+
+def _callable(
+    blocks: Sequence[Block],
+    latents: Tensor,
+    read: Tensor,
+    mask: Tensor | None = None,
+    collect: Callable[[Sequence[Block]], Found] | None = None,
+) -> Found:
+    """Return the parameters of the blocks, and their settings, as `layers.block` takes them; None if one call cannot stand for them.
+
+    `read` are the inputs, or what was made of them; `collect` looks up the parameters, None: all of them.
+    """
+    if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, read, mask):
+        return None
+    if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
+        return None
+    if not kernel("layers", "native", "reads_heads")(latents.shape[-1] // blocks[0].compress.cross_attention.num_heads):
+        return None
+    return (collect or _parameters)(blocks)
+
+
+# ---- the parameters
+
+Leaves = tuple[tuple[str, type[nn.Module], bool], ...]
+Layers = tuple[tuple[str, type[nn.Module], Leaves], ...]
+_FEED_FORWARD = (("norm", LayerNorm, True), ("expand", Linear, True), ("contract", Linear, True))
+_PROJECTIONS = (*((name, Linear, False) for name in ("query", "key", "value")), ("output", Linear, True))
+_SELF_ATTENTION = (("norm", LayerNorm, True), *_PROJECTIONS)
+_CROSS_ATTENTION = (("norm", LayerNorm, True), ("context_norm", LayerNorm, True), *_PROJECTIONS)
+"""The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
+_HALF: Layers = (
+    ("cross_attention", CrossAttention, _CROSS_ATTENTION),
+    ("cross_feed_forward", FeedForward, _FEED_FORWARD),
+    ("self_attention", SelfAttention, _SELF_ATTENTION),
+    ("self_feed_forward", FeedForward, _FEED_FORWARD),
+)
+"""The layers of a `LatentLayer`, their kinds and modules, in this order too."""
+_READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
+_PLAIN = {nn.Parameter, Tensor}
+_is_negated = Tensor.is_neg
+
+
+_TELLING = {"query": "square", "value": "square", "expand": "hidden"}
+
+
+def _places(halves: int, layers: Layers) -> dict[int, str]:
+    """Return which of the tensors of a block, in the order of `_collected`, tell its sizes, and what: those of a name are to be alike."""
+    places, at = {0: "latents"}, 1
+    for name, _, has_bias in (leaf for _, _, leaves in layers * halves for leaf in leaves):
+        if name in _TELLING:
+            places[at] = _TELLING[name]
+        at += 1 + has_bias
+    return places
+
+
+_OF_SIZE = _places(2, _HALF)
+_READ_OF_SIZE = _places(1, _READING)
+
+
+def _readings(blocks: Sequence[Block]) -> Found:
+    """Return the parameters of the first cross-attentions up to their output projections, as `_parameters` does."""
+    return _collected(blocks, ("compress",), _READING, _READ_OF_SIZE)
+
+
+def _parameters(blocks: Sequence[Block]) -> Found:
+    """Return the parameters of the blocks and their settings; None if a module is not just its kind."""
+    return _collected(blocks, ("compress", "retrieve"), _HALF, _OF_SIZE)
+
+
+def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, places: Mapping[int, str]) -> Found:
+    """Return the block latents and the parameters of these layers of the halves of each block, and the settings.
+
+    None if a module, a layer included, is not just its kind, a parameter is absent, of a type of its own or lazily negated, or the settings
+    or the sizes, which the tensors at `places` tell, differ.
+    """
+    if has_other_forwards():
+        return None
+    collect = kernel("layers", "native", "collect_parameters")
+    tensors: list[Tensor] = []
+    eps: set[float] = set()
+    first = blocks[0].compress.cross_attention
+    settings = {"num_heads": first.num_heads, "residual": first.residual}
+    for block in blocks:
+        if type(block.latents) not in _PLAIN:
+            return None
+        tensors.append(block.latents)
+        for half in (getattr(block, name) for name in halves):
+            if plain_parameters(half, LatentLayer) is None:
+                return None
+            if not collect(modules=half._modules, layers=layers, settings=settings, tensors=tensors, eps=eps):
+                return None
+    if any(map(_is_negated, tensors)):  # memory that does not hold its values: only torch's dispatcher resolves it
+        return None
+    if len(eps) != 1 or not _of_one_size(tensors, len(blocks), places):
+        return None
+    return tensors, Settings(first.num_heads, eps.pop(), first.residual)
+
+
+def _of_one_size(tensors: list[Tensor], blocks: int, places: Mapping[int, str]) -> bool:
+    """Return whether the parts of all blocks are of one size: a block may be another, or have lost heads, or hidden columns."""
+    first, *others = ([tensors[at + place].shape for place in places] for at in range(0, len(tensors), len(tensors) // blocks))
+    width = tensors[0].shape[1]
+    sizes = {**dict(zip(places.values(), first, strict=True)), "square": (width, width)}
+    return [sizes[name] for name in places.values()] == first and all(other == first for other in others)

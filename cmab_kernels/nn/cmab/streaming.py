@@ -1,0 +1,129 @@
+"""What a block and a stack of blocks share: streams that are updated in the time of the new inputs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from ...attention import AttentionState, subtract_state
+from ...runtime.checks import check_mask, wrong
+from ..inputs import check_features
+from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
+from . import one_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    from .block import CMAB
+
+
+class CMABUpdate(NamedTuple):
+    """What `update` returns: the result of the block or stack, and the state to continue from."""
+
+    latents: Tensor
+    """(B, L_I, dim)"""
+    state: AttentionState
+
+
+class CMABRemoval(NamedTuple):
+    """What `remove` returns: the result of the block or stack, the state to continue from, and which rows of that state are accurate."""
+
+    latents: Tensor
+    """(B, L_I, dim)"""
+    state: AttentionState
+    reliable: Tensor
+    """(B, H, L_B) bool, of a stack (K, B, H, L_B), as in `cmab_kernels.Removal`."""
+
+
+class StreamingBlocks(nn.Module):
+    """Base class of `CMAB` and `CMABStack`: one pass over inputs makes a state, from which a constant cost leads to the result."""
+
+    stream: AttentionStream
+    """The module's own stream, its last part: `follow_weights` looks at the parts before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(follow_weights)
+
+    __copy__ = with_own_streams
+
+    def update(
+        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABUpdate:
+        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
+
+        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
+        """
+        if state is None:
+            refuse_to_record("update", "update(..., state)")
+        self = self._computed()
+        self._check(new_inputs, latents, key_padding_mask)
+        before = self.stream.held if state is None else state
+        found = one_call.update(self._blocks, new_inputs, latents, before, key_padding_mask, self.stream.lead)
+        if found is None:
+            after = self._read(new_inputs, before, key_padding_mask)
+            found = self._retrieve(latents, after), after
+        if state is None:
+            self.stream.state = found[1]
+        return CMABUpdate(*found)
+
+    def remove(
+        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> CMABRemoval:
+        """Return the result without `old_inputs`, in time O(old inputs). With `state` None the module's own stream is changed.
+
+        The inputs must be part of the state. A removal loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`.
+        `RuntimeError` if the module's own stream has seen no input.
+        """
+        if state is None:
+            refuse_to_record("remove", "remove(..., state)")
+        self = self._computed()
+        before = self.stream.started(state)
+        self.stream._check(before)
+        self._check(old_inputs, latents, key_padding_mask)
+        left, reliable = subtract_state(before, self._read(old_inputs, None, key_padding_mask))
+        result = CMABRemoval(self._retrieve(latents, left), left, reliable)
+        if state is None:
+            self.stream.state = left
+        return result
+
+    def init_state(self, batch: int) -> AttentionState:
+        """Return the state of no inputs, to start a stream that the caller keeps: `out` and `lse` as the class describes them."""
+        return self.stream.init_state(batch)
+
+    @property
+    @abstractmethod
+    def _blocks(self) -> Sequence[CMAB]:
+        """The blocks, in their order."""
+
+    @abstractmethod
+    def _computed(self) -> Self:
+        """Return the module or, where it has parametrizations, a stand-in with their values."""
+
+    @abstractmethod
+    def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Return the state of CA(L_B, X) over these inputs and those of `state`."""
+
+    @abstractmethod
+    def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
+        """Return the latents after all that follows CA(L_B, X), given its state."""
+
+    def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
+        check_inputs(inputs, latents, key_padding_mask, self._blocks[0].latents)
+
+
+def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
+    """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
+    check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
+    check_latents(latents, inputs.shape[0], "inputs have", weight)
+    check_mask(key_padding_mask, inputs, inputs.shape[:2])
+
+
+def check_latents(latents: Tensor, batch: int, whose: str, weight: Tensor) -> None:
+    """Raise unless the latents fit the module's parameter `weight` (..., dim) and the batch of what is `whose`."""
+    check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
+    if latents.dim() == 3 and latents.shape[0] != batch:
+        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"{whose} batch {batch}"))

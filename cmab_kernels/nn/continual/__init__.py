@@ -1,0 +1,19 @@
+"""Attention and encoders over the newest tokens of a stream, which take a token and return one."""
+
+from .attention import ContinualAttention, ContinualNystromAttention
+from .encoder import ContinualEncoder, ContinualEncoderLayer, RetroactiveEncoderLayer
+from .positional import CircularPositionalEncoding
+from .window import ContinualStream, FillingWindow, RecentStream, RecentTokens
+
+__all__ = [
+    "CircularPositionalEncoding",
+    "ContinualAttention",
+    "ContinualEncoder",
+    "ContinualEncoderLayer",
+    "ContinualNystromAttention",
+    "ContinualStream",
+    "FillingWindow",
+    "RecentStream",
+    "RecentTokens",
+    "RetroactiveEncoderLayer",
+]

@@ -1,0 +1,447 @@
+"""Attention over the newest tokens of a stream, one step at a time, with the weights of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...attention import latent_attention
+from ...nystrom import (
+    OUTPUTS,
+    ContinualAttentionState,
+    ContinualNystromState,
+    StepResult,
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
+from ...runtime.checks import as_they_are, check_count, wrong
+from ...runtime.tracing import has_values
+from ..inputs import check_features
+from ..multihead.attention import MultiheadAttention
+from ..multihead.nystrom import ONLY_TOKENS, NystromAttention
+from ..multihead.projections import MultiheadProjections, extending, no_extra_keys
+from ..parts import called, computed, is_own
+from ..stream import follow_weights, refuse_to_record, with_own_streams
+from .training import attention_over_stream, nystrom_over_stream
+from .window import ContinualStream, FillingWindow, WindowState
+
+
+class Continual(MultiheadProjections):
+    """Base class of continual attention: a stream of tokens, and the methods that advance it.
+
+    The methods have the names of the package continual-inference. One token is (B, C); several are (B, T, C) or (T, B, C), as `batch_first`
+    says, or (T, C) without a batch. A key or value of None is the query. Before the window is full there is no output, and the result is
+    None. A stream holds no autograd graph: a step that would lose a gradient is a `RuntimeError`; use `torch.no_grad()`, and train with
+    `forward_stream`, whose results are those of the steps. Errors leave the stream unchanged.
+    """
+
+    sequence_len: int
+    output: str
+    stream: ContinualStream
+    _recordable: ClassVar[str]
+    """The operator that takes and returns the state of a step, for an error message."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
+        self = computed(self)
+        key = query if key is None else key
+        value = query if value is None else value
+        self._check(None, query=query)  # before it is sliced
+        query = self._asking(query)
+        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+
+    def why_torch(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any) -> str | None:
+        """Return why torch's own implementation runs for such a call of `forward`; None if the operator does."""
+        return super().why_torch(query, query if key is None else key, query if value is None else value, *args, **kwargs)
+
+    def forward_step(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+    ) -> Tensor | None:
+        """Take one more token (B, C), and return its output (B, C) or, retroactive, the outputs of the window in the layout of `forward`.
+
+        With `update_state=False` the stream stays where it is.
+        """
+        self = computed(self)
+        self._check_given(query, key, value, one=True)
+        return self._stepped(query, key, value, update_state)
+
+    def forward_steps(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+    ) -> Tensor | None:
+        """Take T tokens, and return the results of their `forward_step`, stacked along the axis of the tokens.
+
+        There are T' <= T results, because the tokens before the one that fills the window have none. For tokens (B, T, C) the shape is
+        (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
+        """
+        self = computed(self)
+        self._check_given(query, key, value)
+        self._refuse_to_drop()
+        attended = self._advance(self._heads(query, key, value), update_state)
+        return None if attended is None else self._joined(attended, batched=query.dim() == 3)
+
+    def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
+        """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients: the form to train.
+
+        The module's own stream is neither read nor changed. In training there is dropout of attention weights, if the module has any. It
+        uses torch's `scaled_dot_product_attention`, which on a CPU has derivatives of second order and in forward mode only under
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+        """
+        self = computed(self)
+        self._check_given(query, key, value)
+        heads = self._heads(query, key, value)
+        self._check_heads(heads, None)
+        if heads[0].shape[2] < self.sequence_len:
+            return None
+        attended = self._over_stream(*heads)
+        return self._joined(attended if self.output == "retroactive" else attended.squeeze(3), batched=query.dim() == 3)
+
+    def clean_state(self) -> None:
+        """Forget all tokens."""
+        self.stream.state = None
+
+    def get_state(self) -> WindowState | None:
+        """Return the state of the stream, or None before the first token. It consists of tensors and ints, which later steps do not change.
+
+        A `FillingWindow` before the window is full, then the operators' `ContinualAttentionState` or `ContinualNystromState`. The next step
+        after this copies the window, O(n).
+        """
+        return self.stream.state
+
+    def set_state(self, state: WindowState | None) -> None:
+        """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
+        self.stream.state = state
+
+    def _asking(self, query: Tensor) -> Tensor:
+        """Return the queries of a window for which `forward` computes outputs: by default all."""
+        return query
+
+    @abstractmethod
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
+
+    @abstractmethod
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the outputs (B, H, T - n + 1, 1 or n, E) of a stream of heads (B, H, T, *), T >= n, after each of its tokens from n on."""
+
+    @abstractmethod
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        """Return the state of a whole window of heads (B, H, n, *)."""
+
+    @abstractmethod
+    def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        """Call the operator with a state and t new tokens as heads (B, H, t, *)."""
+
+    __copy__ = with_own_streams
+
+    @abstractmethod
+    def _start(self, like: Tensor) -> None:
+        """Make the stream, on the device and in the dtype of the weight `like`."""
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        super().adopt(module)
+        self._start(self._like)
+
+    def _stream_over(self, sequence_len: int, output: str) -> None:
+        """Check and keep the arguments that all constructors have in common, and make the stream."""
+        self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
+        if output not in OUTPUTS:
+            raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
+        self._start(self._like)
+
+    def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
+        """Return what `forward_step` returns, for a token that is checked."""
+        self._refuse_to_drop()
+        attended = self._advance(self._heads_of_one(query, key, value), update_state)
+        if attended is None:
+            return None
+        return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
+
+    def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
+        """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        refuse_to_record("forward_step", self._recordable)
+        stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
+        held = stream.held
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
+            allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
+            raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))
+        self._check_heads(heads, held)
+        tokens = heads[0].shape[2]
+        if tokens == 0:
+            return None
+        # A step leaves the state that it was given as it is, so that an error at a later token leaves the stream unchanged: except while a
+        # CUDA graph is captured, which advances the state in place.
+        with as_they_are(heads[0].device):
+            state, outs = self._walked(held if update_state else stream.state, heads)
+        if update_state:
+            stream.hold(state)
+        if len(outs) > 1:
+            return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
+        return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
+
+    def _heads_of_one(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what `_heads` returns, for one token (B, C) or (C), which has the same layout with a batch first and without."""
+        own = self._parameters
+        weight = own.get("in_proj_weight")
+        alike = (key is None or key is query) and (value is None or value is query)
+        if not alike or weight is None or "in_proj_bias" not in own:
+            along = -2 if self.batch_first else 0
+            return self._heads(query.unsqueeze(along), *(None if token is None else token.unsqueeze(along) for token in (key, value)))
+        packed = F.linear(query, weight, own["in_proj_bias"])
+        batch = packed.shape[0] if packed.dim() == 2 else 1
+        return self._in_dtype(packed.view(batch, 3, self.num_heads, 1, self.head_dim).unbind(1))
+
+    def _heads(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, H, T, D) in the module's dtype, from one matrix product where their inputs are the same."""
+        key, value = query if key is None else key, query if value is None else value
+        if query is key is value and self.in_proj_weight is not None:
+            packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
+            heads = packed.view(*packed.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        else:
+            heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
+        return self._in_dtype(heads)
+
+    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values of a window, from one matrix product where they are of the same tokens."""
+        weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if key is not value or key_padding_mask is not None or weight is None or not is_own(weight):
+            return super()._project_pair(key, value, key_padding_mask)
+        packed = self._batch_first(F.linear(key, weight[first:], None if bias is None else bias[first:]))
+        keys, values = packed.view(*packed.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        return keys, values, None
+
+    def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return heads in the module's dtype, which autocast may have changed."""
+        dtype = self._like.dtype
+        return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
+
+    def _check_given(self, query: Tensor, key: Tensor | None, value: Tensor | None, one: bool = False) -> None:
+        """Raise for a wrong type, width, dtype or device of tokens in the layout of `forward`, or of `one` token."""
+        key, value = query if key is None else key, query if value is None else value
+        alike = query is key is value and self.in_proj_weight is not None
+        given = {"query": query} if alike else {"query": query, "key": key, "value": value}
+        if one:
+            self._check_token(**given)
+        else:
+            self._check(None, **given)
+
+    def _check_token(self, **token: Tensor) -> None:
+        """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
+        widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        dims: tuple[int, ...] = (1, 2)
+        weight = self._like
+        for name, features in token.items():
+            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)
+            dims = (features.dim(),)
+
+    def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
+        """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`."""
+        shape, batch = heads[0].shape, None if held is None else held.keys.shape[0]
+        fills = held is None or type(held) is FillingWindow
+        for name, head in zip(("query", "key", "value"), heads, strict=True):
+            if head.shape != shape:
+                given, wanted = ((each[0], each[2]) for each in (head.shape, shape))
+                raise ValueError(wrong(name, f"has batch and tokens {given}", f"query has {wanted}"))
+            if batch is not None and shape[0] != batch:
+                raise ValueError(wrong(name, f"has batch {shape[0]}", f"the stream has batch {batch}; clean_state() ends it"))
+            # Once the window is full, the operators check this. It is not checked on a GPU, because that would synchronise.
+            if fills and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
+                raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
+
+    def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
+        """Return the state after T >= 1 tokens, and the list of the outputs (B, H, *, E) of each operator call."""
+        outs: list[Tensor] = []
+        if state is None or type(state) is FillingWindow:
+            before = 0 if state is None else state.queries.shape[2]
+            firsts = [head[:, :, : self.sequence_len - before] for head in heads]
+            state = FillingWindow(*(torch.cat(parts, 2) for parts in zip(*([state] if state else []), firsts, strict=True)))
+            if state.queries.shape[2] < self.sequence_len:
+                return state, outs
+            outs.append(self._whole(*state))
+            state = self._init(*state)
+            heads = tuple(head[:, :, self.sequence_len - before :] for head in heads)
+        for block in self._blocks(heads):
+            out, state = self._step(state, *block)
+            outs.append(out)
+        return state, outs
+
+    def _blocks(self, heads: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
+        """Split the tokens into blocks of at most `_block`, one for each operator call."""
+        tokens = heads[0].shape[2]
+        if tokens <= self._block:
+            return [heads] if tokens else []
+        return zip(*(head.split(self._block, 2) for head in heads), strict=True)
+
+    @property
+    def _block(self) -> int:
+        """The most tokens of one operator call: n for single outputs, as the ring grows with them; 1 for retroactive ones, since a call
+        returns the window's outputs only after its last token."""
+        return self.sequence_len if self.output == "single" else 1
+
+    def _joined(self, attended: Tensor, batched: bool) -> Tensor:
+        """Return the output projection of (B, H, [T',] [n,] E), or of one token (B, H E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless
+        `batch_first`."""
+        project: Any = self._modules["out_proj"]
+        rows = attended if attended.dim() == 2 else attended.movedim(1, -2).flatten(-2)
+        out = called(project, rows)
+        if not batched:
+            return out.squeeze(0)
+        return out if self.batch_first or out.dim() == 2 else out.movedim(0, -2)
+
+
+class ContinualAttention(Continual, MultiheadAttention):
+    """Exact attention over the n newest tokens of a stream: O(n) a token, where recomputing the window is O(n^2).
+
+    Args:
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as torch's. A stream has no dropout: in training, with
+            `dropout` > 0, a step is a `RuntimeError`.
+        add_bias_kv, add_zero_attn: False (`ValueError` otherwise).
+        sequence_len: n.
+        output: "single": a step returns the output of the newest token, and `forward` that of the last query. "retroactive": a step returns
+            the outputs of all n tokens, where older queries also attend to newer keys, and `forward` those of all queries.
+
+    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training; it does not change the
+    stream. Parameters have torch's names, so a `state_dict` of torch's module loads as it is. The stream is part of the `state_dict` while
+    there is one (see `ContinualStream`).
+
+    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`. Results are the same
+    while logits are small: the latter adds and subtracts raw exponentials, which in float32 loses digits at logits of 15 and overflows at
+    88. Differences: `batch_first` is False by default, as in torch; `forward_steps` of single outputs, not batch first, returns (T', B, C)
+    where theirs returns (T', 1, B, C); `update_state=False` works from the first token on; there is no `query_index` and no
+    `embed_dim_second`; steps record no graph; states are of this package's types.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
+
+    >>> attention = cmab_kernels.nn.ContinualAttention(16, 2, batch_first=True, sequence_len=64).eval()
+    >>> tokens = torch.randn(1, 100, 16)
+    >>> with torch.no_grad():
+    ...     attention.forward_steps(tokens[:, :63]) is None
+    ...     steps = attention.forward_steps(tokens[:, 63:])
+    ...     whole = attention(tokens[:, -64:], need_weights=False)[0]
+    True
+    >>> steps.shape, torch.allclose(steps[:, -1:], whole, atol=1e-5)
+    (torch.Size([1, 37, 16]), True)
+    """
+
+    lacks = no_extra_keys(ONLY_TOKENS)
+    _recordable = "cmab_kernels.continual_attention_step"
+
+    @extending(MultiheadAttention)
+    def __init__(self, *args: Any, sequence_len: int, output: str = "single", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stream_over(sequence_len, output)
+
+    def _asking(self, query: Tensor) -> Tensor:
+        if self.output == "retroactive":
+            return query
+        return query[..., -1:, :] if self.batch_first else query[-1:]
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return latent_attention(query[:, :, -1:] if self.output == "single" else query, key, value)
+
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dropout = self.dropout if self._drops else 0.0
+        return attention_over_stream(query, key, value, self.sequence_len, self.output == "retroactive", dropout)
+
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualAttentionState:
+        return continual_attention_init(query, key, value)
+
+    def _step(self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        return continual_attention_step(state, query, key, value, output=self.output)
+
+    def _start(self, like: Tensor) -> None:
+        n = self.sequence_len
+        width, counts = self.head_dim, {"window": n}
+        self.stream = ContinualStream(ContinualAttentionState, self.num_heads, width, (0, n), counts, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
+
+
+class ContinualNystromAttention(Continual, NystromAttention):
+    """Attention over the n newest tokens of a stream through m landmarks: O(m) a token, whatever the window.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype, num_landmarks, pinv,
+            pinv_iterations: as in `NystromAttention`.
+        sequence_len: n >= m.
+        output: as in `ContinualAttention`.
+        landmarks: "continual": the means of segments of the stream; when a segment is full, every n / m tokens, its mean replaces the
+            oldest. In `forward` they are the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
+
+    `forward` is `NystromAttention`'s, over a whole window at once, where a key or value of None is the query; it does not change the
+    stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does after every n tokens, or every n / m
+    where m divides n; in between, landmarks lag behind the window by less than one segment. So what is to be streamed with continual
+    landmarks is trained with `forward_stream` on pieces of more than n tokens: it has the stream's landmarks at every token.
+
+    A stream is valid only with the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those
+    of continual-inference, with the differences that `ContinualAttention` lists.
+
+    Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
+
+    >>> attention = cmab_kernels.nn.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=64, num_landmarks=8).eval()
+    >>> tokens = torch.randn(1, 128, 16)
+    >>> with torch.no_grad():
+    ...     for token in tokens.unbind(1):
+    ...         out = attention.forward_step(token)
+    ...     whole = attention(tokens[:, -64:], need_weights=False)[0]
+    >>> out.shape, torch.allclose(out, whole[:, 0], atol=1e-5)
+    (torch.Size([1, 16]), True)
+    """
+
+    schemes = ("continual", "fixed")
+    _recordable = "cmab_kernels.continual_nystrom_step"
+
+    @extending(NystromAttention)
+    def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:
+        super().__init__(*args, landmarks=landmarks, **kwargs)
+        self._stream_over(sequence_len, output)
+        if self.num_landmarks > sequence_len:
+            raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
+
+    def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
+        """Make the fixed landmarks as `NystromAttention` does, and end the stream, whose state was computed with other landmarks."""
+        super().fit_landmarks(tokens, keys, seed=seed)
+        self.clean_state()
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        attended = super()._attend(query, key, value, mask)
+        return attended[:, :, -1:] if self.output == "single" else attended
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._attend(query, key, value, None)
+
+    def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        landmarks = self._options().get("landmarks", self.num_landmarks)
+        iterations = self.pinv_iterations if self.pinv == "iterative" else 0
+        return nystrom_over_stream(query, key, value, self.sequence_len, self.output == "retroactive", landmarks, iterations)
+
+    def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualNystromState:
+        return continual_nystrom_init(query, key, value, **self._options())
+
+    def _step(self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
+        return continual_nystrom_step(state, query, key, value, output=self.output)
+
+    def _start(self, like: Tensor) -> None:
+        counts = {
+            "window": self.sequence_len,
+            "pinv_iterations": self.pinv_iterations if self.pinv == "iterative" else 0,
+            "fixed": int(self.landmarks == "fixed"),
+        }
+        width, rows = self.head_dim, (self.num_landmarks,)
+        self.stream = ContinualStream(ContinualNystromState, self.num_heads, width, rows, counts, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)

@@ -1,0 +1,426 @@
+"""Transformer encoders over the newest tokens of a stream: layers that take a token and return one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.checks import check_count, kind_of, wrong
+from ..multihead.projections import extending
+from ..parts import called, computed
+from ..stream import Stream, extent, follow_weights, with_own_streams
+from .attention import ContinualAttention, ContinualNystromAttention
+from .window import RecentStream, RecentTokens, WindowState
+
+LayerState = WindowState | tuple[RecentTokens, WindowState]
+
+
+class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` over a stream: each token attends to the n newest, itself among them, and stays as it was then.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
+        sequence_len: n.
+        num_landmarks: None for exact attention, `ContinualAttention`; else m, for `ContinualNystromAttention`, where `dropout` acts
+            on features only: there are no attention weights to drop.
+        landmarks, pinv, pinv_iterations: as in `ContinualNystromAttention`.
+
+    `forward` takes a stream of T >= n tokens at once, with gradients, and returns the outputs of the T - n + 1 full windows: what
+    `forward_steps` of a new stream returns. For T = n that is torch's layer, at the last token. `forward_step`, `forward_steps`,
+    `clean_state`, `get_state` and `set_state` are those of `ContinualAttention`; steps in training with dropout are a `RuntimeError`.
+    Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. There are no masks.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the single-output layer.
+    `RetroactiveEncoderLayer` is the other.
+
+    >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4).eval()
+    >>> tokens = torch.randn(1, 20, 16)
+    >>> trained = layer(tokens)
+    >>> with torch.no_grad():
+    ...     streamed = [layer.forward_step(token) for token in tokens.unbind(1)]
+    >>> trained.shape, torch.allclose(trained, torch.stack(streamed[7:], 1), atol=1e-5)
+    (torch.Size([1, 13, 16]), True)
+    """
+
+    self_attn: ContinualAttention | ContinualNystromAttention
+    output: ClassVar[str] = "single"
+
+    @extending(torch.nn.TransformerEncoderLayer)
+    def __init__(
+        self,
+        *args: Any,
+        sequence_len: int,
+        num_landmarks: int | None = None,
+        landmarks: str = "continual",
+        pinv: str = "iterative",
+        pinv_iterations: int = 6,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        made: Any = self.self_attn
+        options: dict[str, Any] = {"sequence_len": sequence_len, "output": self.output}
+        if num_landmarks is None:
+            self.self_attn = ContinualAttention.sharing(made, **options)
+        else:
+            options |= {"num_landmarks": num_landmarks, "landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
+            self.self_attn = ContinualNystromAttention.sharing(made, dropout=0.0, **options)
+
+    __copy__ = with_own_streams
+
+    @property
+    def sequence_len(self) -> int:
+        """The number n of tokens in the window."""
+        return self.self_attn.sequence_len
+
+    def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
+        """Return the outputs (B, T - n + 1, C) of a stream (B, T, C), or (T - n + 1, B, C) of (T, B, C) as `batch_first` says."""
+        return self._added(src, self._attended(src))
+
+    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
+        self._refuse_to_drop()
+        parts: Any = self._modules
+        attention, query = computed(parts["self_attn"]), src
+        attention._check_token(src=src)
+        if self.norm_first:
+            query = called(parts["norm1"], src)
+            attention._check_token(query=query)
+        attended = attention._stepped(query, None, None, update_state)
+        return None if attended is None else self._fed(src, attended)
+
+    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take T tokens in the layout of `forward`, and return the outputs of those from which on the window is full, or None."""
+        self._refuse_to_drop()
+        self.self_attn._check(None, src=src)
+        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+        return None if attended is None else self._added(src, attended)
+
+    def clean_state(self) -> None:
+        """Forget all tokens."""
+        self.self_attn.clean_state()
+
+    def get_state(self) -> LayerState | None:
+        """Return the state of the attention's stream, or None before the first token."""
+        return self.self_attn.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        self.self_attn.set_state(state)
+
+    def _read(self, window: Tensor) -> Tensor:
+        """Return what the layer makes of whole windows in torch's layout, for each query that the attention has outputs of."""
+        return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
+
+    def _attended(self, src: Tensor) -> Tensor:
+        self.self_attn._check(None, src=src)  # before a norm reads it
+        attended = self.self_attn.forward_stream(self._asking(src))
+        if attended is None:
+            raise ValueError(wrong("src", f"has shape {tuple(src.shape)}", f"at least {self.sequence_len} tokens, a window, are needed"))
+        return attended
+
+    def _asking(self, src: Tensor) -> Tensor:
+        return called(self.norm1, src) if self.norm_first else src
+
+    def _added(self, src: Tensor, attended: Tensor) -> Tensor:
+        """Return what the rest of the layer makes of attended tokens, which are the newest of `src`."""
+        along = 1 if src.dim() == 3 and self.self_attn.batch_first else 0
+        newest = src.narrow(along, src.shape[along] - attended.shape[along], attended.shape[along])
+        return self._fed(newest, attended)
+
+    def _fed(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """Return what the rest of the layer makes of tokens and of their attention's outputs."""
+        parts = self._modules
+        tokens = tokens + called(parts["dropout1"], attended)
+        if self.norm_first:
+            return tokens + self._fed_forward(called(parts["norm2"], tokens))
+        tokens = called(parts["norm1"], tokens)
+        return called(parts["norm2"], tokens + self._fed_forward(tokens))
+
+    def _fed_forward(self, tokens: Tensor) -> Tensor:
+        """Return what torch's method does, which a subclass may have replaced."""
+        if type(self)._ff_block is not torch.nn.TransformerEncoderLayer._ff_block or "_ff_block" in self.__dict__:
+            return self._ff_block(tokens)
+        parts = self._modules
+        hidden = called(parts["dropout"], self.activation(called(parts["linear1"], tokens)))
+        return called(parts["dropout2"], called(parts["linear2"], hidden))
+
+    def _refuse_to_drop(self) -> None:
+        if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
+            raise RuntimeError(wrong("dropout", "is on and the module in training", "a stream has none; use eval() or dropout=0"))
+
+
+class RetroactiveEncoderLayer(ContinualEncoderLayer):
+    """The same where each step returns the outputs of all n tokens of the window, as torch's layer has them: older ones see newer ones too.
+
+    It is the first layer of a `ContinualEncoder`. `forward` of (B, T, C) returns (B, T - n + 1, n, C), and of (T, B, C) it returns
+    (T - n + 1, n, B, C), as `forward_steps` of a new stream does; for T = n that is torch's layer. `forward_step` returns (B, n, C), or
+    (n, B, C). A state is the pair of the window's tokens, to which what is attended is added, and the state of the attention.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the retroactive layer.
+
+    >>> layer = cmab_kernels.nn.RetroactiveEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8).eval()
+    >>> theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    >>> layer.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(1, 20, 16)
+    >>> with torch.no_grad():
+    ...     steps = [layer.forward_step(token) for token in tokens.unbind(1)]
+    ...     torch.allclose(steps[-1], theirs(tokens[:, -8:]), atol=1e-5)
+    True
+    """
+
+    output = "retroactive"
+
+    @extending(ContinualEncoderLayer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        weight = self.linear1.weight
+        self.stream = RecentStream(self.sequence_len, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
+
+    def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
+        """Return the outputs (B, T - n + 1, n, C) of a stream (B, T, C), or (T - n + 1, n, B, C) of (T, B, C) as `batch_first` says."""
+        attended = self._attended(src)
+        return self._fed(self._windows(self.self_attn._batch_first(src), attended), attended)
+
+    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take one more token (B, C), and return the outputs of the window (B, n, C), (n, B, C) as `batch_first` says, or None."""
+        self.self_attn._check_token(src=src)
+        outs = self.forward_steps(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state)
+        return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
+
+    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take T tokens in the layout of `forward`, and return the outputs of the windows that end with them, or None."""
+        self._refuse_to_drop()
+        recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
+        attended_before = attention.held
+        try:  # the tokens come first: only then can an error tell whether the attention has taken them
+            if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state of no tokens
+                self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
+            attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+        except BaseException:
+            if attention.held is attended_before:
+                self.stream.hold(before)
+            raise
+        return None if attended is None else self._fed(self._windows(recent, attended), attended)
+
+    def clean_state(self) -> None:
+        super().clean_state()
+        self.stream.state = None
+
+    def get_state(self) -> tuple[RecentTokens, WindowState] | None:
+        """Return the tokens of the window and the state of the attention, or None before the first token."""
+        attention, recent = self.self_attn.get_state(), self.stream.state
+        return None if attention is None or recent is None else (recent, attention)
+
+    def set_state(self, state: tuple[RecentTokens, WindowState] | None) -> None:
+        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        recent, attention = _pair(state)
+        before, attention_before = self.stream.held, self.self_attn.stream.held
+        try:
+            self.stream.state = recent
+            self.self_attn.set_state(attention)
+            self._refuse_two_batches()
+        except BaseException:
+            self.stream.hold(before)
+            self.self_attn.stream.hold(attention_before)
+            raise
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse tokens of a window without the attention's state over them, and the other way round."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        name = f"{prefix}stream.tokens"
+        batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
+        if batch != attended:
+            args[-1].append(wrong(name, f"has batch {batch}", f"the stream of its attention has {attended}"))
+
+    def _refuse_two_batches(self) -> None:
+        """Raise if the tokens of the window have another batch than the attention's state over them."""
+        recent, attention = self.stream.held, self.self_attn.stream.held
+        if recent is not None and attention is not None and recent.tokens.shape[0] != attention.queries.shape[0]:
+            given = f"has tokens of batch {recent.tokens.shape[0]}, and an attention of batch {attention.queries.shape[0]}"
+            raise ValueError(wrong("state", given, "one batch for both is needed"))
+
+    def _recent(self, src: Tensor) -> Tensor:
+        """Return the tokens of the window (B, n, C), zeros before the first, followed by those of `src`."""
+        self.self_attn._check(None, src=src)
+        tokens = self.self_attn._batch_first(src).to(self.stream.weight_like.dtype)
+        batch = tokens.shape[0]
+        if self.self_attn.stream.held is None:
+            return torch.cat([tokens.new_zeros(batch, *self.stream.shape), tokens], 1)
+        held = self.stream.held
+        if held is None or held.tokens.shape[0] != batch:
+            given = "none" if held is None else f"batch {held.tokens.shape[0]}"
+            raise ValueError(wrong("src", f"has batch {batch}", f"the stream's window of tokens has {given}; clean_state() ends it"))
+        return torch.cat([held.tokens, tokens], 1)
+
+    def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
+        """Return the windows of tokens (B, T, C) that belong to attended ones, the newest, in the layout of these."""
+        batched, batch_first = attended.dim() == 4, self.self_attn.batch_first
+        windows = tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :]
+        if not batched:
+            return windows.squeeze(0)
+        return windows if batch_first else windows.movedim(0, -2)
+
+
+def _pair(state: Any) -> tuple[Any, Any]:
+    """Return (tokens, state of the attention), or two None; raise for a state of a retroactive layer that has only one of them."""
+    if state is None:
+        return None, None
+    allowed = "(RecentTokens, state of the attention), from `get_state`, or None is needed"
+    if not isinstance(state, tuple | list):
+        raise TypeError(wrong("state", f"is {kind_of(state)}", allowed))
+    if len(state) != 2:
+        raise ValueError(wrong("state", f"has {len(state)} parts", allowed))
+    recent, attention = state
+    if (recent is None) != (attention is None):
+        raise ValueError(wrong("state", f"has no {'tokens' if recent is None else 'state of the attention'}", allowed))
+    return recent, attention
+
+
+class ContinualEncoder(nn.Module):
+    """A stack of layers over a stream, each of which takes the outputs of the one before as its tokens.
+
+    Args:
+        layer: a `ContinualEncoderLayer` or `RetroactiveEncoderLayer`, of which all layers are copies, as in `torch.nn.TransformerEncoder`.
+        num_layers: how many, L >= 1; of retroactive ones at least 2.
+        norm: a module for the outputs of the last layer, or None.
+
+    `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
+    seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
+    In grad mode an error leaves the streams unchanged, and so does a token that the first layer's attention refuses. Under
+    `torch.no_grad()` an error after it, as for numbers that overflow in a later layer, ends them, like `clean_state`: a copy of the windows
+    at each step would cost more than the step.
+
+    With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
+    L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n
+    tokens, and is that of `torch.nn.TransformerEncoder` for this window at its last token: the first layer steps, and those after it read
+    the window anew, the last one for its newest token only. With continual landmarks the first layer has those of a stream, and the others
+    the means of segments of the window.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), which has the second kind.
+
+    >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4)
+    >>> encoder = cmab_kernels.nn.ContinualEncoder(layer, num_layers=2).eval()
+    >>> tokens = torch.randn(1, 20, 16)
+    >>> trained = encoder(tokens)
+    >>> with torch.no_grad():
+    ...     streamed = encoder.forward_steps(tokens)
+    >>> trained.shape, torch.allclose(trained, streamed, atol=1e-5)
+    (torch.Size([1, 6, 16]), True)
+    """
+
+    def __init__(self, layer: ContinualEncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        if not isinstance(layer, ContinualEncoderLayer):
+            raise TypeError(wrong("layer", f"is {kind_of(layer)}", "a ContinualEncoderLayer or RetroactiveEncoderLayer is needed"))
+        if not isinstance(norm, nn.Module | None):
+            raise TypeError(wrong("norm", f"is {kind_of(norm)}", "a torch.nn.Module or None is needed"))
+        num_layers = check_count("num_layers", num_layers)
+        self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
+        if self.retroactive and num_layers < 2:
+            raise ValueError(
+                wrong("num_layers", "is 1", "at least 2 are needed: the first layer is retroactive, and the last reads what it gives")
+            )
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
+        self.norm = norm
+        if self.retroactive:
+            self._each()[-1].self_attn.output = "single"
+
+    __copy__ = with_own_streams
+
+    @property
+    def sequence_len(self) -> int:
+        """The number of tokens that an output has seen."""
+        windows = [layer.sequence_len for layer in self._each()]
+        return windows[0] if self.retroactive else 1 + sum(n - 1 for n in windows)
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Return the outputs of a stream, in the layout of the layers."""
+        if self.retroactive:
+            return self._normed(self._read(self.layers[0](src), batched=src.dim() == 3))
+        for layer in self.layers:
+            src = layer(src)
+        return self._normed(src)
+
+    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
+        return self._through("forward_step", src, update_state, batched=2)
+
+    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+        """Take T tokens in the layout of `forward`, and return the outputs of those from which on all windows are full, or None.
+
+        Retroactive layers hold T windows meanwhile.
+        """
+        return self._through("forward_steps", src, update_state, batched=3)
+
+    def clean_state(self) -> None:
+        """Forget all tokens."""
+        for layer in self._each():
+            layer.clean_state()
+
+    def get_state(self) -> tuple[LayerState | None, ...]:
+        """Return the states of the layers, first to last."""
+        return tuple(layer.get_state() for layer in self._each())
+
+    def set_state(self, state: Sequence[LayerState | None] | None) -> None:
+        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        parts = (None,) * len(self.layers) if state is None else state
+        if not isinstance(parts, Sequence):
+            raise TypeError(wrong("state", f"is {kind_of(state)}", "a tuple of the states of the layers, from `get_state`, is needed"))
+        if len(parts) != len(self.layers):
+            raise ValueError(wrong("state", f"has {len(parts)} parts", f"one for each of {len(self.layers)} layers is needed"))
+        before = self._held()
+        try:
+            for layer, part in zip(self._each(), parts, strict=True):
+                layer.set_state(part)
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _each(self) -> list[Any]:
+        return list(self.layers)
+
+    def _held(self) -> list[tuple[Stream, Any]]:
+        return [(part, part.state) for part in self.modules() if isinstance(part, Stream)]
+
+    def _put_back(self, held: list[tuple[Stream, Any]]) -> None:
+        for stream, state in held:
+            stream.hold(state)
+
+    def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
+        """Return what this method of the layers makes of `src`, which has a batch if it has `batched` dimensions."""
+        # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
+        before, tokens, layers = self._held() if torch.is_grad_enabled() else None, src, self._each()
+        first = layers[0].self_attn.stream
+        first_before = first.held
+        try:
+            for layer in layers[:1] if self.retroactive else layers:
+                tokens = getattr(layer, method)(tokens, update_state=update_state)
+                if tokens is None:
+                    return None
+            return self._normed(self._read(tokens, src.dim() == batched) if self.retroactive else tokens)
+        except BaseException:
+            if before is not None:
+                self._put_back(before)
+            elif first.held is not first_before:  # the layers are no longer at the same token, and what the first ones had is overwritten
+                self.clean_state()
+            raise
+
+    def _read(self, windows: Tensor, batched: bool) -> Tensor:
+        """Return what the layers after the first make of its windows ([T',] n, [B,] C), or with a batch first (B, [T',] n, C)."""
+        batch_first = self._each()[0].self_attn.batch_first
+        windows = windows.movedim(-2, 0) if batched and not batch_first else windows
+        tokens = windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)  # a reshape to -1 fails for a batch of 0
+        tokens = tokens if batch_first else tokens.transpose(0, 1)
+        for layer in self._each()[1:]:
+            tokens = layer._read(tokens)
+        newest = tokens.reshape(*windows.shape[:-2], windows.shape[-1])
+        return newest.movedim(0, -2) if batched and not batch_first else newest
+
+    def _normed(self, tokens: Tensor) -> Tensor:
+        return tokens if self.norm is None else self.norm(tokens)

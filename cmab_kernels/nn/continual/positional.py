@@ -1,0 +1,179 @@
+"""Positional encodings on a circle, for tokens in a sliding window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.checks import check_count, wrong
+from ..inputs import check_features
+from ..stream import Keeper, refuse_to_record
+
+
+class CircularPositionalEncoding(Keeper[int]):
+    """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
+
+    A token keeps its encoding while it is in the window, so that its key and value need not be recomputed. Two tokens of a window are at
+    most n - 1 apart, and on a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all distinct.
+
+    Args:
+        embed_dim: C, columns of the tokens.
+        sequence_len: n.
+        learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines with whole numbers of periods
+            around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved. A module on the meta device gets
+            them from `to_empty`, and on torch's default device from weights that are loaded with `assign=True`.
+        batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
+
+    `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C), and `forward_stream`
+    to a stream of any number. In training they start at a random place, drawn at every call, so that all places are trained and only
+    differences carry information; in eval mode they start at the stream's place, which they do not change. `forward_step` takes one token
+    (B, C) and `forward_steps` any number, and both advance the stream; `clean_state` resets it to place 0. The place is part of the
+    `state_dict` while it is not 0.
+
+    The package continual-inference calls this `RecyclingPositionalEncoding`, which takes (B, C, T) and advances at every `forward`.
+
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
+
+    >>> encoding = cmab_kernels.nn.CircularPositionalEncoding(16, sequence_len=64, batch_first=True).eval()
+    >>> tokens = torch.randn(1, 64, 16)
+    >>> whole = encoding(tokens)
+    >>> steps = [encoding.forward_step(token) for token in tokens.unbind(1)]
+    >>> torch.equal(torch.stack(steps, 1), whole), encoding.get_state()
+    (True, 64)
+    """
+
+    fields = ("position",)
+    encodings: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        sequence_len: int,
+        learned: bool = True,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        embed_dim, sequence_len = check_count("embed_dim", embed_dim), check_count("sequence_len", sequence_len)
+        self.sequence_len, self.period, self.batch_first = sequence_len, 2 * sequence_len - 1, batch_first
+        if learned:
+            self.encodings = nn.Parameter(0.02 * torch.randn(self.period, embed_dim, device=device, dtype=dtype))
+        else:
+            like = torch.empty(0, device=device, dtype=dtype)
+            self.register_buffer("encodings", _waves(self.period, embed_dim).to(like), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return a window with its encodings added."""
+        encodings = self._checked("tokens", tokens, (2, 3))
+        length = tokens.shape[self._along(tokens)]
+        if length > self.sequence_len:
+            raise ValueError(wrong("tokens", f"has {length} tokens", f"at most the window's {self.sequence_len} are needed"))
+        return self._added(tokens, encodings, self._start(tokens))
+
+    def forward_stream(self, tokens: Tensor) -> Tensor:
+        """Return a stream of any number of tokens, in the shape of `forward`, with encodings added: `forward` beyond a single window."""
+        return self._added(tokens, self._checked("tokens", tokens, (2, 3)), self._start(tokens))
+
+    def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
+        """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
+        encodings = self._checked("token", token, (1, 2))
+        refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
+        out = token + encodings[self.position]
+        self._move(int(update_state))
+        return out
+
+    def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
+        """Return any number of tokens, in the shape of `forward`, with their encodings added."""
+        encodings = self._checked("tokens", tokens, (2, 3))
+        refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
+        out = self._added(tokens, encodings, self.position)
+        self._move(tokens.shape[self._along(tokens)] if update_state else 0)
+        return out
+
+    @property
+    def position(self) -> int:
+        """The place of the next token, from 0 to 2 n - 2."""
+        return self.held or 0
+
+    def clean_state(self) -> None:
+        """Go back to place 0."""
+        self.hold(None)
+
+    def get_state(self) -> int:
+        """Return the place of the next token, from 0 to 2 n - 2."""
+        return self.position
+
+    def set_state(self, state: int | None) -> None:
+        """Go on from a place. None is the same as `clean_state`."""
+        if state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
+            raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
+        self.hold(state)
+
+    @property
+    def _learned(self) -> bool:
+        return "encodings" not in self._buffers  # a parametrization has it elsewhere
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
+        """Cast or move the module. Sines and cosines are computed anew: `to_empty` gives memory without values."""
+        before = self.encodings
+        super()._apply(fn, recurse)
+        if not self._learned and self.encodings is not before:
+            self.encodings.copy_(_waves(*self.encodings.shape))
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if not self._learned and self.encodings.is_meta and local_metadata.get("assign_to_params_buffers"):
+            self.encodings = _waves(*self.encodings.shape).to(torch.empty(0, dtype=self.encodings.dtype))
+
+    def _checked(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Return the encodings, of which a parametrization is computed once, for tokens that fit them."""
+        encodings = self.encodings
+        layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
+        check_features(name, tokens, layout, dims, encodings.shape[1], encodings)
+        return encodings
+
+    def _start(self, tokens: Tensor) -> int | Tensor:
+        """Return the place where `forward` begins: a random one in training, else the stream's."""
+        return torch.randint(self.period, (), device=tokens.device) if self.training else self.position
+
+    def _along(self, tokens: Tensor) -> int:
+        return 1 if self.batch_first and tokens.dim() == 3 else 0
+
+    def _added(self, tokens: Tensor, encodings: Tensor, start: int | Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[self._along(tokens)], device=tokens.device)
+        added = encodings[(places + start) % self.period]
+        return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
+
+    def _move(self, places: int) -> None:
+        self.hold((self.position + places) % self.period)
+
+    def _entries(self, value: int) -> dict[str, Tensor]:
+        return {"position": torch.tensor(value)} if value else {}
+
+    def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
+        entry = entries["position"]
+        if isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period:
+            return ""
+        return wrong(f"{prefix}position", f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed")
+
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int:
+        return int(entries["position"])
+
+
+def _waves(period: int, width: int) -> Tensor:
+    """Return a float64 matrix (period, width) with alternating columns of sines and cosines, each with a whole number of periods.
+
+    It is on the CPU, whatever the default device: that may be meta, and all devices get the same bits.
+    """
+    pairs = (width + 1) // 2
+    fastest = max(period // 2, 1)
+    turns = [round(fastest ** (pair / max(pairs - 1, 1))) for pair in range(pairs)]
+    place = torch.arange(period, dtype=torch.float64, device="cpu")[:, None]
+    angles = place * torch.tensor(turns, dtype=torch.float64, device="cpu") * (2 * math.pi / period)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]

@@ -1,0 +1,88 @@
+"""Continual attention over a whole stream at once: what steps compute one after the other, with gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...nystrom import iterative_pinv, segment_ends
+from ...runtime.dtypes import state_dtype
+
+
+def attention_over_stream(query: Tensor, key: Tensor, value: Tensor, window: int, retroactive: bool, dropout: float = 0.0) -> Tensor:
+    """Return the outputs of exact attention after each of the tokens n, n + 1, ..., T of a stream (B, H, T, *), n = `window`.
+
+    (B, H, T - n + 1, 1, E) for the newest query of each window, or retroactive (B, H, T - n + 1, n, E) for all of them.
+    """
+    return _over_windows(_asking(query, window, retroactive), key, value, window, dropout)
+
+
+def nystrom_over_stream(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    retroactive: bool,
+    landmarks: tuple[Tensor, Tensor] | int,
+    iterations: int,
+) -> Tensor:
+    """Return the same for Nyström attention, with the landmarks that the stream has at each token.
+
+    `landmarks` are fixed ones, (H, m, D) each, or the number m of continual ones: the means of the m newest segments that are full.
+    `iterations` are those of the pseudo-inverse, 0 for the exact one.
+
+    Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.), section 3.
+    """
+    dtype, steps = state_dtype(key.dtype), key.shape[2] - window + 1
+    queries, keys, values = (t.to(dtype) for t in (query, key, value))
+    if isinstance(landmarks, int):
+        ends = _segment_ends(key.shape[2], window, landmarks)
+        near, far = (_sets_of_means(t, ends, landmarks) for t in (queries, keys))
+        full = torch.tensor([sum(end <= last for end in ends) for last in range(window, window + steps)], device=key.device)
+        held = full - landmarks
+    else:
+        near, far = (t.to(dtype).expand(key.shape[0], -1, -1, -1).unsqueeze(2) for t in landmarks)
+        held = torch.zeros(steps, dtype=torch.int64, device=key.device)
+    scale = key.shape[-1] ** -0.5
+    kernel = (scale * near @ far.mT).softmax(-1)
+    inverse = iterative_pinv(kernel, iterations) if iterations else torch.linalg.pinv(kernel)
+    landmark_values = inverse[:, :, held] @ _over_windows(near[:, :, held], keys, values, window)
+    weights = (scale * _asking(queries, window, retroactive) @ far[:, :, held].mT).softmax(-1)
+    return (weights @ landmark_values).to(query.dtype)
+
+
+def _asking(query: Tensor, window: int, retroactive: bool) -> Tensor:
+    """Return the queries (B, H, T - n + 1, 1 or n, D) that each window has an output for."""
+    return query.unfold(2, window, 1).mT if retroactive else query[:, :, window - 1 :].unsqueeze(3)
+
+
+def _over_windows(query: Tensor, key: Tensor, value: Tensor, window: int, dropout: float = 0.0) -> Tensor:
+    """Return the attention (B, H, S, R, E) of queries (B, H, S, R, D), R for each of S windows, over the keys of their window.
+
+    As many windows as one has tokens are computed at a time: together they have not twice as many keys.
+    """
+    outs = []
+    for first in range(0, query.shape[2], window):
+        part = query[:, :, first : first + window]
+        number, rows = part.shape[2:4]
+        start = torch.arange(number, device=key.device).unsqueeze(-1)
+        place = torch.arange(number + window - 1, device=key.device)
+        seen = ((place >= start) & (place < start + window)).repeat_interleave(rows, 0)
+        keys, values = (t[:, :, first : first + len(place)] for t in (key, value))
+        out = F.scaled_dot_product_attention(part.flatten(2, 3), keys, values, attn_mask=seen, dropout_p=dropout)
+        outs.append(out.unflatten(2, (number, rows)))
+    return torch.cat(outs, 2)
+
+
+def _segment_ends(tokens: int, window: int, landmarks: int) -> list[int]:
+    """Return the numbers of tokens, at most `tokens`, after which a segment of the stream is full."""
+    every = [first + end for first in range(0, tokens, window) for end in segment_ends(window, landmarks)]
+    return [end for end in every if end <= tokens]
+
+
+def _sets_of_means(tokens: Tensor, ends: list[int], landmarks: int) -> Tensor:
+    """Return the means of the segments that end there, m that follow each other to a set: (B, H, segments - m + 1, m, D)."""
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    means = torch.stack([segment.mean(2) for segment in tokens[:, :, : ends[-1]].split(sizes, 2)], 2)
+    return means.unfold(2, landmarks, 1).mT

@@ -1,0 +1,218 @@
+"""The window of newest tokens that a continual module keeps between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...nystrom import (
+    EXTRA_SUMS,
+    LAST_POSITION,
+    ContinualAttentionState,
+    ContinualNystromState,
+    check_state,
+    state_from_tensors,
+    state_to_tensors,
+    unlikely_totals,
+)
+from ...runtime.checks import kind_of, wrong
+from ...runtime.dtypes import state_dtype
+from ..stream import Part, Stream, copied, extent
+
+
+class FillingWindow(NamedTuple):
+    """The state of a stream of fewer than n tokens: the tokens so far, projected to heads."""
+
+    queries: Tensor
+    """(B, H, p, D), 1 <= p < n, oldest first"""
+    keys: Tensor
+    """(B, H, p, D)"""
+    values: Tensor
+    """(B, H, p, E)"""
+
+
+WindowState = FillingWindow | ContinualNystromState | ContinualAttentionState
+
+
+class RecentTokens(NamedTuple):
+    """The newest tokens of a stream, as a layer was given them."""
+
+    tokens: Tensor
+    """(B, n, C), oldest first; rows before the first token are 0"""
+
+
+_SAFE = (FillingWindow, RecentTokens)
+_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in _SAFE]  # where 0.1.0 had them
+torch.serialization.add_safe_globals([*_SAFE, *_OLDER])  # as for the states in cmab_kernels
+
+
+class ContinualStream(Stream[WindowState]):
+    """A submodule that holds the window of a streaming module, or None.
+
+    While there is a window, `state_dict` holds it: `queries`, `keys` and `values` (B, H, p, D) of the p < n tokens so far; once it is full,
+    these for all n tokens, oldest first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for
+    what loading does. A window that is assigned to `state` is checked and copied.
+
+    The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the next step
+    recomputes the sums over them.
+
+    Args:
+        kind: the type of the state of the operator that steps.
+        heads, width: H and D = E.
+        rows: the numbers of rows that the sums of such a state may have.
+        counts: the ints of such a state, by name: `window` and, of a `ContinualNystromState`, `pinv_iterations` and
+            `fixed`.
+        device, dtype: of the module's weights.
+
+    >>> attention = cmab_kernels.nn.ContinualAttention(16, 2, sequence_len=4).eval()
+    >>> with torch.no_grad():
+    ...     out = attention.forward_steps(torch.randn(3, 1, 16))
+    >>> list(attention.stream.state_dict())
+    ['queries', 'keys', 'values']
+    >>> attention.clean_state()
+    >>> list(attention.stream.state_dict())
+    []
+    """
+
+    fields = tuple(dict.fromkeys((*ContinualNystromState._fields, *ContinualAttentionState._fields)))
+
+    def __init__(
+        self,
+        kind: type[ContinualNystromState] | type[ContinualAttentionState],
+        heads: int,
+        width: int,
+        rows: tuple[int, ...],
+        counts: dict[str, int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype)
+        self.kind: Any = kind
+        self.heads, self.width, self.rows, self.counts = heads, width, rows, counts
+        self.window = counts["window"]
+
+    def _check(self, state: WindowState) -> None:
+        if not isinstance(state, FillingWindow):
+            check_state(state, self.kind)
+            return
+        for name, tokens in state._asdict().items():
+            if not isinstance(tokens, Tensor):
+                raise TypeError(wrong(f"state.{name}", f"is {kind_of(tokens)}", "a torch.Tensor is needed"))
+
+    def _taken(self, state: WindowState) -> WindowState:
+        entries = self._entries(state)
+        problem = self._problem("state.", entries)
+        if problem:
+            raise ValueError(problem)
+        return self._built(entries, self.weight_like.device)
+
+    def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the cast entries. A peak of each row is set to the largest number, which makes the next step recompute the row."""
+        cast = super()._cast(entries)
+        if "sums" in cast:
+            sums = cast["sums"]
+            sums[..., -1] = torch.finfo(sums.dtype).max
+        return cast
+
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        """Return the shape and dtype of each entry. Entries of tokens alone are those of a window that is not full yet."""
+        batch, tokens, rows = extent(entries, "queries", 0), extent(entries, "queries", 2), extent(entries, "sums", 2)
+        full = bool(entries.keys() - {*FillingWindow._fields})
+        tokens, rows = self.window if full else tokens, rows if rows in self.rows else self.rows[-1]
+        dtype, sums = self.weight_like.dtype, state_dtype(self.weight_like.dtype)
+        parts = dict.fromkeys(FillingWindow._fields, Part((batch, self.heads, tokens, self.width), dtype))
+        if not full:
+            return parts
+        parts["sums"] = Part((batch, self.heads, rows, self.width + EXTRA_SUMS), sums)
+        if self.kind is ContinualNystromState:
+            parts["landmark_queries"] = parts["landmark_keys"] = Part((batch, self.heads, rows, self.width), sums)
+            parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
+        given = entries.get("position")
+        common = isinstance(given, Tensor) and not given.dim()  # one number for all streams, as older files have it
+        parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
+        return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(self.counts, Part((), torch.int64))}
+
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        for name, entry in entries.items():
+            if name not in self._parts(entries):
+                return wrong(prefix + name, "is given", f"a {self.kind.__name__} has none")
+            if not entry.isfinite().all():
+                return wrong(prefix + name, "holds a NaN or an infinity", "every element must be finite")
+        if "sums" in entries:
+            return self._unlikely_sums(prefix, entries)
+        tokens = entries["queries"].shape[2]
+        return "" if 0 < tokens < self.window else wrong(f"{prefix}queries", f"has {tokens} tokens", f"1 to {self.window - 1} fit")
+
+    def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        """Return the reason why these entries of a full window cannot come from a stream of this module, or "" if they can."""
+        for name, count in self.counts.items():
+            if entries[name] != count:
+                return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")
+        for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
+            if not self.window <= extreme <= LAST_POSITION:
+                return wrong(prefix + "position", f"is {extreme}", f"the window's {self.window} to {LAST_POSITION} are needed")
+        if entries["scale"] != self.width**-0.5:
+            return wrong(prefix + "scale", f"is {float(entries['scale'])}", f"it is {self.width**-0.5} in this module")
+        return unlikely_totals(prefix + "sums", entries["sums"])
+
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
+        if "sums" not in entries:
+            return FillingWindow(**copied(entries, device))
+        moved = {name: entry.to(device) if entry.dim() else entry for name, entry in entries.items()}
+        state: WindowState = state_from_tensors(self.kind, moved)
+        return state
+
+    def _entries(self, value: WindowState) -> dict[str, Tensor]:
+        if isinstance(value, FillingWindow):
+            return {name: tensor.clone() for name, tensor in value._asdict().items()}
+        return state_to_tensors(value)
+
+
+class RecentStream(Stream[RecentTokens]):
+    """A submodule that holds the n newest tokens of a stream, or None. `state_dict` holds them as `tokens` (B, n, C); see `Stream`.
+
+    They have the module's dtype, and a cast of the module casts them.
+
+    Args:
+        window, width: n and C.
+        device, dtype: of the module's weights.
+
+    >>> stream = cmab_kernels.nn.RecentStream(window=4, width=16)
+    >>> stream.state = cmab_kernels.nn.RecentTokens(torch.randn(1, 4, 16))
+    >>> list(stream.state_dict()), stream.half().state.tokens.dtype
+    (['tokens'], torch.float16)
+    """
+
+    fields = RecentTokens._fields
+
+    def __init__(self, window: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(device=device, dtype=dtype)
+        self.shape = (window, width)
+
+    def _check(self, state: RecentTokens) -> None:
+        if not isinstance(state, RecentTokens):
+            raise TypeError(wrong("state", f"is {kind_of(state)}", "a RecentTokens is needed"))
+        problem = self._problem("state.", state._asdict())
+        if problem:
+            raise ValueError(problem)
+
+    def _taken(self, state: RecentTokens) -> RecentTokens:
+        return self._built(state._asdict(), self.weight_like.device)
+
+    def _entries(self, value: RecentTokens) -> dict[str, Tensor]:
+        return value._asdict()
+
+    def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
+        return {"tokens": Part((extent(entries, "tokens", 0), *self.shape), self.weight_like.dtype)}
+
+    def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
+        if entries["tokens"].isfinite().all():
+            return ""
+        return wrong(f"{prefix}tokens", "holds a NaN or an infinity", "every element must be finite")
+
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RecentTokens:
+        return RecentTokens(**copied(entries, device))

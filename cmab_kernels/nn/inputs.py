@@ -1,0 +1,136 @@
+"""What callers give to modules, features and masks: their layout, and the checks that name what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.checks import autocasts, is_dense, kind_of, wrong
+from ..runtime.tracing import has_values, is_differentiated
+
+NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
+ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
+DROPOUT = "dropout is on"
+"""Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
+
+
+def split_heads(features: Tensor, heads: int) -> Tensor:
+    """Return features (..., N, H D) as heads (..., H, N, D), a view."""
+    return features.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def join_heads(features: Tensor) -> Tensor:
+    """Return heads (..., H, L, D) as features (..., L, H D)."""
+    return features.transpose(-3, -2).flatten(-2)
+
+
+def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
+    """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
+    if not isinstance(features, Tensor):
+        raise TypeError(wrong(name, f"is {kind_of(features)}", _needed(features)))
+    if features.is_nested:
+        raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
+    if features.layout is not torch.strided:
+        raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
+    if features.dim() not in dims or features.dim() == 0 or features.shape[-1] != width:
+        allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
+        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
+    if features.device != weight.device:
+        remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
+        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
+    if features.dtype != weight.dtype:
+        double = torch.float64 in (features.dtype, weight.dtype)  # autocast leaves it as it is
+        if double or not (features.is_floating_point() and autocasts(features.device)):
+            remedy = "cast them alike" + ("" if double else ", or use autocast")
+            raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; {remedy}"))
+
+
+def _needed(given: Any) -> str:
+    """Return what is needed in place of what is no tensor, and how to make it."""
+    array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
+    return "a torch.Tensor is needed" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
+
+
+def _likely_layout(shape: tuple[int, ...], width: int) -> str:
+    """Return the likely cause of a wrong shape, where it shows."""
+    if len(shape) > 1 and shape[-2] == width:
+        return "; it seems to be transposed"
+    if len(shape) > 2 and shape[-2] * shape[-1] == width:
+        return "; heads are split inside, flatten(-2) joins these"
+    return ""
+
+
+def check_floating(module: nn.Module, /, **features: Any) -> None:
+    """Raise unless these are floating tensors that torch's own code may read with the weights of `module`; that tells what else is wrong.
+
+    None may be sparse. Autocast leaves float64 as it is: under it features and weights must be float64 both, or neither.
+    """
+    for name, each in features.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
+        if not each.is_floating_point():
+            raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
+        if not is_dense(each) and not each.is_nested:
+            raise TypeError(wrong(name, f"is {each.layout}", "a dense tensor is needed"))
+        if autocasts(each.device):
+            dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), each.dtype)
+            if each.dtype != dtype and torch.float64 in (each.dtype, dtype):
+                raise TypeError(wrong(name, f"is {each.dtype}", f"the module is {dtype}; cast them alike"))
+
+
+def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
+
+    `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or in a
+    compiled call a `RuntimeError`. On a GPU and under a transform or trace, where its values are not read, it makes the whole key NaN, and
+    with it every result. The meta device has no values to check.
+    """
+    if not isinstance(key_padding_mask, Tensor) or not key_padding_mask.is_floating_point():
+        return key_padding_mask, key
+    ignore = key_padding_mask == -torch.inf
+    sound = (ignore | (key_padding_mask == 0)).all()
+    if key_padding_mask.is_meta:
+        return ignore, key
+    message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
+    if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
+        torch._assert_async(sound, message)
+        return ignore, key
+    if key_padding_mask.is_cuda or not has_values(key_padding_mask):  # an assertion on the device would end every other use of it
+        return ignore, key.masked_fill(~sound, torch.nan)
+    if not sound:
+        raise ValueError(message)
+    return ignore, key
+
+
+def is_additive(mask: Tensor | None) -> bool:
+    """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or learns.
+
+    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them. Under a
+    transform or trace, which must not depend on them, any mask may be one.
+    """
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return False
+    if mask.requires_grad:
+        return True
+    if mask.is_cuda or mask.is_meta or torch.compiler.is_compiling():
+        return False
+    return not has_values(mask) or not bool(((mask == 0) | (mask == -torch.inf)).all())
+
+
+def for_part(features: Tensor) -> Tensor:
+    """Return features for the call of a part, detached where no gradient is recorded.
+
+    A parameter, and a view of a leaf, still say there that they require one, and torch's counter, which puts hooks on all parts, fails.
+    """
+    return features if is_differentiated(features) else features.detach()
+
+
+def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
+    """Return features (..., C) with 0 where `ignore` (...) is True, if a gradient may be taken; else as they are.
+
+    The operators do not read ignored keys, whose gradient is 0. But the gradient of a projection's weight is a product of that gradient
+    and the projection's input, and 0 times a NaN in the padding is NaN.
+    """
+    return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)

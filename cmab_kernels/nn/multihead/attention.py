@@ -1,0 +1,152 @@
+"""`torch.nn.MultiheadAttention` on the fused operator, and as a stream."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...attention import AttentionState, attention_state
+from ...runtime.backends import has_kernel
+from ...runtime.checks import wrong
+from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
+from ..parts import computed
+from . import torchs_attention
+from .projections import MultiheadProjections
+
+
+class Attended(NamedTuple):
+    """What `MultiheadAttention.attend_state` returns: the output, and the state to continue from."""
+
+    out: Tensor
+    """The output, in the shape and dtype of the query."""
+    state: AttentionState
+    """The state of the inputs, before the output projection: out (B, H, L, embed_dim / H) and lse (B, H, L)."""
+
+
+class MultiheadAttention(MultiheadProjections):
+    """`torch.nn.MultiheadAttention`, fast and small in memory where few queries meet many keys.
+
+    Constructor, parameters, `state_dict`, arguments and result of `forward` are torch's; see there for shapes. The fused operator runs
+    where the attention matrix is not asked for: with `need_weights=False`, no `attn_mask`, no dropout (p 0, or eval mode), and a
+    `key_padding_mask` that is None, bool, or a float mask of 0 and -inf, which torch's transformer layers make of bool ones. Everything
+    else is handed to torch's own implementation, with torch's memory and speed: the returned weights of `need_weights=True` (torch's
+    default!), an `attn_mask` with or without `is_causal`, a `key_padding_mask` of other numbers or with a gradient, dropout in training,
+    nested tensors, and heads or devices that no kernel is there for. `why_torch` says whether and why.
+
+    Four differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
+    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, except in its fast path, which ignores it). The numbers of
+    a float `key_padding_mask` are not read on a GPU or under a compiler: others than 0 and -inf make every result NaN, or in a compiled
+    call are a `RuntimeError`. And a `torch.nn.TransformerEncoderLayer` into which it is put by hand does not call it in eval mode without
+    gradients, but runs torch's own fused layer; one into which `replace_modules` puts it does.
+
+    A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument. Source: Attention Is All You Need (Vaswani et
+    al., 2017), section 3.2.2.
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> torch.allclose(ours(query, points, points, need_weights=False)[0], theirs(query, points, points)[0], atol=1e-5)
+    True
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
+        self = computed(self)
+        check_floating(self, query=query, key=key, value=value)
+        if is_causal and attn_mask is None:
+            raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
+        if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
+            theirs = partial(MultiheadProjections.forward if torchs_attention.is_as_made(self) else torchs_attention.forward, self)
+            return theirs(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        ignore, read = bool_mask(key_padding_mask, key)
+        self._check(ignore, query=query, key=read, value=value)
+        return self._attend(query, read, value, None, ignore).out, None
+
+    def why_torch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> str | None:
+        """Return why torch's own implementation runs for such a call; None if the operator does."""
+        if need_weights:
+            return "need_weights is True, torch's default: the matrix of weights is asked for"
+        if attn_mask is not None:
+            return NO_ATTENTION_MASK
+        if self._drops:
+            return DROPOUT
+        if query.is_nested:
+            return "a nested tensor has no fused attention"
+        if is_additive(key_padding_mask):
+            return ADDITIVE
+        heads = query.new_empty(1, self.num_heads, 1, self.head_dim)
+        return None if has_kernel("attention", heads, heads, heads) else "no kernel runs here for such heads"
+
+    def attend_state(
+        self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> Attended:
+        """Attend to a stream, whose past inputs are summarised by `state` and whose new ones are `inputs`, in time O(new inputs).
+
+        `inputs` are both keys and values. `query`, `inputs` and `key_padding_mask` (bool only) have the shapes that they have in `forward`;
+        the queries must be the same at every call. `state` is that of the previous result, or None at the start. Streaming equals `forward`
+        over all inputs at once, for any chunking, and gradients flow through the chain of states. The keys of `add_bias_kv` and
+        `add_zero_attn` count in the output but not in the state, so that states can be merged. `ValueError` if kdim and vdim differ;
+        `RuntimeError` where dropout would apply.
+
+        >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
+        >>> query, points, state = torch.randn(1, 4, 16), torch.randn(1, 100, 16), None
+        >>> for chunk in points.split(30, dim=1):
+        ...     out, state = attention.attend_state(query, chunk, state)
+        >>> torch.allclose(out, attention(query, points, points, need_weights=False)[0], atol=1e-5)
+        True
+        """
+        self = computed(self)
+        if self.kdim != self.vdim:
+            raise ValueError(wrong("inputs", "are keys and values in one", f"kdim = {self.kdim} and vdim = {self.vdim} must be equal"))
+        self._refuse_to_drop()
+        self._check(key_padding_mask, query=query, inputs=inputs)
+        return self._attend(query, inputs, inputs, state, key_padding_mask)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
+        q = self._project(0, query)
+        state = self._read(q, key, value, state, key_padding_mask)
+        return Attended(self._answer(q, state, query), state)
+
+    def _read(self, q: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+        """Return the state of queries (B, H, L, D) with these keys and values added."""
+        k, v, mask = self._project_pair(key, value, key_padding_mask)
+        return attention_state(q, k, v, state=state, key_padding_mask=mask)
+
+    def _answer(self, q: Tensor, state: AttentionState, query: Tensor) -> Tensor:
+        """Return the output from the state of queries (B, H, L, D), in the layout of `query`."""
+        return self._output(self._over_extra_keys(q, state).out.to(q.dtype), query)
+
+    def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
+        """Return the state with the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`) added, if the module has them."""
+        pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
+        if self.add_zero_attn:
+            zeros = query.new_zeros(1, 1, self.embed_dim)
+            pairs.append((zeros, zeros))
+        for pair in pairs:
+            key, value = (split_heads(row, self.num_heads).expand(query.shape[0], -1, -1, -1) for row in pair)
+            state = attention_state(query, key, value, state=state)
+        return state

@@ -1,0 +1,245 @@
+"""Intention with the constructor, the weights and the forward of `torch.nn.MultiheadAttention`, and as a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
+from ...runtime.checks import wrong
+from ...runtime.dtypes import state_dtype
+from ..inputs import bool_mask
+from ..parts import computed
+from ..stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams
+from .matrix_free import NO_DROPOUT, MatrixFreeAttention
+from .projections import extending, no_extra_keys
+
+
+class LearnedRidge(MatrixFreeAttention):
+    """Base class of both modules of Intention: it adds the penalty `alpha`, learned or fixed, and the factor `scale`."""
+
+    lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
+    why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
+    fixed_alpha: float | None
+    scale: float
+    log_alpha: torch.nn.Parameter
+    """The logarithm of the penalty of each head, (H,), or None with a fixed alpha."""
+
+    @extending(MatrixFreeAttention)
+    def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
+        if alpha is not None and not (isinstance(alpha, Real) and 0 <= alpha < math.inf):
+            raise ValueError(wrong("alpha", f"is {alpha!r}", "None, to learn it, or a finite number >= 0 is needed"))
+        if not (isinstance(scale, Real) and math.isfinite(scale)):
+            raise ValueError(wrong("scale", f"is {scale!r}", "a finite number is needed"))
+        super().__init__(*args, **kwargs)
+        self.fixed_alpha = alpha
+        self.scale = scale
+        self._start(self._like)
+
+    def _start(self, like: Tensor) -> None:
+        """Make the parameters and streams that torch's module does not have, on the device and in the dtype of the weight `like`."""
+        zeros = torch.zeros(self.num_heads, device=like.device, dtype=like.dtype)
+        self.register_parameter("log_alpha", torch.nn.Parameter(zeros) if self.fixed_alpha is None else None)
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        super().adopt(module)
+        self._start(self._like)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
+        """Cast or move the module. `to_empty` gives memory without values, and weights of torch's module, loaded next, have no `log_alpha`:
+        it starts where it was on the meta device, and keeps its values elsewhere, as in a module whose second place in a model is visited.
+        """
+        before = self._parameters.get("log_alpha")
+        values = None if before is None else before.detach()
+        super()._apply(fn, recurse)
+        if values is not None:
+            after = self.log_alpha.data  # counted as no change of the parameter, of which a graph may hold the memory
+            after.copy_(torch.zeros_like(after) if values.is_meta else values)
+        return self
+
+    @property
+    def alpha(self) -> Tensor:
+        """The penalty of each head, (H,) float64: exp(log_alpha), differentiable, or the fixed number."""
+        if self.fixed_alpha is None:
+            return self.log_alpha.double().exp()
+        return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self._like.device)
+
+    def _scaled(self, heads: Tensor, alpha: Tensor) -> Tensor:
+        """Return heads (B, H, L, *) times scale (1 + alpha), in their dtype."""
+        gain = (self.scale * (1 + alpha)).to(state_dtype(heads.dtype))
+        return (heads * gain[:, None, None]).to(heads.dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        name = prefix + "log_alpha"
+        if name in missing_keys and not self.log_alpha.is_meta:
+            missing_keys.remove(name)  # torch's module has no log_alpha: it is left unchanged
+
+
+class MultiheadIntention(LearnedRidge):
+    """Regularised least squares in place of attention: O(L + N) time, and an exact stream whose state does not grow with the keys.
+
+    In each head, with alpha = exp(log_alpha) and a = sigmoid(log_alpha) = alpha / (1 + alpha),
+
+        out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
+
+    a = 0 is least squares, a = 1 linear attention. (In the paper's text a multiplies I, as here; its appendix 9 swaps a and 1 - a.)
+    `log_alpha` (H,) is learned and starts at 0, a = 1/2. It should stay small: as alpha approaches the largest number of the dtype
+    (log_alpha 11 in float16, 88 in float32), results lose digits and then overflow.
+
+    Args:
+        embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
+        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`, as they act on attention weights.
+        alpha: None to learn it, or a fixed number >= 0 for all heads, in the same formula; then there is no `log_alpha`.
+        scale: the factor in the formula. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. It is derived from a variance of
+            D / (D - N - 1), which exists for D > N + 1 only, so it suits heads that are much wider than the number of keys.
+
+    Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged
+    (0 in a module that came from the meta device by `to_empty`).
+    `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are those of the
+    linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', the only L x N matrix that is ever formed; they may be
+    negative, do not sum to 1, and are 0 for masked keys. With a fixed alpha of 0 a result is NaN where the regression has no solution.
+
+    `update`, `remove` and `predict` do the same for a stream, whose state consists of the sums K'K and K'V in float64; alpha is used only
+    by `predict`. They take a state, and `update` and `remove` return the next; without one they use the module's own, `stream.state` (see
+    `RidgeStream`), which holds no autograd graph: to advance it with a gradient is a `RuntimeError`. A state is valid only with the weights
+    that made it. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument, and leaves every state unchanged.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), sections 2 and 3.
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.MultiheadIntention(16, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> with torch.no_grad():
+    ...     whole = ours(query, points, points, need_weights=False)[0]
+    ...     for chunk in points.split(30, dim=1):
+    ...         state = ours.update(chunk)
+    ...     torch.allclose(ours.predict(query), whole, atol=1e-5)
+    True
+    """
+
+    def _start(self, like: Tensor) -> None:
+        super()._start(like)
+        self.stream = RidgeStream(self.num_heads, self.head_dim, self.head_dim, device=like.device, dtype=like.dtype)
+        self.register_load_state_dict_post_hook(follow_weights)
+
+    __copy__ = with_own_streams
+
+    def update(
+        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+    ) -> RidgeState:
+        """Return the state with these keys and values added, in time O(new keys). A `value` of None is the key.
+
+        `key` is (B, N, kdim) and `value` (B, N, vdim), or as `batch_first` says. With `state` None the module's own stream is advanced.
+        """
+        if state is None:
+            refuse_to_record("update", "update(..., state=state)")
+        updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
+        if state is None:
+            self.stream.state = updated
+        return updated
+
+    def remove(
+        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+    ) -> RidgeState:
+        """Return the state without these keys and values, which must be part of it, in time O(removed keys).
+
+        With `state` None the module's own stream is changed; `RuntimeError` if it has seen no key.
+        """
+        if state is None:
+            refuse_to_record("remove", "remove(..., state=state)")
+        left = remove_ridge(self.stream.started(state), **self._pairs(key, value, key_padding_mask))
+        if state is None:
+            self.stream.state = left
+        return left
+
+    def predict(self, query: Tensor, state: RidgeState | None = None) -> Tensor:
+        """Return the output of `forward` for the query, in its shape, over all keys that `state`, or the module's own stream, has seen.
+
+        Differentiable in the query, the query and output projections, alpha and the state. `RuntimeError` if no key was seen.
+        """
+        self = computed(self)
+        held = self.stream.started(state)
+        self._check(None, query=query)
+        q, alpha = self._project(0, query), self.alpha
+        check_ridge(held, (q.shape[0], *self.stream.shape), q.device)
+        dtype = state_dtype(q.dtype)
+        weight = self._scaled(solve_ridge(held, alpha).weight, alpha)
+        return self._output((q.to(dtype) @ weight.to(dtype)).to(q.dtype), query)
+
+    def init_state(self, batch: int) -> RidgeState:
+        """Return the state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
+        return self.stream.init_state(batch)
+
+    def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
+        """Return keys and values, projected to heads, and the mask, as keyword arguments of the operators on states."""
+        self = computed(self)
+        value = key if value is None else value
+        key_padding_mask, key = bool_mask(key_padding_mask, key)
+        self._check(key_padding_mask, key=key, value=value)
+        return dict(zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
+        return self._scaled(intention(query, key, value, alpha, key_padding_mask=mask), alpha)
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
+        return self._scaled(_linear_map(query, key, mask, alpha), alpha)
+
+
+class MultiheadSigmaIntention(LearnedRidge):
+    """Attention whose logits are the weights of Intention, in place of scaled dot products.
+
+        out = softmax(scale Q [(1 - a) K'K + a I]^-1 K') V        a = sigmoid(log_alpha), in each head
+
+    Constructor, parameters and `forward` are those of `MultiheadIntention`. Each softmax runs over all keys, so there is no stream.
+    Nothing of size L x N is formed, except with `need_weights=True` (torch's default!), which returns the softmax.
+
+    >>> module = cmab_kernels.nn.MultiheadSigmaIntention(16, 2, batch_first=True)
+    >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)
+    >>> out, weights = module(query, points, points)
+    >>> out.shape, torch.allclose(weights.sum(-1), torch.ones(1, 4))
+    (torch.Size([1, 4, 16]), True)
+    """
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
+        return sigma_intention(self._scaled(query, alpha), key, value, alpha, key_padding_mask=mask)
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        alpha = self.alpha
+        scores = _linear_map(self._scaled(query, alpha), key, mask, alpha)
+        if mask is None:
+            return scores.softmax(-1)
+        absent = mask[:, None, None]
+        return scores.masked_fill(absent, -torch.inf).softmax(-1).masked_fill(absent, 0.0)
+
+
+def _linear_map(query: Tensor, key: Tensor, mask: Tensor | None, alpha: Tensor) -> Tensor:
+    """Return the matrix Q (K'K + alpha I)^-1 K' (B, H, L, N), with 0 at masked keys."""
+    *leading, length, width = key.shape
+    if 0 < length < width:  # the operator then solves the smaller dual system, which can be regular at alpha = 0
+        one = torch.eye(length, dtype=key.dtype, device=key.device).expand(*leading, -1, -1)
+        return intention(query, key, one, alpha, key_padding_mask=mask)
+    key = key if mask is None else key.masked_fill(mask[:, None, :, None], 0.0)
+    gram = ridge_state(key, key[..., :1]).gram
+    dtype = state_dtype(query.dtype)
+    solved = regularised_solve(gram, query.mT.double(), alpha).weight.mT
+    return (solved.to(dtype) @ key.mT.to(dtype)).to(query.dtype)

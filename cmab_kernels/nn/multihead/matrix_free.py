@@ -1,0 +1,73 @@
+"""Attentions that form no matrix of weights unless it is asked for, with the interface of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...runtime.checks import wrong
+from ..inputs import bool_mask
+from ..parts import computed
+from .projections import MultiheadProjections, extending
+
+NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are never formed here"}
+
+
+class MatrixFreeAttention(MultiheadProjections):
+    """Base class: the output is a linear map of the values, without forming its L x N matrix. Padding can be masked for all queries alike,
+    but not keys for each query."""
+
+    why_no_masks: ClassVar[str]
+    """The reason why there is no mask of keys for each query, for error messages."""
+
+    @extending(MultiheadProjections)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # torch.nn.TransformerEncoderLayer reads this attribute to decide whether to run fused attention in place of `forward`.
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (out, weights), with torch's arguments and shapes; the docstring of the class says what the weights are.
+
+        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be a float mask of 0 and -inf, as torch's transformer
+        layers pass it on; other numbers are a `ValueError`, and on a GPU, where they are not read, make every result NaN.
+        """
+        self = computed(self)
+        self._refuse_masks("attn_mask", attn_mask, is_causal)
+        key_padding_mask, key = bool_mask(key_padding_mask, key)
+        self._check(key_padding_mask, query=query, key=key, value=value)
+        q, (k, v, mask) = self._project_query(query, key_padding_mask), self._project_pair(key, value, key_padding_mask)
+        out = self._output(self._attend(q, k, v, mask), query)
+        if not need_weights:
+            return out, None
+        return out, self._shown(self._weights(q, k, mask), query, average_attn_weights)
+
+    def _refuse_masks(self, name: str, mask: Tensor | None, is_causal: bool) -> None:
+        """Raise if there is a mask of keys for each query."""
+        for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
+            if given:
+                raise ValueError(wrong(argument, "is given", self.why_no_masks))
+
+    def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return the heads (B, H, L, D) of the query."""
+        return self._project(0, query)
+
+    @abstractmethod
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the result (B, H, L, E) for query, key, value (B, H, *, *) and mask (B, N)."""
+
+    @abstractmethod
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the matrix (B, H, L, N) whose product with the values is the result of `_attend`."""

@@ -1,0 +1,219 @@
+"""Nyström attention with the constructor, the weights and the forward of `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
+from ...runtime.checks import as_autocast, as_they_are, check_count, wrong
+from ..inputs import check_features
+from .matrix_free import NO_DROPOUT, MatrixFreeAttention
+from .projections import extending, no_extra_keys
+
+LANDMARKS = ("landmark_queries", "landmark_keys")
+
+
+ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
+"""The reason, for an error message, why there are no extra keys."""
+
+
+class NystromAttention(MatrixFreeAttention):
+    """Attention through m landmarks in place of attention over all pairs: O((L + N) m) time, and no L x N matrix.
+
+    In each head, with landmarks q~, k~ (m, D) and softmax by rows,
+
+        out = softmax(scale Q k~') pinv(softmax(scale q~ k~')) softmax(scale q~ K') V        scale = D ** -0.5
+
+    Args:
+        embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
+        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`: no attention weights are formed, and
+            landmarks stand for tokens.
+        num_landmarks: m.
+        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys, so m <= min(L, N), and a result
+            depends on later tokens as well. "fixed": they are parameters `landmark_queries` and `landmark_keys` (H, m, D), None until
+            `fit_landmarks` makes them or a `state_dict` with them is loaded.
+        pinv: "iterative" or "exact"; see `cmab_kernels.nystrom_attention`.
+        pinv_iterations: the number of iterations of "iterative".
+
+    The other parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and leaves fixed landmarks
+    unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends to all keys, so no key can be hidden from
+    single queries. With `need_weights=True` (torch's default!) the weights are those of the linear map from values to results, the only
+    L x N matrix that is ever formed; they may be negative, and sum to 1 only as far as the pseudo-inverse has converged. A wrong shape,
+    dtype or device is a `ValueError` or `TypeError` that names the argument.
+
+    L and N may differ, except with a `key_padding_mask` and landmarks "segments": the mask then marks queries as well as keys. Ignored
+    queries are read as 0, even if they are NaN, and their results have no meaning.
+
+    Source: Nyströmformer (Xiong et al., AAAI 2021); fixed landmarks from Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et
+    al.).
+
+    >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> ours = cmab_kernels.nn.NystromAttention(16, 2, batch_first=True, num_landmarks=8)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(1, 1000, 16)
+    >>> ours(tokens, tokens, tokens, need_weights=False)[0].shape
+    torch.Size([1, 1000, 16])
+    """
+
+    lacks = NO_DROPOUT | no_extra_keys(ONLY_TOKENS)
+    why_no_masks = "landmarks see all tokens, whatever a query may see; mask tokens for all queries by key_padding_mask"
+    schemes: ClassVar[tuple[str, ...]] = ("segments", "fixed")
+    landmark_queries: torch.nn.Parameter | None
+    landmark_keys: torch.nn.Parameter | None
+
+    @extending(MatrixFreeAttention)
+    def __init__(
+        self,
+        *args: Any,
+        num_landmarks: int,
+        landmarks: str = "segments",
+        pinv: str = "iterative",
+        pinv_iterations: int = 6,
+        **kwargs: Any,
+    ) -> None:
+        num_landmarks = check_count("num_landmarks", num_landmarks)
+        if landmarks not in self.schemes:
+            raise ValueError(wrong("landmarks", f"is {landmarks!r}", f"it must be one of {', '.join(self.schemes)}"))
+        check_pinv(pinv, pinv_iterations)
+        super().__init__(*args, **kwargs)
+        self.num_landmarks = num_landmarks
+        self.landmarks = landmarks
+        self.pinv = pinv
+        self.pinv_iterations = int(pinv_iterations)
+        if landmarks == "fixed":
+            for name in LANDMARKS:
+                self.register_parameter(name, None)
+
+    @torch.no_grad()
+    def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
+        """Make the fixed landmarks of each head by k-means (scikit-learn's `MiniBatchKMeans`) on training tokens.
+
+        `tokens` are inputs of the query projection, at least m in all: (B, N, embed_dim), or as `batch_first` says, or (N, embed_dim).
+        Without `keys`, for self-attention, the tokens are clustered once, and every head projects the centres to its q~ and its k~, so
+        that these correspond. With `keys` of width kdim, for cross-attention, the projected queries and the projected keys of each head are
+        clustered separately. The same tokens and seed give the same landmarks.
+
+        The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from first to last, each on
+        the outputs of the fine-tuned layers before it.
+
+        `ImportError` without scikit-learn; `ValueError` if there are too few tokens, or they have another shape or are not finite, and for
+        a seed that is no int from 0 to 2**32 - 1.
+        """
+        if self.landmarks != "fixed":
+            raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
+        if keys is None and self.kdim != self.embed_dim:
+            raise ValueError(wrong("keys", "is None", f"kdim is {self.kdim} and embed_dim {self.embed_dim}: queries are no keys"))
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+            raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
+        for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
+            if each is not None:
+                check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self._like)
+        if keys is None:
+            centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
+            fitted = [self._project(part, centres)[0] for part in range(2)]
+        else:
+            fitted = [self._centres_of_heads("tokens", 0, tokens, seed), self._centres_of_heads("keys", 1, keys, seed)]
+        for name, landmarks in zip(LANDMARKS, fitted, strict=True):
+            setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))
+
+    def _centres_of_heads(self, name: str, part: int, tokens: Tensor, seed: int) -> Tensor:
+        heads = self._project(part, tokens).transpose(0, 1).flatten(1, 2)
+        return torch.stack([_centres(name, head, self.num_landmarks, seed) for head in heads])
+
+    def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return the heads (B, H, L, D) of the query. With landmarks "segments", ignored queries are read as 0."""
+        if key_padding_mask is not None and self.landmarks != "fixed":
+            ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
+            if ignore.shape == query.shape[:-1]:  # else the operator raises, with the reason
+                query = query.masked_fill(ignore.unsqueeze(-1), 0.0)
+        return self._project(0, query)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        options = self._options()
+        query, key = as_autocast(query, key)
+        with as_they_are(key.device):
+            landmarks = choose_landmarks(query, key, options.get("num_landmarks"), options.get("landmarks"), mask)
+            return _linear_map(query, key, landmarks, mask, self.pinv_iterations if self.pinv == "iterative" else 0)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the operator's keyword arguments for the landmarks and the pseudo-inverse."""
+        options: dict[str, Any] = {"pinv": self.pinv, "pinv_iterations": self.pinv_iterations}
+        if self.landmarks != "fixed":
+            return {"num_landmarks": self.num_landmarks, **options}
+        if self.landmark_queries is None or self.landmark_keys is None:
+            raise RuntimeError(
+                wrong("landmarks", "are fixed, and not made yet", "call fit_landmarks(tokens), or load a state_dict with them")
+            )
+        return {"landmarks": (self.landmark_queries, self.landmark_keys), **options}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the saved landmarks, if there are any. A `state_dict` of torch's module has none and leaves the landmarks unchanged."""
+        names = LANDMARKS if self.landmarks == "fixed" else ()
+        saved = [name for name in names if prefix + name in state_dict]
+        made = [name for name in saved if getattr(self, name) is None]
+        like, errors = self._like, len(error_msgs)
+        for name in made:
+            setattr(self, name, torch.nn.Parameter(like.new_empty(self.num_heads, self.num_landmarks, self.head_dim)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not saved:
+            missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in names}]
+        elif len(saved) < len(names):
+            error_msgs.append(wrong(prefix + saved[0], "is alone", f"both of {', '.join(names)} are needed"))
+        if len(error_msgs) > errors:
+            for name in made:
+                setattr(self, name, None)
+
+
+def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int) -> Tensor:
+    """Return the matrix (B, H, L, N) of the formula, a product of three, whose inner dimensions are m."""
+    scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
+    near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
+    if mask is not None:
+        ignored = mask[:, None]
+        key = key.masked_fill(ignored.unsqueeze(-1), 0.0)
+    if landmarks.absent is not None:
+        absent = landmarks.absent[:, None]
+        near, far = (part.masked_fill(absent.unsqueeze(-1), 0.0) for part in (near, far))
+    to_landmarks = _softmax(logits(query.to(dtype), far, scale), absent)
+    to_keys = _softmax(logits(near.to(key.dtype).to(dtype), key.to(dtype), scale), ignored)
+    return (to_landmarks @ landmark_values_reference(near, far, to_keys, absent, scale, iterations)).to(query.dtype)
+
+
+def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:
+    """Return the softmax by rows over the columns that are not `ignored` (B, 1, columns), which have weight 0."""
+    if ignored is None:
+        return scores.softmax(-1)
+    ignored = ignored.unsqueeze(-2)
+    return scores.masked_fill(ignored, -torch.inf).softmax(-1).masked_fill(ignored, 0.0)
+
+
+def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
+    """Return the centres (m, C) of m = `number` clusters of the rows (T, C), in the dtype of the rows; `name` is for error messages."""
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError as error:
+        raise ImportError("fit_landmarks clusters tokens with scikit-learn, which is not installed: pip install scikit-learn") from error
+    if rows.shape[0] < number:
+        raise ValueError(wrong(name, f"has {rows.shape[0]} tokens", f"at least {number}, one for each landmark, are needed"))
+    if not rows.isfinite().all():
+        raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+    clusters = MiniBatchKMeans(number, random_state=seed, n_init=3).fit(rows.double().cpu().numpy())
+    return torch.from_numpy(clusters.cluster_centers_).to(rows)

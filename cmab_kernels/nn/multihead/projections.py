@@ -1,0 +1,210 @@
+"""The base class of modules with the constructor and the weights of `torch.nn.MultiheadAttention`: everything except the attention."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.checks import check_count, check_heads, check_mask, wrong
+from ..inputs import check_features, hide_padding, split_heads
+from ..parts import called, is_own, one_like
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def extending(parent: type) -> Callable[[Init], Init]:
+    """Return a decorator for a constructor that passes `*args` and `**kwargs` on to the constructor of `parent`.
+
+    `inspect.signature` and `help` then show the parent's arguments, followed by the keyword arguments of the decorated constructor.
+    """
+
+    def shown(init: Init) -> Init:
+        theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
+        parameters = dict(theirs.parameters)
+        parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
+        return naming_options(init, theirs.replace(parameters=list(parameters.values())))
+
+    return shown
+
+
+def naming_options(init: Init, signature: inspect.Signature | None = None) -> Init:
+    """Return the constructor with `signature`, or its own, and errors that name the class and the unknown or missing option."""
+    shown = inspect.signature(init) if signature is None else signature
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        check_options(type(self).__name__, shown, options, self, *args)
+        init(self, *args, **options)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]  # functions have this attribute if they are given it
+    return cast("Init", checked)
+
+
+def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
+    """Raise `TypeError` for an option that a constructor of `name` does not have, or lacks, and for arguments that do not fit."""
+    for option in options:
+        if option not in signature.parameters:
+            close = difflib.get_close_matches(option, signature.parameters, 1)
+            meant = f"did you mean {close[0]}? " if close else "an argument of forward? " if option in _OF_FORWARD else ""
+            known = ", ".join(each for each in signature.parameters if each != "self")
+            raise TypeError(wrong(option, f"is no option of {name}", f"{meant}it has {known}"))
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        text = str(error)
+        missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
+        if missing:
+            raise TypeError(wrong(missing[1], f"is missing in {name}", "it has no default")) from None
+        raise TypeError(f"{name}: {text}") from None
+
+
+_OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
+
+
+def no_extra_keys(why: str) -> dict[str, str]:
+    """Return the entries of `MultiheadProjections.lacks` for a module without torch's extra keys, with the reason."""
+    return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"{why}; False is needed")
+
+
+class MultiheadProjections(torch.nn.MultiheadAttention):
+    """Base class: torch's constructor, checks of the inputs, the projections to heads and back, and the sharing of weights."""
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
+
+    @naming_options
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, given in {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}.items():
+            if given and name in self.lacks:
+                raise ValueError(wrong(name, f"is {given}", self.lacks[name]))
+        embed_dim, num_heads = check_heads("embed_dim", embed_dim, num_heads)
+        kdim, vdim = (None if given is None else check_count(name, given) for name, given in (("kdim", kdim), ("vdim", vdim)))
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+
+    @classmethod
+    def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
+        """Make a module with the configuration of `module`, changed by `options`, and with its parameters.
+
+        `ValueError` for an option that these parameters contradict.
+        """
+        for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype"):
+            if name in options:
+                raise ValueError(wrong(name, f"is given as {options[name]!r}", "it is that of the parameters, which are shared"))
+        configuration: dict[str, Any] = {
+            "dropout": module.dropout,
+            "bias": module.in_proj_bias is not None,
+            "add_bias_kv": module.bias_k is not None,
+            "add_zero_attn": module.add_zero_attn,
+            "kdim": module.kdim,
+            "vdim": module.vdim,
+            "batch_first": module.batch_first,
+            "device": torch.device("meta"),
+        }
+        shared = cls(module.embed_dim, module.num_heads, **{**configuration, **options})
+        shared.adopt(module)
+        return shared
+
+    def adopt(self, module: torch.nn.MultiheadAttention) -> None:
+        """Take over the parameters of `module`, which must have the same configuration, and attributes that were added to it."""
+        assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}  # tensors in place of parameters
+        for name, weight in (module._parameters | assigned).items():  # `named_parameters` leaves out the second name of a tied one
+            if weight is not None and not isinstance(weight, torch.nn.Parameter):
+                del self._parameters[name]
+            setattr(self, name, weight)
+        self.__dict__.update({name: each for name, each in module.__dict__.items() if name not in self.__dict__ | assigned})
+        self.out_proj = module.out_proj
+        self.training = module.training  # set directly, because train() would also change the shared out_proj
+
+    @property
+    def _like(self) -> Tensor:
+        """A weight of its own, which has the dtype and device of the module: an adapter in place of `out_proj` need not have one."""
+        return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
+
+    def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why torch's own implementation runs for such a call of `forward`; None, here always, if the operators do."""
+        return None
+
+    def _project(self, part: int, features: Tensor) -> Tensor:
+        """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch packs their weights if all widths are equal."""
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None and not is_own(packed):  # of a subclass, which need not have slices
+            projected = F.linear(features, packed, bias).chunk(3, -1)[part]
+        else:
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weight = separate[part] if packed is None else packed.chunk(3)[part]
+            projected = F.linear(features, weight, None if bias is None else bias.chunk(3)[part])
+        return split_heads(self._batch_first(projected), self.num_heads)
+
+    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs do not reach any gradient."""
+        if key_padding_mask is not None:
+            batched = key.dim() == 3
+            ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
+            hidden = hide_padding(key, ignore)
+            key, value = hidden, hidden if value is key else hide_padding(value, ignore)
+            key_padding_mask = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+        return self._project(1, key), self._project(2, value), key_padding_mask
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _refuse_to_drop(self) -> None:
+        """Raise if dropout would apply, because a stream keeps no attention weights to drop."""
+        if self._drops:
+            raise RuntimeError(
+                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
+            )
+
+    @staticmethod
+    def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
+        """Return weights (B, H, L, N) as torch does: averaged over the heads or not, and without a batch where `query` has none."""
+        weights = weights.mean(1) if average else weights
+        return weights if query.dim() == 3 else weights.squeeze(0)
+
+    def _output(self, attended: Tensor, query: Tensor) -> Tensor:
+        """Return the output projection of attended heads (B, H, L, D), in the layout of `query`."""
+        attended = attended.transpose(1, 2)
+        attended = self._batch_first(attended) if query.dim() == 3 else attended.squeeze(0)
+        return called(self.out_proj, attended.flatten(-2))
+
+    def _batch_first(self, features: Tensor) -> Tensor:
+        """Return a view (B, N, ...) of features in the module's layout, or of (N, C). It also converts (B, N, ...) back to that layout."""
+        if features.dim() == 2:
+            return features.unsqueeze(0)
+        return features if self.batch_first else features.transpose(0, 1)
+
+    def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
+        """Raise for a wrong type, width, dtype, device or mask; the operator checks batch and length. The mask is for the last argument."""
+        layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
+        widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
+        dims: tuple[int, ...] = (2, 3)
+        for name, features in arguments.items():
+            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self._like)
+            dims = (features.dim(),)
+        shape = features.shape[:-1]
+        check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1])

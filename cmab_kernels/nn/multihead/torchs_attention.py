@@ -1,0 +1,78 @@
+"""torch's own attention where a part of it was changed: torch reads the weights of `out_proj`, and never calls it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ...runtime.checks import wrong
+from ..parts import computed, is_own, own_parameters
+
+
+def is_as_made(attention: nn.MultiheadAttention) -> bool:
+    """Return whether the output projection is just its kind, and every weight no subclass of Tensor, so that torch may read them all."""
+    project = own_parameters(attention.out_proj, NonDynamicallyQuantizableLinear)
+    return project is not None and all(is_own(each) for part in (project, attention._parameters) for each in part.values())
+
+
+def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return attention(*args, **kwargs); an `out_proj` of torch's that does more than its kind is called, as are the hooks of both."""
+    if not isinstance(attention, nn.MultiheadAttention) or type(attention).forward is not nn.MultiheadAttention.forward:
+        return attention(*args, **kwargs)
+    if "forward" in attention.__dict__ or is_as_made(attention):
+        return attention(*args, **kwargs)
+    stand_in = object.__new__(type(attention))  # the module itself stays as it is: another thread may call it meanwhile
+    stand_in.__dict__ = {**attention.__dict__, "forward": partial(forward, attention)}
+    return stand_in(*args, **kwargs)
+
+
+def forward(
+    attention: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `torch.nn.MultiheadAttention.forward` does, with a call of `out_proj` in place of a product with its weight."""
+    attention = computed(attention)
+    if query.is_nested:
+        raise RuntimeError(wrong("query", "is a nested tensor, and `out_proj` does more than its kind", "pad it, and pass a mask"))
+    swap = attention.batch_first and query.dim() == 3
+    # The same where they were the same: torch then projects them in one product.
+    turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
+    out, weights = F.multi_head_attention_forward(
+        turned[id(query)],
+        turned[id(key)],
+        turned[id(value)],
+        attention.embed_dim,
+        attention.num_heads,
+        attention.in_proj_weight,
+        attention.in_proj_bias,
+        attention.bias_k,
+        attention.bias_v,
+        attention.add_zero_attn,
+        attention.dropout,
+        torch.eye(attention.embed_dim, dtype=query.dtype, device=query.device),
+        None,
+        training=attention.training,
+        key_padding_mask=key_padding_mask,
+        need_weights=need_weights,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=attention.in_proj_weight is None,
+        q_proj_weight=attention.q_proj_weight,
+        k_proj_weight=attention.k_proj_weight,
+        v_proj_weight=attention.v_proj_weight,
+        average_attn_weights=average_attn_weights,
+        is_causal=is_causal,
+    )
+    out = attention.out_proj(out)
+    return out.transpose(0, 1) if swap else out, weights

@@ -1,0 +1,158 @@
+"""The parts of a module: which of them one call of an operator may stand for, and which must be called themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.utils import parametrize
+
+from ..runtime.backends import choose, explain
+from ..runtime.checks import autocasts, wrong
+from ..runtime.tracing import needs_definition
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fused_impl(features: Tensor) -> str | None:
+    """Return the implementation that computes a layer of `features` in one call; None where torch's own operations are the better choice.
+
+    These are so where there is no kernel, and under autocast, which keeps norms and sums in float32 while one call has one dtype. In
+    forward mode, which torch's attention lacks, the definition is better.
+    """
+    if autocasts(features.device):
+        return None
+    impl = choose("layers", "auto", features)
+    return None if impl == "reference" and not needs_definition() else impl
+
+
+_Linear, _LayerNorm = nn.Linear, nn.LayerNorm
+_OF_LINEAR, _OF_NORM = nn.Linear.forward, nn.LayerNorm.forward
+
+
+def has_other_forwards() -> bool:
+    """Return whether another package has put a `forward` of its own into torch's class of linear layers, or of norms, as some LoRAs do."""
+    return nn.Linear.forward is not _OF_LINEAR or nn.LayerNorm.forward is not _OF_NORM
+
+
+def computed(module: M) -> M:
+    """Return the module or, where it has parametrizations, a stand-in with their values: to look at one is to compute it.
+
+    A method that reads a parameter more than once begins with this, so that in training a call is one step of a power iteration. Parts are
+    those of the module; what is set on a stand-in itself is lost.
+    """
+    parts = module._modules
+    if "parametrizations" not in parts:
+        return module
+    stand_in: M = object.__new__(parametrize.type_before_parametrizations(module))
+    values = {name: getattr(module, name) for name in cast("nn.ModuleDict", parts["parametrizations"])}
+    others = {name: part for name, part in parts.items() if name != "parametrizations"}
+    stand_in.__dict__ = {**module.__dict__, "_parameters": {**module._parameters, **values}, "_modules": others}
+    return stand_in
+
+
+def one_like(module: nn.Module, *names: str) -> Tensor:
+    """Return one of these tensors of a module, for its dtype and device: if it can, a parameter, or what a parametrization is given."""
+    own = [module._parameters.get(name) for name in names]
+    parametrized = module._modules.get("parametrizations")
+    if parametrized is not None:
+        own += [each for each in parametrized.parameters() if each.is_floating_point()]
+    found: Tensor | None = next((each for each in own if each is not None), None)
+    return found if found is not None else next(each for name in names if (each := getattr(module, name)) is not None)
+
+
+def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+    """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
+
+    A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
+    `forward` of its own, as accelerate gives it, one whose `weight` or `bias` is no parameter, as in the replicas of DataParallel and in
+    FullyShardedDataParallel, or a norm without weights, which the operators would take for no norm.
+    """
+    state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
+    if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
+        return None
+    if state["_backward_pre_hooks"] or "forward" in state or "weight" in state or "bias" in state:
+        return None
+    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
+        return None
+    parameters: dict[str, nn.Parameter | None] = state["_parameters"]
+    if kind is _Linear or kind is _LayerNorm or kind is NonDynamicallyQuantizableLinear:
+        if "weight" not in parameters or "bias" not in parameters:  # one is a buffer, or a property
+            return None
+        if kind is _LayerNorm:
+            return None if parameters["weight"] is None or kind.forward is not _OF_NORM else parameters
+        return parameters if kind.forward is _OF_LINEAR else None
+    return parameters
+
+
+def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
+    """Return what `own_parameters` does, for an operator to read; None also if one is a subclass of Tensor, as a quantised weight is.
+
+    A subclass says what `torch.nn.functional.linear` makes of it, and need not know the operators, nor torch's stacks and slices.
+    """
+    parameters = own_parameters(module, kind)
+    if parameters is not None:
+        for each in parameters.values():
+            if not is_own(each):
+                return None
+    return parameters
+
+
+def is_own(weight: Tensor | None) -> bool:
+    """Return whether a weight is none of a subclass with operations of its own, or is absent; compilers' fake tensors have none."""
+    return weight is None or type(weight) in _PLAIN_TYPES or hasattr(weight, "fake_mode")
+
+
+_PLAIN_TYPES = (nn.Parameter, Tensor)
+
+
+def called(part: Any, x: Tensor) -> Tensor:
+    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
+    kind: Any = type(part)
+    if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (own := own_parameters(part, kind)) is not None:
+        return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
+    if kind is nn.LayerNorm and (own := own_parameters(part, kind)) is not None:
+        return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)
+    if kind is nn.Dropout and not part.training and own_parameters(part, kind) is not None:
+        return x
+    result: Tensor = part(x)
+    return result
+
+
+def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
+    """Return whether all weights of these modules have one dtype, as the operators need: a model may keep its norms in float32."""
+    weights = (part.get("weight") for part in parts if part is not None)
+    return len({weight.dtype for weight in weights if weight is not None}) == 1
+
+
+def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | None]) -> None:
+    """Raise unless the parameters of all parts are where the `features` called `name` are.
+
+    With one of them on the meta device, where a load left it, torch would run the shapes of a kernel and none of its work.
+    """
+    for part, parameters in parts.items():
+        for kind, each in parameters.items():
+            if each is not None and each.device != features.device:
+                allowed = f"{name} is on {features.device}; move them together"
+                raise ValueError(wrong(f"{part}.{kind}", f"is on {each.device}", allowed))
+
+
+TRAINED_COLUMNS = 128
+"""Columns of inputs up to which a GPU's kernels project them in training: gradients of more columns come piece by piece, each with all
+scores anew."""
+
+
+def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
+    """Return whether `projected_attention_state` is to read the inputs: always on a CPU; on a GPU where it has a kernel for such heads,
+    and in training for inputs of few columns."""
+    if not inputs.is_cuda:
+        return True
+    trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, inputs, *weights))
+    if trained and inputs.shape[-1] > TRAINED_COLUMNS:
+        return False
+    return any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])

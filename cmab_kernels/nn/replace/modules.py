@@ -1,0 +1,178 @@
+"""Replace modules of a model by those of this package, which take over their weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...runtime.checks import kind_of, wrong
+from ..multihead.projections import MultiheadProjections, check_options
+from ..transformer.informer import InformerEncoderLayer
+from ..transformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from .report import Replacement, Replacements
+
+_REPLACEABLE: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    nn.MultiheadAttention: (MultiheadProjections,),
+    nn.TransformerEncoderLayer: (InformerEncoderLayer, TransformerEncoderLayer),
+    nn.TransformerDecoderLayer: (TransformerDecoderLayer,),
+}
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def replace_modules(
+    model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None, *, verbose: bool = True
+) -> Replacements:
+    """Replace modules inside `model`, by type and in place, and return how many were replaced.
+
+    Unless `verbose` is False it prints a table that says of each new module what is fused, what is handed to torch, and why; the result, an
+    `int`, has the table as its `str`, and `cmab_kernels.explain(model, *inputs)` says the same of a call.
+
+    `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
+    the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
+    `MultiheadSigmaIntention`, `NystromAttention`, `ContinualAttention`, `ContinualNystromAttention`, or a `functools.partial` of one with
+    its options. `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerDecoderLayer` may be replaced by the classes of these names in
+    `cmab_kernels.nn`, which compute the same, or the former by `InformerEncoderLayer`. Types match exactly: a subclass, which may have a
+    forward of its own, is not replaced.
+
+    The new modules hold the parameters of the old ones, so optimizers go on working, and have their dtype, device and training mode. The
+    modules of Intention have a new parameter `log_alpha`, which an optimizer must be given. A module that is used in two places is replaced
+    by one module in both. References that are held outside of the module tree keep the old module.
+
+    Replaced means used: in eval mode without gradients a `torch.nn.TransformerEncoderLayer` whose attention was replaced calls it, where
+    it would run torch's own fused layer on the weights, and a `torch.nn.TransformerEncoder` makes no nested tensors of padded inputs,
+    which only torch's own layers can read. Rows of padding then hold other numbers than torch's zeros.
+
+    `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless they are given `output="retroactive"`, and
+    torch's layers add it to every token without an error.
+
+    Dropout of attention weights, on by default in torch's transformer layers, is torch's in training. `partial(MultiheadAttention,
+    dropout=0.0)` gives it up, and leaves all other dropout.
+
+    Raises:
+        TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above; or a `partial` has an option that its class
+            has not, or lacks one that it needs.
+        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, added parts, or a `forward` that
+            was assigned to it, which would be lost (give it these after the replacement); or the new module does not support the old
+            one's configuration: Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys.
+            The model is then unchanged.
+
+    >>> model = torch.nn.TransformerDecoderLayer(16, 2)
+    >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
+    >>> replaced = cmab_kernels.nn.replace_modules(model, ours, verbose=False)
+    >>> replaced, replaced.modules[0]
+    (2, Replacement(module='self_attn', kind='MultiheadAttention', training='dropout is on', evaluation=None))
+    >>> from functools import partial
+    >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, dropout=0.0), 3)
+    >>> nystrom = partial(cmab_kernels.nn.NystromAttention, num_landmarks=8)
+    >>> cmab_kernels.nn.replace_modules(model, {torch.nn.MultiheadAttention: nystrom}, verbose=False)
+    6
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(wrong("model", f"is {model!r}", "a torch.nn.Module is needed"))
+    if not isinstance(mapping, Mapping):
+        allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, is needed"
+        raise TypeError(wrong("mapping", f"is {mapping!r}", allowed))
+    for old, made in mapping.items():
+        new, options = _class_of(made)
+        if not (isinstance(new, type) and issubclass(new, _REPLACEABLE.get(old, ()))):
+            names = "MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer"
+            allowed = f"only {names} of torch.nn, by their counterparts in cmab_kernels.nn"
+            raise TypeError(wrong("mapping", f"asks to replace {old!r} by {made!r}", allowed))
+        _check_options(new, options)
+    if type(model) in mapping:
+        allowed = "put it into a container, or make the new module and load its state_dict"
+        raise ValueError(wrong("model", f"is itself {kind_of(model)}", allowed))
+    places = list(_places(model, "", mapping, set()))
+    replacements: dict[nn.Module, nn.Module] = {}
+    for path, _, _, old_module in places:
+        if old_module not in replacements:
+            _refuse_hooks(path, old_module, mapping[type(old_module)])
+            replacements[old_module] = _sharing(path, old_module, mapping[type(old_module)])
+    for _, parent, name, old_module in places:
+        setattr(parent, name, replacements[old_module])
+    _have_them_called(model, set(replacements.values()))
+    first_paths = {old: path for path, _, _, old in reversed(places)}
+    replaced = Replacements(Replacement.of(first_paths[old], new) for old, new in replacements.items())
+    if verbose:
+        print(replaced)
+    return replaced
+
+
+def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
+    """Turn off what torch's encoders run in eval mode in place of the modules inside them, where these are new."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in new:
+            module.activation_relu_or_gelu = 0  # by which torch's layer would choose the activation of its fused code
+        if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
+            module.use_nested_tensor = False
+
+
+def _places(
+    parent: nn.Module, path: str, mapping: Mapping[type[nn.Module], Any], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Yield (path, parent, name, module) for each module to be replaced, but for none inside it."""
+    seen.add(parent)
+    for name, child in parent._modules.items():
+        if type(child) in mapping:
+            assert child is not None
+            yield path + name, parent, name, child
+        elif child is not None and child not in seen:
+            yield from _places(child, f"{path}{name}.", mapping, seen)
+
+
+def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
+    """Raise if the module has hooks or was assigned a `forward`, or its `self_attn` has, which an Informer's layer replaces as well."""
+    lost = {path: module}
+    if _class_of(made)[0] is InformerEncoderLayer:
+        lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
+        if added := [*module._parameters, *module._buffers]:
+            raise ValueError(wrong("model", f"has {', '.join(added)} added to {path!r}", "remove them, replace, add them again"))
+    for name, each in lost.items():
+        added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
+        if added:
+            raise ValueError(wrong("model", f"has {', '.join(added)} added to {name!r}", "remove them, replace, add them again"))
+        if "forward" in each.__dict__:
+            raise ValueError(wrong("model", f"has a `forward` assigned to {name!r}", "delete it, replace, assign it again"))
+        for hooks in _HOOKS:
+            if getattr(each, hooks):
+                raise ValueError(
+                    wrong("model", f"has {hooks.strip('_').replace('_', ' ')} on {name!r}", "remove them, replace, register them again")
+                )
+
+
+def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
+    """Return (class, keyword arguments) for a class or a `functools.partial` of one."""
+    return (made.func, made.keywords) if isinstance(made, partial) and not made.args else (made, {})
+
+
+def _check_options(new: Any, options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an option that the class does not have, or needs; the arguments of torch's module come from the old one."""
+    if not issubclass(new, MultiheadProjections):
+        for option in options:
+            raise TypeError(wrong(option, f"is given for {new.__name__}", "it takes all that it has from the layer it replaces"))
+        return
+    signature = inspect.signature(new.__init__)
+    check_options(new.__name__, signature, {"embed_dim": None, "num_heads": None, **options}, None)
+
+
+def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
+    """Make the new module, with the configuration and the parameters of `module`."""
+    new, options = _class_of(made)
+    try:
+        return new.sharing(module, **options)
+    except ValueError as error:
+        raise ValueError(wrong("model", f"has {kind_of(module)} {path!r} with what {new.__name__} lacks", str(error))) from error

@@ -1,0 +1,96 @@
+"""What `replace_modules` returns: how many modules it replaced, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from ..parts import one_like
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_HEADING = ("module", "is now a", "in training", "in evaluation")
+_NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
+A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
+_UNMASKED = "need_weights=False, no mask"
+_CONDITIONS = {"MultiheadAttention": _UNMASKED, "ContinualAttention": _UNMASKED, "TransformerEncoderLayer": "no mask"}
+_CONDITIONS["TransformerDecoderLayer"] = "no mask"
+_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too),
+a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before the first call nobody knows:
+cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
+
+
+class Replacement(NamedTuple):
+    """A module that was replaced: where it is, what it is now, and why torch's own code runs in it in training, and in evaluation."""
+
+    module: str
+    kind: str
+    training: str | None
+    evaluation: str | None
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module) -> Self:
+        """Return the entry of a module of this package that stands at `path`."""
+        return cls(path, type(module).__name__, _why_torch(module, training=True), _why_torch(module, training=False))
+
+
+class Replacements(int):
+    """The number of modules replaced, as an `int`; its `str` is the table of what is fused, what is handed to torch, and why.
+
+    `modules` is the table: a `Replacement` for each, whose `training` and `evaluation` are None where it is fused, else the reason.
+
+    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
+    >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
+    >>> replaced = cmab_kernels.nn.replace_modules(model, ours, verbose=False)
+    >>> replaced
+    3
+    >>> print("\\n".join(str(replaced).splitlines()[:3]))
+    3 modules replaced
+    module              is now a            in training             in evaluation
+    layers.0.self_attn  MultiheadAttention  torch's: dropout is on  fused if need_weights=False, no mask
+    """
+
+    modules: tuple[Replacement, ...]
+
+    def __new__(cls, modules: Iterable[Replacement]) -> Self:
+        rows = tuple(modules)
+        made = super().__new__(cls, len(rows))
+        made.modules = rows
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # copies and pickles keep the table
+        return (self.modules,)
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return _NONE
+        rows = [_HEADING]
+        rows += [(at, kind, _verdict(kind, training), _verdict(kind, evaluation)) for at, kind, training, evaluation in self.modules]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"{int(self)} {'module' if self == 1 else 'modules'} replaced", *lines, _CALLS])
+
+
+def _verdict(kind: str, why: str | None) -> str:
+    """What becomes of a call; what may still be handed to torch depends on the call, of which the table cannot know."""
+    return f"torch's: {why}" if why is not None else f"fused if {_CONDITIONS[kind]}" if kind in _CONDITIONS else "fused"
+
+
+def _why_torch(module: Any, *, training: bool) -> str | None:
+    """Return why torch's own code runs for a plain call, in training or not, of a module, its kind of which all have `why_torch`."""
+    why_torch = module.why_torch
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    options = {"need_weights": False} if module is attention else {}
+    row = one_like(attention, "in_proj_weight", "q_proj_weight").new_empty(1, 1, attention.embed_dim)
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        rows = 3 if module is attention else 2 if isinstance(module, nn.TransformerDecoderLayer) else 1
+        why: str | None = why_torch(*[row] * rows, **options)
+        return why
+    finally:
+        for part, mode in before:
+            part.training = mode

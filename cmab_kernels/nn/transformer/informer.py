@@ -1,0 +1,97 @@
+"""A transformer's encoder layer with Intention in place of attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.checks import wrong
+from ..inputs import bool_mask
+from ..multihead.intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
+from ..multihead.projections import extending
+
+if TYPE_CHECKING:
+    from typing import Self
+
+KINDS: dict[str, type[LearnedRidge]] = {"intention": MultiheadIntention, "sigma": MultiheadSigmaIntention}
+
+
+class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` with Intention (regularised least squares) in place of attention: the Informer of the paper below.
+
+    It is not the time-series model of the same name (Zhou et al., AAAI 2021), which attends with a sample of the queries.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
+            `dropout` acts after Intention and in the feed-forward layer; there are no attention weights to drop.
+        kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
+        alpha, scale: see there.
+
+    Arguments and result of `forward` are torch's, without `src_mask` and `is_causal` (`ValueError`). It never takes torch's fast path,
+    which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, even if they are NaN; their results have no meaning.
+    Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. Construct a `torch.nn.TransformerEncoder` of it with
+    `enable_nested_tensor=False`: a nested tensor is a `ValueError` here, and without the option the encoder warns that it uses none.
+
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), section 3.
+
+    >>> layer = cmab_kernels.nn.InformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+    >>> layer.load_state_dict(torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32).state_dict())
+    <All keys matched successfully>
+    >>> encoder = torch.nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
+    >>> encoder(torch.randn(2, 100, 16)).shape
+    torch.Size([2, 100, 16])
+    """
+
+    self_attn: LearnedRidge
+
+    @extending(torch.nn.TransformerEncoderLayer)
+    def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(wrong("kind", f"is {kind!r}", f"it must be one of {', '.join(KINDS)}"))
+        super().__init__(*args, **kwargs)
+        self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
+
+    @classmethod
+    def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
+        """Make a layer with the configuration and modules of `layer`, and Intention with the parameters of its attention."""
+        attention = layer.self_attn
+        if isinstance(attention, LearnedRidge):
+            given = f"is a {type(attention).__name__}, whose penalty and scale a new layer would not have"
+            raise ValueError(wrong("self_attn", given, "replace the layer before its attention, or make an InformerEncoderLayer"))
+        shared = cls(
+            attention.embed_dim,
+            attention.num_heads,
+            activation=layer.activation,
+            batch_first=attention.batch_first,
+            norm_first=layer.norm_first,
+            bias=attention.in_proj_bias is not None,
+            device=torch.device("meta"),
+        )
+        shared.self_attn.adopt(attention)
+        for name, child in layer._modules.items():  # `named_children` leaves out the second name of a shared one
+            if child is not attention:
+                setattr(shared, name, child)
+        shared.training = layer.training
+        return shared
+
+    def forward(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
+        mask, src = bool_mask(src_key_padding_mask, src)
+        self.self_attn._check(mask, src=src)
+        if mask is not None:  # a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer
+            ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
+            src = src.masked_fill(ignore.unsqueeze(-1), 0.0)
+        if self.norm_first:
+            src = src + self._sa_block(self.norm1(src), None, mask)
+            return src + self._ff_block(self.norm2(src))
+        src = self.norm1(src + self._sa_block(src, None, mask))
+        return self.norm2(src + self._ff_block(src))
+
+    def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why torch's own code runs for such a call; None, always: the operators do."""
+        return None

@@ -1,0 +1,353 @@
+"""torch's Transformer layers on the fused operators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ...layers import attention_layer, feed_forward_layer
+from ...runtime.checks import kind_of, wrong
+from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, check_floating, is_additive
+from ..multihead import torchs_attention
+from ..parts import fused_impl, of_one_dtype, one_like, own_parameters, plain_parameters
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
+_THEIR_ACTIVATIONS: dict[str | None, int] = {"relu": 1, "gelu": 2}
+"""The values of `activation_relu_or_gelu`, by which torch's fused layer chooses; 0: it does not run."""
+_BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
+"""The methods of torch's layers, or ours, that the operators stand for."""
+_SEVERAL_DTYPES = "its weights have several dtypes"
+_Masks = tuple[Tensor | None, bool, Tensor | None]
+
+
+def _activation(layer: nn.Module) -> str | None:
+    """Return the operator's name of the activation of torch's layer; None if it has none for it."""
+    made: Any = layer.activation
+    if type(made) is nn.ReLU:
+        return "relu"
+    if type(made) is nn.GELU:
+        return "gelu" if made.approximate == "none" else None
+    return _ACTIVATIONS.get(made) if callable(made) else None
+
+
+class _FusedLayer(nn.Module):
+    """What both layers share: when the operators run, and the calls."""
+
+    theirs: ClassVar[type[nn.Module]]
+    """torch's layer, which computes the same."""
+
+    if TYPE_CHECKING:
+        norm_first: bool
+        self_attn: nn.MultiheadAttention
+        activation: Any
+        linear1: nn.Linear
+        linear2: nn.Linear
+        dropout1: nn.Dropout
+
+    @classmethod
+    def sharing(cls, layer: nn.Module) -> Self:
+        """Make a layer with the configuration and the modules of torch's `layer`."""
+        shared = cls.__new__(cls)
+        shared.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()})
+        return shared
+
+    def _why_no_operator(self, x: Tensor) -> str | None:
+        """Return why torch's own code must run for `x` in every part of the layer; None if nothing speaks against the operators."""
+        if x.is_nested:
+            return "a nested tensor has no fused layer"
+        if any(part.training and part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
+            return DROPOUT
+        dropouts = (part for name, part in self.named_children() if name.startswith("dropout"))
+        if any(plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None for part in dropouts):
+            return "a dropout does more than its kind, or has hooks"
+        if not self._has_their_blocks():
+            return "a subclass has a block of its own"
+        if fused_impl(x) is None:
+            return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
+        return None
+
+    def _has_their_blocks(self) -> bool:
+        ours = TransformerEncoderLayer if self.theirs is nn.TransformerEncoderLayer else TransformerDecoderLayer
+        return all(getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS)
+
+    def _sa_block(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False) -> Tensor:
+        """Return what torch's method does; parts of the attention that were changed are called."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        attended: Tensor = torchs_attention.call(self.self_attn, x, x, x, **masks, need_weights=False)[0]
+        return self.dropout1(attended)
+
+    def _as_torch(self, block: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
+        """Return x after a block of torch's layer, with its norm and residual connection."""
+        result: Tensor = x + block(norm(x)) if self.norm_first else norm(x + block(x))
+        return result
+
+    def _why_no_attention(
+        self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.Module, attn_mask: Tensor | None, is_causal: bool, mask: Tensor | None
+    ) -> str | None:
+        """Return why torch's own code must run an attention and its norm."""
+        if attn_mask is not None or is_causal:
+            return NO_ATTENTION_MASK
+        if is_additive(mask):
+            return ADDITIVE
+        if isinstance(attention, nn.MultiheadAttention) and attention.training and attention.dropout > 0:
+            return DROPOUT
+        more = "a part of the attention does more than its kind, or has hooks"
+        if plain_parameters(attention, nn.MultiheadAttention) is None:
+            return more
+        parts = (
+            plain_parameters(attention.out_proj, NonDynamicallyQuantizableLinear),
+            plain_parameters(norm, nn.LayerNorm),
+        )
+        if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            return more
+        inside = *parts[: 1 + self.norm_first], {"weight": attention.in_proj_weight}  # a norm that comes after the operator is torch's
+        return self._why_no_operator(x) if of_one_dtype(*inside) else _SEVERAL_DTYPES
+
+    def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
+        """Return why torch's own code must run the feed-forward network and its norm."""
+        if _activation(self) is None:
+            return "the activation is neither relu nor gelu by the error function"
+        made = self.activation
+        parts = (
+            *(plain_parameters(part, nn.Linear) for part in (self.linear1, self.linear2)),
+            plain_parameters(norm, nn.LayerNorm),
+            plain_parameters(made, type(made)) if isinstance(made, nn.Module) else {},
+        )
+        if None in parts:
+            return "a part of the feed-forward network does more than its kind, or has hooks"
+        return self._why_no_operator(x) if of_one_dtype(*parts[: 2 + self.norm_first]) else _SEVERAL_DTYPES
+
+    def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
+        """Return the operator's result, with `norm` before all else, inside the operator, or after it."""
+        if self.norm_first:
+            return operator(x, *weights, norm=(norm.weight, norm.bias, norm.eps), **options)
+        normed: Tensor = norm(operator(x, *weights, **options))
+        return normed
+
+    def _attend(self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any) -> Tensor:
+        """Return x after an attention over `context`, or over itself, by the operator."""
+        single = x.dim() == 2
+        if context is None:
+            mask, x = bool_mask(mask, x)
+        else:
+            mask, context = bool_mask(mask, context)
+
+        def batch_first(features: Tensor) -> Tensor:
+            """Change the layout of x into that of the operator, or back."""
+            return features if single or attention.batch_first else features.transpose(0, 1)
+
+        rows, others = (None if t is None else t.unsqueeze(0) if single else batch_first(t) for t in (x, context))
+        assert rows is not None
+        biases = (None, None, None) if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        y = self._around(
+            attention_layer,
+            norm,
+            rows,
+            *attention.in_proj_weight.chunk(3),
+            attention.out_proj.weight,
+            num_heads=attention.num_heads,
+            context=others,
+            **dict(zip(("query_bias", "key_bias", "value_bias"), biases, strict=True)),
+            output_bias=attention.out_proj.bias,
+            key_padding_mask=mask.unsqueeze(0) if single and mask is not None else mask,
+        )
+        return y.squeeze(0) if single else batch_first(y)
+
+    def _feed(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Return x after the feed-forward network, by the operator."""
+        first, second = self.linear1, self.linear2
+        options = {"expand_bias": first.bias, "contract_bias": second.bias, "activation": _activation(self)}
+        return self._around(feed_forward_layer, norm, x, first.weight, second.weight, **options)
+
+    def _check(self, **features: Tensor) -> None:
+        """Raise unless these fit the module and each other, for which the operators are about to run."""
+        layout, sets = ("(B, N, C)", 0) if self.self_attn.batch_first else ("(N, B, C)", 1)
+        dims: tuple[int, ...] = (2, 3)
+        batch, weight = None, one_like(self.linear1, "weight", "bias")
+        for name, each in features.items():
+            check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, weight)
+            dims = (each.dim(),)
+            if each.dim() == 3:
+                batch = each.shape[sets] if batch is None else batch
+                if each.shape[sets] != batch:
+                    raise ValueError(wrong(name, f"has shape {tuple(each.shape)}", f"{layout} with B = {batch} is needed"))
+
+    def _check_padding(self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention) -> None:
+        """Raise unless a mask of `features`, to which the operator in place of `attention` is about to attend, fits them."""
+        shape = features.shape[:-1] if features.dim() == 2 or attention.batch_first else features.shape[1::-1]
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            given = f"is {mask.dtype}" if isinstance(mask, Tensor) else f"is {kind_of(mask)}"
+            raise TypeError(wrong(name, given, "a torch.Tensor of bool is needed, True = ignore"))
+        if mask.shape != shape:
+            meaning = "(N,)" if len(shape) == 1 else "(B, N)"
+            raise ValueError(wrong(name, f"has shape {tuple(mask.shape)}", f"{meaning} = {tuple(shape)} is needed"))
+
+
+class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` with one operator for its attention and one for its feed-forward network.
+
+    Constructor, parameters, `state_dict`, arguments and result are torch's; see there. Norms, projections and residual connections are
+    inside the operators (`cmab_kernels.attention_layer`, `cmab_kernels.feed_forward_layer`), which train as well. torch's own code runs
+    where they cannot: with a `src_mask` or `is_causal`, with dropout in training, with a float `src_key_padding_mask` that holds other
+    numbers than 0 and -inf (elsewhere than on the CPU, and under a compiler, such a mask fails an assertion), for an activation other than
+    relu and gelu by the error function, under autocast, for nested tensors, where no kernel runs (on a GPU), and where a part has hooks or
+    another type than torch gives it. `why_torch` says whether and why.
+
+    One difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
+
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
+
+    >>> theirs = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> ours = cmab_kernels.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> tokens = torch.randn(2, 10, 16)
+    >>> torch.allclose(ours(tokens), theirs(tokens), atol=1e-5)
+    True
+    >>> ours.why_torch(tokens), ours.why_torch(tokens, src_mask=torch.zeros(10, 10))
+    (None, 'the operator has key padding masks, but no attention mask')
+    """
+
+    theirs = nn.TransformerEncoderLayer
+
+    def forward(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        check_floating(self, src=src)
+        if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
+            self._check(src=src)
+            self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
+            return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
+        masks = () if src.is_nested else (src_mask, src_key_padding_mask)
+        added = any(mask is not None and mask.is_floating_point() for mask in masks)
+        if self._is_as_made() and not added:  # their fused layer reads a float mask as what to ignore
+            theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            return theirs
+        if src.is_nested:
+            return torch.nested.as_nested_tensor([self(each, src_mask, None, is_causal) for each in src.unbind()])
+        x = self._as_torch(lambda x: self._sa_block(x, src_mask, src_key_padding_mask, is_causal), self.norm1, src)
+        return self._as_torch(self._ff_block, self.norm2, x)
+
+    def _is_as_made(self) -> bool:
+        """Whether each part is just its kind: torch's fused layer, which runs in evaluation, reads their weights and calls none of them."""
+        kinds = {nn.MultiheadAttention: ("self_attn",), nn.Linear: ("linear1", "linear2"), nn.LayerNorm: ("norm1", "norm2")}
+        kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
+        if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
+            return False
+        made: Any = self.activation
+        if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
+            return False
+        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # another was put in its place
+            return False
+        return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
+
+    def why_torch(
+        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+    ) -> str | None:
+        """Return why torch's own code runs for such a call; None if the operators do."""
+        attention = self._why_no_attention(src, self.self_attn, self.norm1, src_mask, is_causal, src_key_padding_mask)
+        return attention or self._why_no_feed_forward(src, self.norm2)
+
+
+class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` with one operator for each of its three parts.
+
+    Constructor, parameters, `state_dict`, arguments and result are torch's. Each part for itself runs torch's own code where the operator
+    cannot, as `TransformerEncoderLayer` says: with a causal `tgt_mask` the self-attention is torch's, and what follows it is not.
+    `why_torch` says which parts, and why.
+
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
+
+    >>> layer = cmab_kernels.nn.TransformerDecoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+    >>> causal = torch.nn.Transformer.generate_square_subsequent_mask(10)
+    >>> layer(torch.randn(2, 10, 16), torch.randn(2, 50, 16), tgt_mask=causal).shape
+    torch.Size([2, 10, 16])
+    """
+
+    theirs = nn.TransformerDecoderLayer
+    multihead_attn: nn.MultiheadAttention
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy or a pickle: torch's method puts relu before an activation that is a module."""
+        nn.Module.__setstate__(self, state)
+
+    def _mha_block(
+        self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        """Return what torch's method does; parts of the attention that were changed are called."""
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        attended: Tensor = torchs_attention.call(self.multihead_attn, x, mem, mem, **masks, need_weights=False)[0]
+        return self.dropout2(attended)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
+        check_floating(self, tgt=tgt, memory=memory)
+        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
+        if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:
+            self._check(tgt=tgt, memory=memory)
+        x = tgt
+        if why_own is None:
+            self._check_padding("tgt_key_padding_mask", tgt_key_padding_mask, tgt, self.self_attn)
+        if why_cross is None:
+            self._check_padding("memory_key_padding_mask", memory_key_padding_mask, memory, self.multihead_attn)
+        if why_own is None:
+            x = self._attend(x, self.self_attn, self.norm1, None, tgt_key_padding_mask)
+        else:
+            x = self._as_torch(lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, x)
+        if why_cross is None:
+            x = self._attend(x, self.multihead_attn, self.norm2, memory, memory_key_padding_mask)
+        else:
+            x = self._as_torch(lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal), self.norm2, x)
+        if why_feed is None:
+            return self._feed(x, self.norm3)
+        return self._as_torch(self._ff_block, self.norm3, x)
+
+    def why_torch(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> str | None:
+        """Return which parts run torch's own code for such a call, and why; None if all run the operators."""
+        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        parts = self._why_parts(tgt, own, cross)
+        reasons = {reason for reason in parts.values() if reason is not None}
+        if len(reasons) == 1 and None not in parts.values():
+            return reasons.pop()
+        return "; ".join(f"{part}: {reason}" for part, reason in parts.items() if reason is not None) or None
+
+    def _why_parts(self, x: Tensor, own: _Masks, cross: _Masks) -> dict[str, str | None]:
+        """Return why torch's own code must run each part; the masks are a mask, whether it is causal, and a key padding mask."""
+        return {
+            "self-attention": self._why_no_attention(x, self.self_attn, self.norm1, *own),
+            "cross-attention": self._why_no_attention(x, self.multihead_attn, self.norm2, *cross),
+            "feed-forward": self._why_no_feed_forward(x, self.norm3),
+        }

@@ -1,0 +1,334 @@
+"""The choice of the implementation that an operator runs.
+
+Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises with the reason why
+it cannot; "auto" takes the first in the order of `FAMILIES` that supports the inputs, and the reference if none does. Where Triton was
+measured to be faster than CUDA C++ (`is_slower` of the module `cuda`), CUDA comes last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, overload
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from . import setting
+from .calls import ModuleExplanation, explain_calls
+from .checks import kind_of, wrong
+from .tracing import needs_definition, traced_as_constant
+
+SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
+"""The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
+
+ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
+"""Implementation -> name of the module or subpackage that holds it, in the order in which "auto" tries them."""
+
+
+def _implementations(operator_set: str) -> dict[str, str]:
+    folder = Path(__file__).parents[1].joinpath(*operator_set.split("."))
+    there = {impl: room for impl, room in ROOMS.items() if (folder / f"{room}.py").exists() or (folder / room).is_dir()}
+    return {impl: f"cmab_kernels.{operator_set}.{room}" for impl, room in there.items()}
+
+
+FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SETS}
+"""Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a reference."""
+
+COMPLETED_BY = {("intention", "cuda"): "triton"}
+"""(Operator set, implementation) -> the implementation that supplies the kernels it lacks: CUDA has only the fused sums and solve."""
+
+OPERATORS: dict[str, str] = {
+    "latent_attention": "attention",
+    "attention_state": "attention",
+    "remove_from_state": "attention",
+    "projected_attention_state": "attention.projected",
+    "attention_layer": "layers",
+    "feed_forward_layer": "layers",
+    "prefix_attention_states": "attention.prefix",
+    "nystrom_attention": "nystrom",
+    "iterative_pinv": "nystrom",
+    "continual_nystrom_step": "nystrom.continual",
+    "continual_attention_step": "nystrom.continual",
+    "intention": "intention",
+    "sigma_intention": "intention",
+    "ridge_state": "intention",
+    "ridge_step": "intention",
+    "prefix_ridge_states": "intention",
+    "remove_ridge": "intention",
+    "solve_ridge": "intention.solve",
+    "regularised_solve": "intention.solve",
+    "regularised_inverse": "intention.solve",
+}
+"""Public operator -> its operator set."""
+
+REFERENCE_COSTS: dict[str, str] = {
+    "attention": "is dense in the number of keys",
+    "attention.projected": "is dense in the number of inputs",
+    "attention.prefix": "is dense in the number of keys times that of prefixes",
+    "nystrom.continual": "reads the whole window at every step",
+    "intention": "reads keys and values more than once, and copies them for sums in float64",
+}
+"""Operator set -> what its reference costs, for the warning when "auto" falls back to it; sets of small matrices give no warning."""
+
+
+class Explanation(NamedTuple):
+    """Whether an implementation can run the given inputs, and the reason."""
+
+    impl: str
+    usable: bool
+    reason: str
+
+
+def _names(family: str) -> tuple[str, ...]:
+    return (*FAMILIES[family], "reference")
+
+
+_MODULES: dict[str, list[ModuleType]] = {path: [] for modules in FAMILIES.values() for path in modules.values()}
+"""Module path -> [the module] once imported, else []. One list per module: a compiler reads a container once, when it first traces it,
+and would not see the modules that are added to a common container later."""
+
+_PROBLEMS: dict[str, str] = {}
+"""Module path -> the reason why it cannot be imported ("" if it was), for every module that was tried."""
+
+
+@traced_as_constant
+def _import_problem(path: str) -> str:
+    """Try once to import the module; return the reason of a failure, "" for success."""
+    if path not in _PROBLEMS:
+        try:
+            _MODULES.setdefault(path, [])[:] = [importlib.import_module(path)]
+            _PROBLEMS[path] = ""
+        except ImportError as error:
+            _PROBLEMS[path] = str(error)
+    return _PROBLEMS[path]
+
+
+def imported(family: str, impl: str) -> ModuleType | None:
+    """The module of an implementation, or None if it cannot be imported."""
+    path = FAMILIES[family][impl]
+    return None if _import_problem(path) else _MODULES[path][0]
+
+
+def is_available(family: str, impl: str) -> bool:
+    """Whether an implementation can be imported, and `use_impl` names no other."""
+    if impl == "native":
+        _tells_what_is_missing(family)
+    return current_impl() in ("auto", impl) and imported(family, impl) is not None
+
+
+_TOLD: list[str] = []
+"""Why there is no native code, once a call has said so."""
+
+
+@traced_as_constant
+def _tells_what_is_missing(family: str) -> bool:
+    """Warn if native code is missing, at the first call of all that would run it; whether this is that call."""
+    problem = _import_problem(FAMILIES[family]["native"])
+    if not problem or _TOLD:
+        return False
+    _TOLD.append(problem)
+    advice = "on a CPU PyTorch runs in their place, more slowly; docs/install.md says what a build needs"
+    warnings.warn(f"cmab_kernels has no native kernels: {problem}; {advice}", RuntimeWarning, stacklevel=5)
+    return True
+
+
+def implementation(family: str, impl: str) -> ModuleType:
+    """The module of an implementation returned by `choose`, or named by a graph that was compiled or exported: perhaps elsewhere."""
+    problem = _import_problem(FAMILIES[family][impl])
+    if problem:
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", problem))
+    return _MODULES[FAMILIES[family][impl]][0]
+
+
+def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
+    """The function `name` of an implementation returned by `choose`, taken from the implementation in `COMPLETED_BY` if it has none."""
+    module = implementation(family, impl)
+    if not hasattr(module, name):
+        module = implementation(family, COMPLETED_BY[family, impl])
+    return getattr(module, name)
+
+
+def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
+    """The reason why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
+    if impl == "reference":
+        return None
+    path = FAMILIES[family][impl]
+    reason = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
+    completing = COMPLETED_BY.get((family, impl))
+    return reason if reason or completing is None else _unsupported(family, completing, tensors)
+
+
+class use_impl:
+    """Choose the implementation of every operator, from now on or within a `with` block.
+
+    `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it,
+    and those that have no implementation of that name choose as with "auto".
+
+    It holds in the thread or the task of asyncio that says so. A new task begins with what its maker has chosen, a new thread with "auto",
+    as it begins with gradients after `torch.no_grad()`. A block that ends leaves nothing behind, whichever other blocks are open.
+
+    >>> with cmab_kernels.use_impl("reference"):
+    ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
+    """
+
+    _before: setting.Level
+    _after: setting.Level | None = None
+
+    def __init__(self, impl: str) -> None:
+        known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
+        if not isinstance(impl, str) or impl not in known:
+            raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of {', '.join(known)}"))
+        self._impl, self._around = impl, setting.impl
+        if is_compiling():
+            setting.impl = impl
+            return
+        self._before = setting.now()
+        setting.impl = impl  # whether a block follows is not known yet
+        self._after = setting.now()
+
+    def __enter__(self) -> use_impl:
+        if is_compiling():
+            setting.impl = self._impl
+            return self
+        if setting.now() is self._after:  # the first block begins where `use_impl` was called
+            setting.back_to(self._before)
+        setting.enter(self, self._impl)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if is_compiling():
+            setting.impl = self._around
+        else:
+            setting.leave(self)
+
+
+def current_impl() -> str:
+    """The implementation that `use_impl` has chosen here."""
+    return setting.impl if is_compiling() else setting.now().impl
+
+
+def choose(family: str, impl: str, *tensors: Tensor) -> str:
+    """The name of the implementation to run: `impl`, or for "auto" the one set by `use_impl`, or the first that supports `tensors`.
+
+    Where `needs_definition`, in forward mode above all, it is "reference" whatever was asked for: kernels have only a backward pass.
+    `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
+    """
+    if needs_definition():
+        check_name(family, impl)
+        return "reference"
+    if impl == "auto":
+        impl = current_impl()
+        if impl not in _names(family):
+            return _first_usable(family, tensors)
+    check_name(family, impl)
+    reason = _unsupported(family, impl, tensors)
+    if reason is not None:
+        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", reason))
+    return impl
+
+
+def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
+    reasons, slower = {}, ""
+    for impl in FAMILIES[family]:
+        reason = _unsupported(family, impl, tensors)
+        if reason is not None:
+            reasons[impl] = reason
+        elif impl == "cuda" and _is_slower(family, tensors):
+            slower = impl
+        else:
+            return impl
+    if slower:
+        return slower
+    if tensors[0].device.type == "cpu" and _tells_what_is_missing(family):
+        return "reference"
+    if family in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
+        why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
+        warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
+    return "reference"
+
+
+def _is_slower(family: str, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether Triton's kernels were measured to be faster than those in CUDA C++ for such inputs."""
+    slower: Callable[..., bool] = getattr(implementation(family, "cuda"), "is_slower", lambda *_: False)
+    return slower(*tensors)
+
+
+def has_kernel(family: str, *tensors: Tensor) -> bool:
+    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen what runs: else "auto" would take the reference."""
+    if not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family]):
+        return True
+    if tensors[0].device.type == "cpu":
+        _tells_what_is_missing(family)
+    return False
+
+
+def is_free(family: str, impl: str) -> bool:
+    """Whether the caller leaves the choice: `impl` is "auto", and `use_impl` names no implementation of the set."""
+    return impl == "auto" and current_impl() not in _names(family)
+
+
+def check_name(family: str, impl: str) -> None:
+    """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
+    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in FAMILIES[family]):  # cheap: in every call
+        raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
+
+
+def passed_on(impl: str, family: str, other: str) -> str:
+    """The `impl` that an operator of `family` passes to one of the set `other`: its own if that set has it, else "auto".
+
+    `ValueError` if `family` itself has no `impl`.
+    """
+    check_name(family, impl)
+    return impl if impl in _names(other) else "auto"
+
+
+@overload
+def explain(subject: str, *inputs: Any) -> list[Explanation]: ...
+@overload
+def explain(subject: nn.Module, *inputs: Any, **options: Any) -> list[ModuleExplanation]: ...
+def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Explanation] | list[ModuleExplanation]:
+    """Which implementations of an operator can run these inputs, and why the others cannot, in the order in which "auto" tries them.
+
+    `subject` is the name of a public operator (`ValueError` otherwise). `inputs` are its query, key and value; for a solve, gram and rhs;
+    for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments. It takes no `options` (`TypeError`).
+
+    Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
+    autograd; compiled modules run uncompiled. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, each layer of
+    `cmab_kernels.nn` that may hand work to torch, and each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or
+    has `attn_implementation="cmab"`: whether the call ran this package's operators, and why not.
+
+    >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]
+    Explanation(impl='reference', usable=True, reason='runs anywhere')
+    >>> layer = torch.nn.TransformerDecoderLayer(16, 2).train()
+    >>> cmab_kernels.nn.replace_modules(layer, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, verbose=False)
+    2
+    >>> cmab_kernels.explain(layer, torch.randn(3, 1, 16), torch.randn(9, 1, 16))[0]
+    ModuleExplanation(module='self_attn', kind='MultiheadAttention', fused=False, reason='dropout is on')
+    """
+    if isinstance(subject, nn.Module):
+        return explain_calls(subject, *inputs, **options)
+    if not isinstance(subject, str) or subject not in OPERATORS:
+        raise ValueError(wrong("operator", f"is {subject!r}", f"a module, or one of {', '.join(OPERATORS)} is needed"))
+    if options:
+        raise TypeError(wrong(next(iter(options)), "is given", "an operator is explained by its inputs alone"))
+    family = OPERATORS[subject]
+    if not inputs or not all(isinstance(each, Tensor) for each in inputs):
+        given = f"are {', '.join(map(kind_of, inputs)) or 'missing'}"
+        raise TypeError(wrong("inputs", given, f"tensors are needed, the first arguments of {subject}"))
+    kernels = (module for impl in FAMILIES[family] if (module := imported(family, impl)) is not None)
+    read = inspect.signature(next((module.unsupported for module in kernels), lambda *_: None))
+    try:
+        read.bind(*inputs)
+    except TypeError:
+        given = f"{'is' if len(inputs) == 1 else 'are'} {len(inputs)}"
+        raise TypeError(wrong("inputs", given, f"{', '.join(read.parameters)} are needed")) from None
+    reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
+    rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
+    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(family, inputs))
+    return [*rows, Explanation("reference", True, "runs anywhere")]

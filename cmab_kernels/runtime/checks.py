@@ -1,0 +1,326 @@
+"""Checks of arguments that all operators share, and the wording of the error messages."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import FLOATING, state_dtype
+from .tracing import has_values, is_transformed
+
+_autocasts_anywhere = torch._C._is_any_autocast_enabled
+"""Whether autocast is enabled for some device: asked first, since to name the kind of a device takes three times as long."""
+
+MOST_ITERATIONS = 2**28
+"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
+
+LARGEST = 2**63 - 1
+"""The largest size that torch counts."""
+
+_EXTENTS = (Integral, torch.SymInt, Tensor)
+"""The types of an extent; it is a symbol or a tensor where a call is traced."""
+
+
+def wrong(argument: str, given: str, allowed: str) -> str:
+    """An error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
+    return f"`{argument}` {given}: {allowed}"
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message: «a list», «an int», «None»."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def not_a_tensor(name: str, given: object, needed: str = "a torch.Tensor is needed") -> str:
+    """The message for what should be a tensor, with what makes one of an array or a list."""
+    hint = f"; torch.as_tensor({name}) makes one" if isinstance(given, (list, tuple)) or hasattr(given, "__array__") else ""
+    return wrong(name, f"is {kind_of(given)}", needed + hint)
+
+
+def not_a_state(name: str, given: object, kind: Any) -> str:
+    """The message for what should be a state of `kind`, a NamedTuple, with what makes one of its parts, or of a list of states."""
+    made, hint = kind.__name__, ""
+    if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
+        hint = "; give each by itself, a list of them with *"
+    elif isinstance(given, (list, tuple)) and len(given) == len(kind._fields):
+        hint = f"; {made}(*{name}) makes one"
+    elif isinstance(given, dict):
+        hint = f"; {made}(**{name}) makes one"
+    article = "an" if made[0] in "aeiouAEIO" else "a"
+    return wrong(name, f"is {kind_of(given)}", f"{article} {made}({', '.join(kind._fields)}) is needed{hint}")
+
+
+def check_operands(**operands: Tensor) -> None:
+    """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts all if the first is not float64,
+    dtypes may differ."""
+    first_name, device, dtype = "", None, None
+    for name, tensor in operands.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(not_a_tensor(name, tensor))
+        if device is None:
+            first_name, device, dtype = name, tensor.device, tensor.dtype
+        check_floats(name, tensor)
+        if tensor.device != device:
+            raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {device}; move them together"))
+        if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
+            raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {dtype}; cast them alike"))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested: only then do its shape and its values answer as others' do."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor is sparse or nested."""
+    if not is_dense(tensor):
+        raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
+
+
+def check_floats(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor is dense and of a floating dtype that operators take."""
+    check_dense(name, tensor)
+    if tensor.dtype not in FLOATING:
+        raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+
+
+def check_key_value(key: Tensor, value: Tensor) -> None:
+    """Raise unless key is (B, H, N, D) and value (B, H, N, E), with D, E >= 1."""
+    keys, values = key.shape, value.shape
+    if len(keys) != 4 or keys[3] == 0:
+        raise ValueError(wrong("key", f"has shape {tuple(keys)}", "(B, H, N, D) with D >= 1 is needed"))
+    if len(values) != 4 or values[0] != keys[0] or values[1] != keys[1] or values[2] != keys[2] or values[3] == 0:
+        allowed = f"(B, H, N, E) = ({', '.join(map(str, keys[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(keys)}"
+        if len(values) == 4 and values[3] and (values[0], values[2], values[1]) == (keys[0], keys[1], keys[2]):
+            allowed += "; one of them seems to be (B, N, H, D): give its .transpose(1, 2)"
+        raise ValueError(wrong("value", f"has shape {tuple(values)}", allowed))
+
+
+def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
+    """`query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
+    given, keys = query.shape, key.shape
+    if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
+        return query
+    if len(given) not in (3, 4):
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
+    shape = (batch, keys[1], given[-2], keys[-1])
+    if len(given) == 4 and given[1] != keys[1]:
+        _check_layout(query, key)
+    if given != shape[4 - len(given) :]:
+        fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
+        allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
+        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+    return query.expand(shape)
+
+
+def _check_layout(query: Tensor, key: Tensor) -> None:
+    """Raise where heads of a query and a key (B, H, ., D) differ, and agree if a dimension of one or both was meant for their heads."""
+    given, keys = query.shape, key.shape
+    swapped = [name for name, fits in (("key", given[1] == keys[2]), ("query", given[2] == keys[1])) if fits]
+    if len(swapped) != 1 and given[2] == keys[2]:
+        swapped = ["key and query"]
+    if len(swapped) == 1 and given[3] == keys[3]:
+        name = swapped[0].split()[0]
+        shape, other = (given, ("key", keys)) if name == "query" else (keys, ("query", given))
+        allowed = f"(B, H, {'L' if name == 'query' else 'N'}, D) is needed, and {other[0]} has shape {tuple(other[1])}"
+        seems = f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension: give .transpose(1, 2)"
+        raise ValueError(wrong(name, f"has shape {tuple(shape)}", f"{allowed}; {seems}"))
+
+
+def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Raise unless the mask is None, or bool, on the key's device and of `shape`, by default the (B, N) of a key (B, H, N, D)."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(not_a_tensor("key_padding_mask", mask, "a torch.Tensor of bool is needed, True = ignore"))
+    check_dense("key_padding_mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
+    wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
+    if mask.shape != wanted:
+        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}" if shape is None else f"{wanted} is needed"
+        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
+    if mask.device != key.device:
+        raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+
+
+def fixed(scale: float) -> float:
+    """The factor of the scores as a float; raise for no number, and for a tensor with a derivative or mapped over, which would be lost."""
+    if not isinstance(scale, (int, float)):
+        _check_constant(scale)
+    return as_float("scale", scale)
+
+
+def as_float(name: str, number: float) -> float:
+    """A number as a float; raise for an array and for an int that no float can hold."""
+    try:
+        return float(number)
+    except TypeError:
+        raise TypeError(wrong(name, f"is {kind_of(number)}", "a number is needed")) from None
+    except OverflowError:
+        raise ValueError(wrong(name, "is an int beyond all floats", "a number that a float can hold is needed")) from None
+
+
+def _check_constant(scale: Any) -> None:
+    """Raise unless a scale may be a number, and if it is a tensor, one of one real number that nothing differentiates or maps."""
+    single = hasattr(scale, "__float__")
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
+        if is_transformed(scale):
+            given = "is under a transform of torch.func, or in forward mode"
+            raise TypeError(wrong("scale", given, "a number is needed; multiply the query by what is learned or mapped"))
+        single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
+    if not single:
+        raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed"))
+
+
+def check_number(name: str, given: object) -> None:
+    """Raise unless what is given for a tensor is a real number."""
+    if not isinstance(given, Real):
+        raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
+
+
+def check_count(name: str, count: int, least: int = 1) -> int:
+    """The number of something in a module as an int, also of NumPy's; raise unless it is one >= `least` that torch can count."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
+        raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
+    if count > LARGEST:
+        raise ValueError(wrong(name, f"is {count!r}", f"an int from {least} to 2**63 - 1 is needed"))
+    return int(count)
+
+
+def is_count(given: object, most: int) -> bool:
+    """Whether it is an int from 1 to `most`, also one of NumPy's."""
+    return isinstance(given, Integral) and not isinstance(given, bool) and 1 <= int(given) <= most
+
+
+def check_extents(**extents: Any) -> None:
+    """Raise unless each is an int >= 0."""
+    for name, extent in extents.items():
+        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
+            raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
+        if extent < 0:
+            raise ValueError(wrong(name, f"is {extent}", "an int >= 0 is needed"))
+        if isinstance(extent, Integral) and int(extent) > LARGEST:
+            raise ValueError(wrong(name, f"is {extent}", "an int from 0 to 2**63 - 1 is needed"))
+
+
+def device_of(device: torch.device | str | int) -> torch.device:
+    """The device that is given or named; raise for what is no name, or one that torch does not know."""
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, (str, int)):
+        raise TypeError(wrong("device", f"is {kind_of(device)}", "a torch.device or its name is needed"))
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(wrong("device", f"is {device!r}", "a torch.device or its name is needed")) from error
+
+
+def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
+    """The width of a module's features, called `name`, and the number of heads that divides it, as ints; raise unless it does."""
+    width, num_heads = check_count(name, width), check_count("num_heads", num_heads)
+    if width % num_heads:
+        raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of {name} = {width} is needed"))
+    return width, num_heads
+
+
+def check_every(every: int) -> int:
+    """The number of keys from one prefix to the next as an int, also of NumPy's; raise unless it is one >= 1."""
+    if isinstance(every, bool) or not isinstance(every, Integral):
+        raise TypeError(wrong("every", f"is {kind_of(every)}", "an int >= 1 is needed"))
+    if every < 1:
+        raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
+    return int(every)
+
+
+def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Whether it has one of the shapes. `in` does not do: the compiler of torch 2.6 finds no number in a tuple with a symbol for it."""
+    return any(tensor.shape == shape for shape in shapes)
+
+
+def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
+    """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor):
+        raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor is needed"))
+    check_floats("weights", weights)
+    batch, heads, length, _ = key.shape
+    if not has_shape(weights, (batch, length), (batch, heads, length)):
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
+        raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
+    if weights.device != key.device:
+        raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
+    weights = nan_if_refused(weights.to(state_dtype(key.dtype)))
+    return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
+
+
+def is_read(tensor: Tensor) -> bool:
+    """Whether values are checked: those on the CPU. The host would wait for those on a GPU, and others (`tracing.has_values`) have none."""
+    return tensor.device.type == "cpu" and has_values(tensor)
+
+
+def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> None:
+    """Raise `ValueError` if an element of a tensor on the CPU is below 0, unless it is `absent`.
+
+    On a GPU nothing is launched: `nan_if_refused`, or the `info` of a solve, says there that a value is not allowed.
+    """
+    if not is_read(tensor) or not tensor.numel():
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # what is expanded holds the same numbers many times
+    least = tensor.min() if tensor.is_contiguous() else tensor.amin()  # the first takes half the time, and copies what has gaps
+    if least.item() >= 0:
+        return
+    refused = tensor < 0  # none if the least is a NaN and no other is negative
+    if (refused if absent is None else refused & ~absent).any():
+        raise ValueError(wrong(name, "has a negative element", "every element must be >= 0"))
+
+
+def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
+    """On a GPU the tensor with NaN for elements below 0 or above `largest`, which on the CPU are refused; on the CPU as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    refused = tensor < 0 if largest == math.inf else (tensor < 0) | (tensor > largest)
+    return tensor.masked_fill(refused, math.nan)
+
+
+def refuse_not_finite(**tensors: Tensor) -> None:
+    """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
+    for name, tensor in tensors.items():
+        if is_read(tensor) and not _all_finite(tensor):
+            raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. The minimum and maximum, which propagate NaNs, take a fifteenth of the time of `isfinite`."""
+    return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is enabled for a device; always False for meta tensors."""
+    if not _autocasts_anywhere():
+        return False
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors cast to the dtype of autocast; unchanged if it is off or the first is float64."""
+    device = tensors[0].device
+    if not autocasts(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device.type)) for tensor in tensors)
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
+    """A context manager that disables autocast, so that operations keep the dtypes of their inputs."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
