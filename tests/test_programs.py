@@ -36,8 +36,7 @@ from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
 from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
-
-from .gpu_machine.driver import Launched, stub
+from gpu_machine.driver import Launched, stub
 
 MOST = 4
 """The most programs of a kernel for one dtype, width and block size; and the most block sizes."""

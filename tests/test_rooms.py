@@ -146,6 +146,20 @@ def test_the_map_is_that_of_the_tree() -> None:
     assert folders.TOLD.keys() <= {folder.as_posix() for folder in folders.listed()}
 
 
+def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
+    """What both use lies beside them, in `gpu_machine`."""
+    found = []
+    for folder, stranger in (("tests", "bench"), ("bench", "tests"), ("gpu_machine", "bench"), ("gpu_machine", "tests")):
+        files = sorted((folders.ROOT / folder).rglob("*.py"))
+        assert files
+        found += [
+            file.relative_to(folders.ROOT).as_posix()
+            for file in files
+            if re.search(rf"^\s*(?:from|import) {stranger}\b", file.read_text(), re.MULTILINE)
+        ]
+    assert found == []
+
+
 # ---- the ways of calls
 
 

@@ -17,10 +17,10 @@ import triton.language as tl
 
 import cmab_kernels as ck
 from cmab_kernels.runtime.triton_launch import kernel
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
+from gpu_machine.report import Fault
 
-from .launch import on_machine
-from .machine import Machine
-from .report import Fault
 from .test_machine import OUT, execute
 
 KEYS = 405

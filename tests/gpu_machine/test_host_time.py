@@ -18,8 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import cmab_kernels as ck
 from cmab_kernels.nystrom.continual import api
 from cmab_kernels.nystrom.continual.schema import attention_step_op, form_of, nystrom_step_op
+from gpu_machine.driver import Launched, stub
 
-from .driver import Launched, stub
 from .host_time import calls, positions_unread, stream
 
 

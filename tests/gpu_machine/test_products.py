@@ -16,9 +16,8 @@ import triton.language as tl
 from cmab_kernels.runtime.triton_launch import Kernel, kernel
 from cmab_kernels.runtime.triton_products import product, product_of_wide
 from cmab_kernels.runtime.triton_rows import rows_at
-
-from .launch import on_machine
-from .machine import Machine
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
 
 SIZE = 16
 
