@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cmab_models.data.departures import DAY, departures
 from cmab_models.data.published_events import read_interactions, read_sequences
 from cmab_models.data.windows import windows
+from cmab_models.point_processes import Events
 
 
 def test_streams_are_cut_at_midnights() -> None:
@@ -100,3 +102,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     torch.save({"sequences": Path("/")}, tmp_path / "runs.pkl")
     with pytest.raises(Exception, match=r"[Ww]eights"):
         read_sequences(tmp_path / "runs.pkl")
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda t: torch.tensor(t, dtype=torch.float64)], ids=["lists", "arrays", "tensors"])
+def test_times_keep_their_digits(kind: Any, tmp_path: Path) -> None:
+    """Seconds since 1970 have no quarters in float32, and an end may be the last event."""
+    times = [1.5e9 + 0.25, 1.5e9 + 3.75, 1.5e9 + 9.7]
+    sequence = {"arrival_times": kind(times), "marks": [0, 1, 0], "t_start": 1.5e9, "t_end": 1.5e9 + 9.7}
+    torch.save({"sequences": [sequence]}, tmp_path / "some.pt")
+    expected = torch.tensor([[time - 1.5e9 for time in times]], dtype=torch.float64)
+    assert torch.equal(read_sequences(tmp_path / "some.pt").times, expected)
+    padded = Events.pad([kind(times)], [[0, 1, 0]], [times[-1]])
+    assert torch.equal(padded.gaps()[:, 1:], expected.diff()) and padded.end.item() == times[-1]

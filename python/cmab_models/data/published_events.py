@@ -56,7 +56,8 @@ def read_sequences(path: str | Path) -> Events:
     try:
         sequences = found["sequences"]
         starts = [float(each.get("t_start", 0.0)) for each in sequences]
-        times = [torch.as_tensor(each["arrival_times"]).double() - start for each, start in zip(sequences, starts, strict=True)]
+        given = [torch.as_tensor(each["arrival_times"], dtype=torch.float64) for each in sequences]
+        times = [time - start for time, start in zip(given, starts, strict=True)]
         marks = [_marks(each, len(time)) for each, time in zip(sequences, times, strict=True)]
         ends = [float(each["t_end"]) - start for each, start in zip(sequences, starts, strict=True)]
     except (KeyError, TypeError, IndexError) as error:

@@ -30,14 +30,15 @@ class Events(NamedTuple):
         """
         if not len(times):
             raise ValueError("times is empty; at least one sequence is needed")
-        times, marks = [torch.as_tensor(each) for each in times], [torch.as_tensor(each) for each in marks]
+        times = [torch.as_tensor(each, dtype=torch.float64) for each in times]
+        marks = [torch.as_tensor(each) for each in marks]
         for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
             if time.dim() != 1 or mark.shape != time.shape:
                 raise ValueError(f"sequence {i} has times {tuple(time.shape)} and marks {tuple(mark.shape)}; both must be (events,)")
         lengths = torch.tensor([len(each) for each in times])
-        padded = pad_sequence([each.double() for each in times], batch_first=True)
+        padded = pad_sequence(times, batch_first=True)
         padded_marks = pad_sequence([each.long() for each in marks], batch_first=True)
-        events = Events(padded, padded_marks, lengths, torch.as_tensor(end).double())
+        events = Events(padded, padded_marks, lengths, torch.as_tensor(end, dtype=torch.float64))
         sound = (events.gaps() >= 0).all(1) & (events.times <= events.end.unsqueeze(1)).all(1)
         if not sound.all():
             raise ValueError(f"sequence {int(sound.long().argmin())} has an event before the one before it, before time 0 or after its end")
