@@ -28,12 +28,11 @@ from . import provenance
 from .devices import threads
 from .harness import ERROR_BOUND, relative_error
 from .load import others_since, usage
-from .report.marks import put
+from .report.marks import Marks
 from .runs import write_json
 
 RESULTS = provenance.ROOT / "bench" / "results" / "adoption.json"
-PAGE = provenance.ROOT / "docs" / "use_it_in.md"
-BEGIN, END = "<!-- adoption: begin -->", "<!-- adoption: end -->"
+PLACE = Marks(provenance.ROOT / "docs" / "use_it_in.md", "adoption")
 BUDGET = 2.0
 """CPU seconds of timing for a model in one mode, but for four rounds at least."""
 PASSES = ("evaluation", "training")
@@ -326,7 +325,7 @@ def main() -> None:
     if unknown := set(options.models) - SUBJECTS.keys():
         parser.error(f"MODEL: got {', '.join(sorted(unknown))}, expected {', '.join(SUBJECTS)}")
     if options.page:
-        PAGE.write_text(put(PAGE.read_text(), table(json.loads(RESULTS.read_text())), BEGIN, END, PAGE.name))
+        PLACE.write(table(json.loads(RESULTS.read_text())))
         return
     if provenance.dirty():
         raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")

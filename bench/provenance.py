@@ -69,7 +69,7 @@ FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
 """What is measured, measures or tests; tiles.json, which tuning writes, is not among it."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
-_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|runtime/(triton_common|cuda_launch))\.py"
+_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
 """The sources of the kernels for a GPU, what they include, and their launches."""
 

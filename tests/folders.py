@@ -13,7 +13,7 @@ PAGE = DOCS / "architecture.md"
 MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=re.DOTALL)
 """What stands between the marks on the page."""
 
-TOPS = ("csrc", "cmab_kernels", "python", "bench", "tests")
+TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
 ROOMS = {"kernels", "__pycache__"}
 """Folders that the map leaves out: the Triton kernels of each operator set are a room of it."""
@@ -31,6 +31,7 @@ TOLD = {
     "csrc/prefix": "The attention states of all prefixes.",
     "csrc/projected": "Latent cross-attention over inputs that are projected inside.",
     "csrc/solve": "Batched regularised solves.",
+    "gpu_machine/cuda": "The part of the host, in which launches of the CUDA kernels are recorded.",
     "python/examples": "Short programs, each by itself.",
     "tests": "The tests. Those of an operator set lie in the folder of its name.",
 }

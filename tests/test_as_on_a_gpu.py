@@ -28,12 +28,12 @@ SHAPES = {
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of compute capability 9.0, as far as the choice of implementations asks."""
-    cuda_launch, triton_common = (
-        pytest.importorskip(f"cmab_kernels.{module}", exc_type=ImportError) for module in ("cuda_launch", "triton_common")
+    cuda_launch, triton_launch = (
+        pytest.importorskip(f"cmab_kernels.runtime.{module}", exc_type=ImportError) for module in ("cuda_launch", "triton_launch")
     )
     monkeypatch.setattr(cuda_launch, "_properties", lambda index: (None, 227 * 1024))
     monkeypatch.setattr(cuda_launch, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(triton_common, "_gpu_problem", lambda index: None)
+    monkeypatch.setattr(triton_launch, "_gpu_problem", lambda index: None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

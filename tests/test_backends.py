@@ -361,8 +361,8 @@ print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """Pretend that there is a GPU that can run Triton's kernels, and that the package was built without nvcc."""
-    triton_common = pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
-    monkeypatch.setattr(triton_common, "_gpu_problem", lambda index: None)
+    triton_launch = pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
+    monkeypatch.setattr(triton_launch, "_gpu_problem", lambda index: None)
     for family in backends.FAMILIES.values():
         if "cuda" in family:
             monkeypatch.setitem(backends._PROBLEMS, family["cuda"], "the CUDA kernels were not built")

@@ -90,7 +90,7 @@ def test_the_tests_that_pages_name_exist() -> None:
 def test_docstrings_are_statements() -> None:
     """No docstring is a fragment such as "Of the keys." or "That was measured."."""
     fragments = []
-    for folder in ("cmab_kernels", "python", "docs", "bench", "tests"):
+    for folder in ("cmab_kernels", "python", "docs", "bench", "gpu_machine", "tests"):
         for path in sorted((pages.ROOT / folder).rglob("*.py")):
             strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
             said = [(at.lineno, at.value) for at in strings if isinstance(at, ast.Constant) and isinstance(at.value, str)]
@@ -119,7 +119,7 @@ def _variables_in(source: str) -> set[str]:
 
 def _variables_read() -> set[str]:
     found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | _variables_in((pages.ROOT / "setup.py").read_text())
-    for folder in ("cmab_kernels", "csrc", "tests", "bench", "python"):
+    for folder in ("cmab_kernels", "csrc", "tests", "gpu_machine", "bench", "python"):
         for path in (pages.ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"} and path != Path(__file__):
                 found |= _variables_in(path.read_text())

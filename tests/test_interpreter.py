@@ -8,7 +8,7 @@ import pytest
 
 from cmab_kernels.testing import run_in_interpreter
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 TESTS = Path(__file__).parent
 
 

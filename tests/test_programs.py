@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -35,9 +35,8 @@ from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
-from cmab_kernels.runtime.triton_common import Kernel, alignment, kernel
-
-from .gpu_machine.driver import Launched, stub
+from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
+from gpu_machine.driver import Launched, stub
 
 MOST = 4
 """The most programs of a kernel for one dtype, width and block size; and the most block sizes."""

@@ -33,7 +33,7 @@ MAY = {
     "state": {"backends", "checks", "dtypes"},
     "native": {"native", "extension", "state", *SHARED},
     "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
-    "kernels": {"kernels", "state", "triton_common", "tiles", "constants", "dtypes"},
+    "kernels": {"kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
     "costs": {"reference", "checks", "constants"},
 }
 """What each room may import from its own family; "public" stands for the names that another family exports to users."""
@@ -144,6 +144,20 @@ def test_the_map_is_that_of_the_tree() -> None:
     """Mended by `python -m tests.folders`."""
     assert folders.MAP.search(folders.PAGE.read_text())[0] == folders.written()  # type: ignore[index]  # a page without the map fails here too
     assert folders.TOLD.keys() <= {folder.as_posix() for folder in folders.listed()}
+
+
+def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
+    """What both use lies beside them, in `gpu_machine`."""
+    found = []
+    for folder, stranger in (("tests", "bench"), ("bench", "tests"), ("gpu_machine", "bench"), ("gpu_machine", "tests")):
+        files = sorted((folders.ROOT / folder).rglob("*.py"))
+        assert files
+        found += [
+            file.relative_to(folders.ROOT).as_posix()
+            for file in files
+            if re.search(rf"^\s*(?:from|import) {stranger}\b", file.read_text(), re.MULTILINE)
+        ]
+    assert found == []
 
 
 # ---- the ways of calls

@@ -129,7 +129,7 @@ def test_what_cannot_be_read_cannot_be_written() -> None:
 # ---- what is launched
 
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 
 PLANTED = {
     "attention.forward": (64, 32, 8, 2),
@@ -203,7 +203,7 @@ def test_the_launchers_take_planted_tiles(dtype: torch.dtype) -> None:
 
 def test_blocks_are_no_larger_than_the_queries_need() -> None:
     from cmab_kernels.attention.kernels.launch import forward_tiles
-    from cmab_kernels.runtime.triton_common import Products
+    from cmab_kernels.runtime.triton_launch import Products
 
     with using({KEY: (256, 32, 8, 2)}):
         assert [forward_tiles(Products(torch.bfloat16, "ieee"), CPU, 8, n).BLOCK_L for n in (1, 20, 1000)] == [16, 32, 256]

@@ -81,7 +81,7 @@ print(explain("latent_attention", *[torch.zeros(1, 1, 1, 16)] * 3)[1].reason, in
 def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
     """Triton 3.7 and newer have one launcher for all kernels: hooks come before scratch memory, and the arguments are one tuple."""
     triton = pytest.importorskip("triton")
-    from cmab_kernels.runtime.triton_common import Kernel
+    from cmab_kernels.runtime.triton_launch import Kernel
 
     def empty(tensor, number: int, WIDTH: triton.language.constexpr):
         pass

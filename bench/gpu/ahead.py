@@ -1,6 +1,6 @@
 """Compile the kernels of the GPU check where there is no GPU: `python -m bench.gpu.ahead FILE`, for `bench/gpu_check.py --compiled FILE`.
 
-The check's tests, candidates and timings run over the stub of the driver (tests/gpu_machine/driver.py), on tensors on the CPU: what they
+The check's tests, candidates and timings run over the stub of the driver (gpu_machine/driver.py), on tensors on the CPU: what they
 launch is compiled, and does nothing. It takes an hour on two cores, and five minutes of a GPU's time less. The file holds what Triton's
 cache needs of each kernel, for any version of Python. This module is a pytest plugin too, under which the tests for a GPU are compiled.
 """
@@ -28,7 +28,7 @@ from bench.devices import measure_on
 from bench.provenance import ROOT
 from cmab_kernels.runtime import backends, tiles
 from cmab_kernels.testing import OperatorSuite
-from tests.gpu_machine.driver import stub
+from gpu_machine.driver import stub
 
 from . import timings
 from .cached import pack, same_keys

@@ -60,20 +60,16 @@ class Target:
     def built_in(self, device: torch.device) -> tuple[int, ...]:
         """The tiles of the built-in table, in the order of FIELDS."""
         products, width = self.products(device), self.width
+        made: dict[str, Callable[[], tuple[int, ...]]] = {
+            "attention.forward": lambda: tuple(attention_launch.forward_tiles(products, device, width, 10**6)),
+            "attention.backward": lambda: tuple(attention_launch.backward_tiles(products, device, width, 10**6)),
+            "attention.backward_keys": lambda: tuple(attention_launch.backward_keys_tiles(products, device, width)),
+            "intention.gram": lambda: tuple(ridge_launch.gram_tiles(products, device, width, width))[2:],
+            "intention.backward": lambda: _of_rows(ridge_launch.backward_tiles(products, device, width, width)),
+            "intention.apply": lambda: _of_rows(ridge_launch.apply_tiles(products, device, width, width)),
+        }
         with using({}):
-            if self.kernel == "attention.forward":
-                return tuple(attention_launch.forward_tiles(products, device, width, 10**6))
-            if self.kernel == "attention.backward":
-                return tuple(attention_launch.backward_tiles(products, device, width, 10**6))
-            if self.kernel == "attention.backward_keys":
-                return tuple(attention_launch.backward_keys_tiles(products, device, width))
-            if self.kernel == "intention.gram":
-                return tuple(ridge_launch.gram_tiles(products, device, width, width))[2:]
-            if self.kernel == "intention.backward":
-                return _of_rows(ridge_launch.backward_tiles(products, device, width, width))
-            if self.kernel == "intention.apply":
-                return _of_rows(ridge_launch.apply_tiles(products, device, width, width))
-            return (nystrom_launch.warps(self.kernel, products, device, width),)
+            return made.get(self.kernel, lambda: (nystrom_launch.warps(self.kernel, products, device, width),))()
 
 
 def _of_rows(tiles: Any) -> tuple[int, ...]:

@@ -170,9 +170,9 @@ def _rounded(attribute: re.Match[str]) -> str:
     return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
 
 
-def sheet(panels: Sequence[Panel], path: Path, columns: int = 4) -> None:
+def sheet(panels: Sequence[Panel], path: Path) -> None:
     """All panels in one PNG, each under the shortest column."""
-    depths = [0.0] * min(columns, len(panels))
+    depths = [0.0] * min(4, len(panels))
     places = []
     for panel in panels:
         column = depths.index(min(depths))
@@ -190,7 +190,7 @@ def sheet(panels: Sequence[Panel], path: Path, columns: int = 4) -> None:
 STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
 
 
-def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
     """Between three and six round numbers from `low` to `high`, as far as there are so many."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
@@ -198,7 +198,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
         found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
         if len(found) >= 3:
             break
-    return found[:: math.ceil(len(found) / most)] if found else [low]
+    return found[:: math.ceil(len(found) / 6)] if found else [low]
 
 
 def log_scale(axis: Any, values: Iterable[float], say: Callable[[float], str], pad: float = 1.35) -> None:
@@ -244,12 +244,6 @@ def size(value: float) -> str:
 
 def mebibytes(value: float) -> str:
     return f"{value:,.3g} MiB" if value < 1000 else f"{value:,.0f} MiB"
-
-
-def counted(value: float) -> str:
-    """Operations or elements in thousands, millions and so on."""
-    exponent = max(0, min(4, math.floor(math.log10(value) / 3)))
-    return f"{value / 1000**exponent:.3g}" + ("", " k", " M", " G", " T")[exponent]
 
 
 def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
 
-def put(text: str, new: str, begin: str, end: str, name: str) -> str:
-    """Return the text of the page `name` with what stands between the two marks replaced."""
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-        raise SystemExit(f"{name} must hold one {begin} and one {end} after it")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{new}\n{end}{rest.split(end)[1]}"
+
+class Marks(NamedTuple):
+    """What stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->` on a page."""
+
+    page: Path
+    name: str
+
+    def within(self, text: str, new: str) -> str:
+        """Return the text of a page with what stands between the marks replaced."""
+        begin, end = (f"<!-- {self.name}: {which} -->" for which in ("begin", "end"))
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+            raise SystemExit(f"{self.page.name} must hold one {begin} and one {end} after it")
+        return f"{text.partition(begin)[0]}{begin}\n{new}\n{end}{text.partition(end)[2]}"
+
+    def write(self, new: str) -> None:
+        self.page.write_text(self.within(self.page.read_text(encoding="utf-8"), new), encoding="utf-8")
+
+    def have(self, new: str) -> bool:
+        """Return whether this stands between the marks now."""
+        text = self.page.read_text(encoding="utf-8")
+        return self.within(text, new) == text

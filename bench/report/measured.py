@@ -15,27 +15,22 @@ from pathlib import Path
 from cmab_kernels.measure import readable
 
 from .. import provenance, session
+from ..provenance import ROOT
 from ..runs import Row, Run, Spread, beyond_results, load, save
 from ..scans.attention import short_cases
 from . import plots
-from .marks import put
+from .marks import Marks
 from .page import clearly_slower
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "measured.md"
 PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
 """Operators whose curves are drawn -> the plot of each."""
-WHEN_NOT = ROOT / "docs" / "when_not.md"
 WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
 """The run of all that is shown; the run of which the headline shows ratios beside those, both sides held to AVX2."""
 SHORT, NARROW_SHORT = RESULTS / "short.json", RESULTS / "short_avx2.json"
 """Short calls, of which when_not.md shows where they lose; the same held to AVX2."""
-BEGIN, END = "<!-- headline table: begin -->", "<!-- headline table: end -->"
-"""The marks in the README between which the headline table stands."""
-SHORT_BEGIN, SHORT_END = "<!-- short calls: begin -->", "<!-- short calls: end -->"
-"""The marks in when_not.md between which the table of short calls stands."""
+HEADLINE, LOSSES = Marks(ROOT / "README.md", "headline table"), Marks(ROOT / "docs" / "when_not.md", "short calls")
 
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
 """The text of the page: what stands before the first heading, and a table under each. The first is the headline of the README."""
@@ -156,11 +151,6 @@ def short_calls(run: Run, narrow: Run) -> str:
     return "\n".join([*lines, "", f"{_where(run, [1])} Held to AVX2: {_where(narrow, [1])}"])
 
 
-def insert(text: str, new: str) -> str:
-    """`text` with what stands between the two marks replaced."""
-    return put(text, new, BEGIN, END, "README.md")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report.measured", description="Writes docs/measured.md, its plots and the headline."
@@ -171,12 +161,12 @@ def main() -> None:
         measure(every[name])
         return
     run, narrow = load(WHOLE), load(NARROW)
-    README.write_text(insert(README.read_text(), headline(run, narrow)))
+    HEADLINE.write(headline(run, narrow))
     PAGE.write_text(page(run, narrow))
-    WHEN_NOT.write_text(put(WHEN_NOT.read_text(), short_calls(load(SHORT), load(NARROW_SHORT)), SHORT_BEGIN, SHORT_END, WHEN_NOT.name))
+    LOSSES.write(short_calls(load(SHORT), load(NARROW_SHORT)))
     for operator, plot in PLOTS.items():
         plots.picture(run, operator, plot)
-    written = (README, PAGE, WHEN_NOT, *PLOTS.values())
+    written = (HEADLINE.page, PAGE, LOSSES.page, *PLOTS.values())
     print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(path.name for path in every.values())}")
 
 

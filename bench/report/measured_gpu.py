@@ -18,19 +18,18 @@ from cmab_kernels.measure import readable
 from ..devices import device, measure_on
 from ..floors import Rates, floors, rounded
 from ..gpu import timings
+from ..provenance import ROOT
 from ..rates import TF32_AN_EXACT_PRODUCT
 from ..runs import AUTO, DEFINITION, is_ours
 from ..scans.case import IN_TF32, Case
 from ..scans.plain_attention import stores_scores
 from . import measured_gpu_facts as of_run
-from .marks import put
+from .marks import Marks
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+HEADLINE = Marks(ROOT / "README.md", "GPU table")
 PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- GPU table: begin -->", "<!-- GPU table: end -->"
 EARLIER = "†"
 """The mark of what was timed in the check before, not in turn with the rest."""
 CAPTURED_APART = ", not captured"
@@ -197,7 +196,7 @@ def main() -> None:
     path = newest()
     text = page(path)
     PAGE.write_text(text)
-    README.write_text(put(README.read_text(), headline(text), BEGIN, END, "README.md"))
+    HEADLINE.write(headline(text))
     print(f"{PAGE.relative_to(ROOT)}, README.md: from {path.name}")
 
 

@@ -11,14 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .marks import put
-from .measured import ROOT
+from ..provenance import ROOT
+from .marks import Marks
 
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "numerics.md"
 SECTION = Path(__file__).with_suffix(".md")
-BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
-"""The marks on the page between which the section stands."""
+PLACE = Marks(ROOT / "docs" / "numerics.md", "numbers")
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LAWS = {"normal": "N(0, 1)", "ten times": "N(0, 10²)", "one outlier": "one outlier of 1e3", "all equal": "all equal"}
@@ -31,9 +29,9 @@ FORMULAS = {
 }
 
 
-def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:
     """Return a record of bench/results."""
-    found: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -131,14 +129,9 @@ def _where(numbers: dict[str, Any]) -> str:
     return f"{numbers['processor']} ({numbers['instruction_set']}), torch {versions['torch']}, {numbers['when'][:10]}."
 
 
-def insert(page: str, new: str) -> str:
-    """Return the page with what stands between the two marks replaced."""
-    return put(page, new, BEGIN, END, PAGE.name)
-
-
 def main() -> None:
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), section(read("numbers"), read("streams"))), encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)}: from {', '.join(f'{name}.json' for name in ('numbers', 'streams'))}")
+    PLACE.write(section(read("numbers"), read("streams")))
+    print(f"{PLACE.page.relative_to(ROOT)}: from {', '.join(f'{name}.json' for name in ('numbers', 'streams'))}")
 
 
 if __name__ == "__main__":

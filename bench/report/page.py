@@ -10,7 +10,14 @@ from html import escape
 from pathlib import Path
 
 from cmab_kernels.measure import readable
-from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
+from cmab_kernels.nystrom.costs import (
+    SCHEMES,
+    attention_state_elements,
+    executed_on_average,
+    paper_memory,
+    paper_operations,
+    state_elements,
+)
 
 from ..runs import Row, Run, beyond_results, fastest
 from . import compare, plots
@@ -26,15 +33,11 @@ def write(run: Run, folder: Path, comparison: Comparison | None = None) -> list[
     sheets = {scan: plots.panels(run, scan) for scan in run.scans}
     page = folder / "report.html"
     page.write_text(html(run, comparison, sheets), encoding="utf-8")
-    pictures = {name: panels for name, panels in (_extra_sheets(run) | sheets).items() if panels}
+    overview = plots.overview(run)
+    pictures = {name: panels for name, panels in ({"overview": [overview] if overview else []} | sheets).items() if panels}
     for name, panels in sorted(pictures.items()):
         sheet(panels, folder / f"{plots.slug(name)}.png")
     return [page, *(folder / f"{plots.slug(name)}.png" for name in sorted(pictures))]
-
-
-def _extra_sheets(run: Run) -> dict[str, list[Panel]]:
-    overview = plots.overview(run)
-    return {"overview": [overview] if overview else [], "operation_counts": plots.cost_panels()}
 
 
 def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[Panel]]) -> str:
@@ -221,9 +224,9 @@ def _wrong(run: Run) -> str:
 
 
 def _figures(run: Run, sheets: Mapping[str, Sequence[Panel]]) -> str:
-    parts = ["<p class='note'>Bands and whiskers are quartiles. Axes are logarithmic, but for the share of the floor.</p>"]
+    parts = ["<p class='note'>Bands are quartiles. Axes are logarithmic.</p>"]
     for scan in run.scans:
-        drawn = _drawn(sheets[scan]) or "<p class='note'>Fewer than three points along any axis, and no peer: see the rows.</p>"
+        drawn = _drawn(sheets[scan]) or "<p class='note'>Fewer than three points along any axis: see the rows.</p>"
         parts.append(f'<h3 id="{_anchor("figures", scan)}">{escape(scan)}</h3>\n{drawn}')
     return "\n".join(parts)
 
@@ -232,22 +235,47 @@ def _drawn(panels: Sequence[Panel]) -> str:
     return f'<div class="figures">{"".join(f"<figure>{svg(panel)}</figure>" for panel in panels)}</div>' if panels else ""
 
 
+AT = {"n": 120, "m": 4, "d": 192}
+"""Where the paper on continual Nyström attention counts."""
+
+CALLED = {
+    "full": "full attention",
+    "nystrom": "Nyström attention",
+    "retroactive": "continual, retroactive",
+    "single": "continual, single output",
+    "continual retroactive": "continual landmarks, retroactive",
+    "continual single": "continual landmarks, single",
+    "fixed retroactive": "fixed landmarks, retroactive",
+    "fixed single": "fixed landmarks, single",
+}
+"""Schemes as a reader meets them."""
+
+
 @cache
 def _counts() -> str:
-    at = plots.AT
-    head = (f"a step at {escape(words(at))}", "paper", "here")
+    head = (f"a step at {escape(words(AT))}", "operations, paper", "here", "kept elements, paper", "here", "at most, paper")
     rows = (
-        _line(head, (escape(plots.CALLED[scheme]), f"{paper_operations(scheme, **at):,.0f}", f"{executed_on_average(scheme, **at):,.0f}"))
-        for scheme in SCHEMES
+        _line(head, (escape(CALLED[scheme]), *(f"{count:,.0f}" if count else "&ndash;" for count in counts(scheme)))) for scheme in SCHEMES
     )
     return f"""
-<p>Of no run: these are formulas. Those of the paper on continual Nyström attention are what its figure 4 shows; beside them stands
-what is executed here, two operations for each multiply-add of a product. The two do not count alike: in the paper, full attention counts
-two a multiply-add, Nyström attention one.</p>
-{_table("Operations of a step", head, rows)}
-{_drawn(plots.cost_panels())}
-<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no token can leave: so
-their curves lie on each other. The paper's counts for fixed landmarks leave the window out.</p>"""
+<p>Of no run: these are formulas, of one head and one token, the mean over a stream. Those of the paper on continual Nyström
+attention are what its figure 4 shows; beside them stands what is executed here, two operations for each multiply-add of a product. The two
+do not count alike: in the paper, full attention counts two a multiply-add, Nyström attention one.</p>
+{_table("Counts of a step", head, rows)}
+<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no token can leave. The
+paper's counts for fixed landmarks leave the window out.</p>"""
+
+
+def counts(scheme: str) -> tuple[float, ...]:
+    """Operations of the paper and as executed; elements of a head that are kept between steps, of the paper and here, and the most that are
+    held, of the paper: 0 where a scheme keeps nothing."""
+    n, m, d = AT.values()
+    operations = paper_operations(scheme, n, m, d), executed_on_average(scheme, n, m, d)
+    if scheme in SCHEMES[:2]:
+        return *operations, 0, 0, 0
+    here = state_elements(n, m, d, d) if " " in scheme else attention_state_elements(n, d, d, scheme == "retroactive")
+    memory = paper_memory(scheme, n, m, d)
+    return *operations, memory.between, here, memory.peak
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is drawn of a run: memory, time and share of the floor along each axis, speed-ups, and the operation counts of the papers."""
+"""What is drawn of a run: memory and time along each axis, and what it gains over its peers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from cmab_kernels.measure import readable
-from cmab_kernels.nystrom.costs import (
-    SCHEMES,
-    attention_state_elements,
-    executed_on_average,
-    paper_memory,
-    paper_operations,
-    state_elements,
-)
 
 from ..runs import DEFINITION, BadRun, Row, Run, Spread, called, fastest
 from . import drawing
-from .drawing import INK, OURS, PAPER, PEERS, STYLE, Panel, Style, styles
-from .series import Series, axes, labels, series, words
+from .drawing import INK, OURS, PAPER, STYLE, Panel, Style, styles
+from .series import Series, axes, series, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
@@ -45,29 +35,21 @@ NAMES = {
 
 
 def panels(run: Run, scan: str) -> list[Panel]:
-    """The panels of one operator: its curves along each axis, then what it gains over each peer."""
-    along = axes(run, scan)
-    curves = [panel for number, axis in enumerate(along) for panel in _curves(run, scan, axis, main=number == 0)]
-    return [*curves, *speed_ups(run, scan)]
+    """The panels of one operator: its curves along each axis."""
+    return [panel for number, axis in enumerate(axes(run, scan)) for panel in _curves(run, scan, axis, main=number == 0)]
 
 
 def _curves(run: Run, scan: str, axis: str, main: bool) -> Iterator[Panel]:
-    """Memory and share of the floor against the main axis only; time against all."""
+    """Memory against the main axis only; time against all."""
     for number, one in enumerate(series(run, scan, axis)):
-        rows = [row for line in one.lines.values() for row in line]
-        draw = {"Time": partial(_draw_time, one)}
-        if main:
-            draw = {"Memory": partial(_draw_memory, one, RESOLUTION[run.device])} | draw
-            if any(row.share for row in rows):
-                draw["Share of the floor"] = partial(_draw_share, one)
+        draw = {"Memory": partial(_draw_memory, one, RESOLUTION[run.device])} if main else {}
+        draw["Time"] = partial(_draw_time, one)
         for title, drawn in draw.items():
             yield _curve(run, one, number, title, drawn)
 
 
 def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapping[str, Style], Axes], None]) -> Panel:
     chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}
-    if title == "Share of the floor":
-        chosen = {name: style for name, style in chosen.items() if any(row.share for row in one.lines[name])}
     return Panel(
         name=slug(one.scan, title, one.axis, str(number)),
         title=f"{title} against {NAMES.get(one.axis, one.axis)}",
@@ -83,7 +65,6 @@ def _said(one: Series, title: str) -> str:
     tell: Callable[[Row], str] = {
         "Time": lambda row: readable(row.seconds.median),
         "Memory": lambda row: drawing.mebibytes(max(0, row.scratch) / MIB),
-        "Share of the floor": lambda row: f"{row.share or 0:.0%}",
     }[title]
     ends = ((name, rows[0], rows[-1]) for name, rows in one.lines.items())
     return "; ".join(f"{name}: {tell(first)} at {_value(first, one)}, {tell(last)} at {_value(last, one)}" for name, first, last in ends)
@@ -101,20 +82,17 @@ def slug(*parts: str) -> str:
 # ---- curves ----------------------------------------------------------------------------------------------------------------------------
 
 
-def _draw(one: Series, figure: Callable[[Row], Spread | None], chosen: Mapping[str, Style], axes: Axes) -> list[Spread]:
+def _draw(one: Series, figure: Callable[[Row], Spread], chosen: Mapping[str, Style], axes: Axes) -> list[Spread]:
     """Draws a figure of the rows along the axis, shades what lies between its quartiles, and returns all of its values."""
     every = []
     for name, style in chosen.items():
-        rows = [row for row in one.lines[name] if figure(row)]
-        found = [spread for row in rows if (spread := figure(row))]
-        where = [float(row.parameters[one.axis]) if one.numeric else one.values.index(row.parameters[one.axis]) for row in rows]
+        rows = one.lines[name]
+        found = [figure(row) for row in rows]
+        where = [float(row.parameters[one.axis]) for row in rows]
         middle, low, high = (list(ends) for ends in zip(*found, strict=True))
-        axes.plot(where, middle, **_joined(one, style))
+        axes.plot(where, middle, **style.line())
         if low != high:
-            if one.numeric:
-                axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
-            else:
-                axes.vlines(where, low, high, color=style.colour, linewidth=3, alpha=0.4)
+            axes.fill_between(where, low, high, color=style.colour, alpha=0.2, linewidth=0)
         every += found
     return every
 
@@ -135,100 +113,16 @@ def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: A
     _name_axes(axes, one, "peak of memory beyond inputs and results")
 
 
-def _share(row: Row) -> Spread | None:
-    """The share of the floor: the slower the row, the smaller it is."""
-    return Spread(row.share, row.floor / row.seconds.high, row.floor / row.seconds.low) if row.floor and row.share else None
-
-
-def _draw_share(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
-    every = _draw(one, _share, chosen, axes)
-    axes.set_ylim(0, 1.08 * max(1.0, *(share.median for share in every)))
-    ticks = [0, 0.25, 0.5, 0.75, 1]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_major_formatter(FixedFormatter([f"{tick:.0%}" for tick in ticks]))
-    _name_axes(axes, one, "the least time that the machine allows, of the time taken")
-
-
-def _joined(one: Series, style: Style) -> dict[str, Any]:
-    """How points are joined: by a line between sizes, not at all between words."""
-    return style.line() | ({} if one.numeric else {"linestyle": "", "markersize": 7})
-
-
 def _name_axes(axes: Axes, one: Series, name: str) -> None:
     drawing.name_y(axes, name)
     axes.set_xlabel(NAMES.get(one.axis, one.axis), labelpad=2)
-    if one.numeric:
-        drawing.sizes_axis(axes, [int(value) for value in one.values])
-    else:
-        axes.set_xlim(-0.3, len(one.values) - 0.7)
-        axes.xaxis.set_major_locator(FixedLocator(range(len(one.values))))
-        axes.xaxis.set_major_formatter(FixedFormatter([str(value) for value in one.values]))
+    drawing.sizes_axis(axes, one.values)
 
 
-# ---- speed-ups -------------------------------------------------------------------------------------------------------------------------
+# ---- gains -----------------------------------------------------------------------------------------------------------------------------
 
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
 """Around labels that lie over lines."""
-
-BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5, "fontweight": "bold"}
-
-SLOWER = "#8a5a83"
-"""Bars of what we lose."""
-
-
-def speed_ups(run: Run, scan: str) -> list[Panel]:
-    """One chart a peer: how many times as long it takes as ours, group by group."""
-    rows = run.scans[scan]
-    peers = [name for name in run.implementations if any(row.peer and row.implementation == name for row in rows)]
-    return [panel for peer in peers if (panel := _speed_up(run, scan, peer))]
-
-
-def _speed_up(run: Run, scan: str, peer: str) -> Panel | None:
-    pairs = [pair for group in run.groups.values() if group[0].scan == scan if (pair := _pair(group, peer))]
-    if not pairs:
-        return None
-    once, each = labels([ours for ours, _ in pairs])
-    bars = [(each[ours.group], gain) for ours, gain in pairs]
-    slowest, most = min(bar[1][0] for bar in bars), max(bar[1][0] for bar in bars)
-    return Panel(
-        name=slug(scan, "over", peer),
-        title="How many times as fast",
-        about=f"{scan} beside {peer}. Left of 1: slower. Whiskers: quartiles of the rounds. {once[:1].upper()}{once[1:]}",
-        alt=f"{scan}, speed-up over {peer}: between {drawing.times(slowest)} and {drawing.times(most)} in {len(bars)} groups.",
-        draw=partial(_draw_bars, bars),
-        legend={},
-        height=0.34 * len(bars) + 0.1,
-        left=0.16,
-    )
-
-
-def _pair(group: Sequence[Row], peer: str) -> tuple[Row, Spread] | None:
-    """Our fastest kernel of a group, and its speed-up over the peer."""
-    gain = next((row.speed_up for row in group if row.implementation == peer), None)
-    ours = fastest(group)
-    return (ours, gain) if ours and gain else None
-
-
-def _draw_bars(bars: Sequence[tuple[str, Spread]], axes: Axes) -> None:
-    """The label of a bar stands over it: beside it, there would be no room on a phone."""
-    bounds = [1.0, *(bound for _, found in bars for bound in found)]
-    room = (max(bounds) / min(bounds)) ** 0.2  # for the last label
-    drawing.log_scale(axes.xaxis, [0.8 * min(bounds), room * max(bounds)], drawing.times, pad=1.15)
-    for place, (label, (median, low, high)) in enumerate(bars):
-        axes.barh(place, median - 1, left=1, height=0.34, color=OURS if median >= 1 else SLOWER, hatch=None if median >= 1 else "////")
-        axes.plot((low, high), (place, place), color=INK, linewidth=1, marker="|", markersize=5)
-        axes.annotate(drawing.times(median), (max(median, high, 1), place), (5, 0), **BESIDE)
-        axes.text(0.005, place - 0.27, label, fontsize=7, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
-    _lines_of_speed(axes, len(bars))
-
-
-def _lines_of_speed(axes: Axes, count: int) -> None:
-    """Prepares the axes for `count` bars under each other, with a line where we are as fast as the peer."""
-    axes.axvline(1, color=INK, linewidth=1)
-    axes.set_ylim(count - 0.5, -0.75)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel("times as fast", labelpad=2)
 
 
 def overview(run: Run) -> Panel | None:
@@ -266,76 +160,11 @@ def _draw_overview(found: Mapping[str, Sequence[float]], axes: Axes) -> None:
         axes.plot(values, [place] * len(values), linestyle="", marker="o", markersize=5, color=OURS, alpha=0.55, markeredgewidth=0)
         axes.plot(statistics.median(values), place, marker="|", markersize=11, markeredgewidth=2, color=INK)
         axes.text(0.005, place - 0.27, scan, fontsize=7.5, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
-    _lines_of_speed(axes, len(found))
-
-
-# ---- the papers' counts ----------------------------------------------------------------------------------------------------------------
-
-AT = {"n": 120, "m": 4, "d": 192}
-"""Where the paper on continual Nyström attention counts; one of them varies at a time."""
-
-SCANNED = {"n": (16, 32, 64, 120, 256, 512, 1024, 2048, 4096), "d": (16, 32, 64, 128, 192, 384, 768, 1536), "m": (1, 2, 4, 8, 16, 32, 64)}
-
-SCHEME_STYLES = {
-    "full": ("full attention", Style(PEERS[0], "s", width=1.8)),
-    "nystrom": ("Nyström attention", Style(PEERS[1], "^", width=1.8)),
-    "retroactive": ("continual, retroactive", Style(PEERS[3], "D", drawing.DASHES[1])),
-    "single": ("continual, single output", Style(PEERS[3], "D")),
-    "continual retroactive": ("continual landmarks, retroactive", Style(PEERS[2], "v", drawing.DASHES[1])),
-    "continual single": ("continual landmarks, single", Style(PEERS[2], "v", width=1.8)),
-    "fixed retroactive": ("fixed landmarks, retroactive", Style(OURS, "o", drawing.DASHES[1], 1.8, 4)),
-    "fixed single": ("fixed landmarks, single", Style(OURS, "o", "-", 2.6, 4)),
-}
-"""Schemes as a reader meets them, and how they are drawn."""
-CALLED = {scheme: name for scheme, (name, _) in SCHEME_STYLES.items()}
-KEPT = SCHEMES[2:]
-"""Schemes that keep something between steps."""
-
-Count = Callable[[str, int, int, int], float]
-
-
-def kept_here(scheme: str, n: int, m: int, d: int) -> float:
-    """Elements of a head that a state of ours keeps."""
-    return state_elements(n, m, d, d) if " " in scheme else attention_state_elements(n, d, d, scheme == "retroactive")
-
-
-COUNTS: dict[str, tuple[str, str, Count, Sequence[str]]] = {
-    "operations-paper": ("Operations of a step, as the paper counts", "operations", paper_operations, SCHEMES),
-    "operations-executed": ("Operations of a step, as executed here", "operations", executed_on_average, SCHEMES),
-    "memory-paper": ("Kept between steps, as the paper counts", "elements of a head", lambda *at: paper_memory(*at).between, KEPT),
-    "memory-here": ("Kept between steps, by the states here", "elements of a head", kept_here, KEPT),
-    "memory-peak": ("Held at most within a step, as the paper counts", "elements of a head", lambda *at: paper_memory(*at).peak, KEPT),
-}
-"""name -> title, unit, formula, schemes"""
-
-
-def cost_panels() -> list[Panel]:
-    """The panels of each count against n, d and m, by the formulas in cmab_kernels.nystrom.costs; they belong to no run."""
-    return [_cost_panel(name, axis) for name in COUNTS for axis in SCANNED]
-
-
-def _cost_panel(name: str, axis: str) -> Panel:
-    title, unit, count, schemes = COUNTS[name]
-    rest = {letter: value for letter, value in AT.items() if letter != axis}
-    values = {scheme: [count(scheme, *(AT | {axis: value}).values()) for value in SCANNED[axis]] for scheme in schemes}
-    ends = "; ".join(f"{CALLED[scheme]}: {drawing.counted(of[0])} to {drawing.counted(of[-1])}" for scheme, of in values.items())
-    return Panel(
-        name=slug("costs", name, axis),
-        title=title,
-        about=f"{words(rest)}; one head, one token, mean over a stream",
-        alt=f"{title}, against {axis} from {SCANNED[axis][0]} to {SCANNED[axis][-1]:,}, {words(rest)}. {ends}",
-        draw=partial(_draw_counts, values, axis, unit),
-        legend=dict(SCHEME_STYLES[scheme] for scheme in schemes),
-    )
-
-
-def _draw_counts(values: Mapping[str, Sequence[float]], axis: str, unit: str, axes: Axes) -> None:
-    for scheme, counts in values.items():
-        axes.plot(SCANNED[axis], counts, **SCHEME_STYLES[scheme][1].line())
-    drawing.log_scale(axes.yaxis, [count for counts in values.values() for count in counts], drawing.counted)
-    drawing.sizes_axis(axes, SCANNED[axis])
-    axes.set_xlabel(NAMES[axis], labelpad=2)
-    drawing.name_y(axes, unit)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_ylim(len(found) - 0.5, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("times as fast", labelpad=2)
 
 
 # ---- plots for the pages -----------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..runs import Row, Run, Value
@@ -28,12 +28,8 @@ class Series:
     """implementation -> its rows along the axis"""
 
     @property
-    def values(self) -> list[Value]:
-        return _ordered({row.parameters[self.axis] for rows in self.lines.values() for row in rows})
-
-    @property
-    def numeric(self) -> bool:
-        return all(isinstance(value, int) for value in self.values)
+    def values(self) -> list[int]:
+        return sorted({int(row.parameters[self.axis]) for rows in self.lines.values() for row in rows})
 
 
 def axes(run: Run, scan: str) -> list[str]:
@@ -47,7 +43,7 @@ def series(run: Run, scan: str, axis: str) -> list[Series]:
     """The curves along `axis`: for each set of groups that differ in it alone, implementations with three points or more."""
     sets: dict[tuple[tuple[str, Value], ...], list[Row]] = {}
     for row in run.scans[scan]:
-        if axis in row.parameters:
+        if isinstance(row.parameters.get(axis), int):  # of words the table of rows tells
             sets.setdefault(tuple(sorted(_without(row.parameters, axis).items())), []).append(row)
     found = [Series(scan, axis, _without(rows[0].parameters, axis), _lines(rows, axis)) for rows in sets.values()]
     return [one for one in found if one.lines]
@@ -62,13 +58,8 @@ def _lines(rows: Sequence[Row], axis: str) -> dict[str, tuple[Row, ...]]:
     for name in dict.fromkeys(row.implementation for row in rows):
         along = {row.parameters[axis]: row for row in rows if row.implementation == name}
         if len(along) >= POINTS:
-            lines[name] = tuple(along[value] for value in _ordered(along))
+            lines[name] = tuple(along[value] for value in sorted(along))
     return lines
-
-
-def _ordered(values: Iterable[Value]) -> list[Value]:
-    """Numbers by size, before words by the alphabet."""
-    return sorted(values, key=lambda value: (isinstance(value, str), value))
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------------------------

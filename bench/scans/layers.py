@@ -39,13 +39,11 @@ def torch_feed_forward(x: Tensor, weight: Tensor, bias: Tensor, expand: Tensor, 
     return x + F.linear(features * F.gelu(gate), contract)
 
 
-def torch_attention(
-    x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, *weights: Tensor, heads: int, attend: Attend = F.scaled_dot_product_attention
-) -> Tensor:
+def torch_attention(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, *weights: Tensor, heads: int) -> Tensor:
     """An attention layer whose context is not normed again."""
     query, key, value, output = weights
     rows = (F.layer_norm(x, x.shape[-1:], weight, bias), query), (context, key), (context, value)
-    out = attend(*(F.linear(*each).unflatten(-1, (heads, -1)).transpose(1, 2) for each in rows))
+    out = F.scaled_dot_product_attention(*(F.linear(*each).unflatten(-1, (heads, -1)).transpose(1, 2) for each in rows))
     return x + F.linear(out.transpose(1, 2).flatten(-2), output)
 
 

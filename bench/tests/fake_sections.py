@@ -9,11 +9,26 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import pytest
+import torch
+
+from bench import gpu_check
 from bench.gpu import suite
 from bench.gpu.sections import Perform, Row, Section, Task
 
+MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 MARKS = "FAKE_SECTIONS_MARKS"
 """Environment variable: a folder in which each task leaves a file for each time that it is run."""
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the command run as if there were a GPU, with a table of tiles of its own in `folder`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
+    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
+    monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
+    monkeypatch.setattr(gpu_check.tiles, "FILE", folder / "tiles.json")
+    gpu_check.tiles.FILE.write_text("{}")
 
 
 class Hurried(Section):

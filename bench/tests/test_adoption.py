@@ -13,9 +13,7 @@ FOUND = json.loads(adoption.RESULTS.read_text())
 
 
 def test_the_page_has_the_table_of_the_committed_results():
-    assert f"{adoption.BEGIN}\n{adoption.table(FOUND)}\n{adoption.END}" in adoption.PAGE.read_text(), (
-        "stale: python -m bench.adoption --page"
-    )
+    assert adoption.PLACE.have(adoption.table(FOUND)), "stale: python -m bench.adoption --page"
 
 
 def test_every_model_was_measured_in_both_modes_and_with_the_fast_path_on_and_off():

@@ -74,7 +74,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-WRITTEN = ["continual_nystrom_step.png", "latent_attention.png", "operation_counts.png", "overview.png", "report.html", "run.json"]
+WRITTEN = ["continual_nystrom_step.png", "latent_attention.png", "overview.png", "report.html", "run.json"]
 
 
 # ---- what it writes --------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from triton.runtime import cache
 
 from bench.gpu.cached import pack, same_keys, unpack
 from cmab_kernels.nystrom.kernels import iterative_pinv
-from cmab_kernels.runtime.triton_common import compiled_kernel
+from cmab_kernels.runtime.triton_launch import compiled_kernel
 from cmab_kernels.testing.cubin import as_if_on, record
 
 

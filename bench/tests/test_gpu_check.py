@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from bench.floors import Rates
 from bench.gpu import timings
 from bench.gpu.printed import table
 from bench.gpu.results import Report
-from bench.gpu.sections import Outcome
-from bench.scans import continual
-from bench.scans.case import EAGER
+from bench.gpu.sections import Outcome, _made
+from bench.scans import attention, continual, nystrom
+from bench.scans.case import EAGER, FLASH
 from cmab_kernels.measure import Peak
 
 ROOT = Path(gpu_check.__file__).parents[1]
@@ -189,6 +190,27 @@ def test_sources_of_kernels_are_what_their_compilers_read() -> None:
         for included in re.findall(r'#include "(.+)"', files[name].decode()):
             assert any(f"{folder}/{included}" in kernels for folder in (Path(name).parent, "csrc")), (name, included)
     assert {name for name, source in files.items() if b"@triton.jit" in source and name.startswith("cmab_kernels/")} <= kernels
+
+
+def test_each_row_is_made_and_what_is_wrong_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and peers of tiny cases on the CPU; a peer whose result is wrong, and one that is not installed."""
+    wrong = attention.passes(lambda q, k, v: 3 * attention.naive_attention(q, k, v), 3, False)
+    tiny = attention.attention(1, 8, keys=40, latents=5)
+    others = {"wrong": wrong, FLASH: attention.passes(attention.flash_attention, 3, False)}
+    cases = [replace(tiny, implementations={**tiny.implementations, **others}), nystrom.pinv(5, 2)]
+    monkeypatch.setattr(timings, "measure_on", lambda device: None)
+    monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
+    monkeypatch.setattr(harness, "rates_of", lambda device: H200)
+    for task in timings.of_cases(lambda: iter(cases), "cuda"):
+        row, name = _made(task, "cpu")[0], task.key.split("; ")[1]
+        assert row.get("ok") is not False, row
+        if name == FLASH:
+            assert "pip install flash-attn" in row["problem"]
+        elif name == "wrong":
+            assert "wrong here: relative RMS error" in row["problem"]
+        else:
+            assert {"group", "seconds", "floor", "extra_memory", "error"} <= row.keys(), row
+            assert ("speed_up" in row) == (name != "native"), row
 
 
 def test_streams_begin_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

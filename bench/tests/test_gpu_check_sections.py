@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -20,10 +19,9 @@ from bench.gpu.results import Report, file_name, opened
 from bench.gpu.sections import Outcome, Section, run
 from bench.runs import write_json
 
-from .fake_sections import Hurried
+from .fake_sections import MACHINE, Hurried, as_on_a_gpu
 
 FAKE = "bench.tests.fake_sections"
-MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 
 
 @pytest.fixture
@@ -137,14 +135,9 @@ def test_rows_without_a_key_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command with fake sections that take 100, 300, 90 and 10 seconds of its clock, as if there were a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
-    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
-    monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
+    as_on_a_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(gpu_check, "adopt_installed", lambda checkout: None)
     monkeypatch.setattr(gpu_check, "os", SimpleNamespace(environ={}))
-    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
-    gpu_check.tiles.FILE.write_text("{}")
     sections = {"one": _section("fine"), "two": _section("times"), "three": _section("slow"), "tune": _section("tuned", after="three")}
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     clock = [0.0]

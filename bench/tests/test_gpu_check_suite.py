@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -15,10 +14,9 @@ from bench import gpu_check
 from bench.gpu.extension import adopt_installed
 from bench.gpu.sections import Outcome, Section, run
 
-from .fake_sections import Hurried
+from .fake_sections import Hurried, as_on_a_gpu
 
 FAKE = "bench.tests.fake_sections"
-MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 TESTS = """
 import os, time, pytest
 pytestmark = pytest.mark.gpu
@@ -93,12 +91,7 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
     }
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     monkeypatch.setattr(gpu_check, "run", lambda section, device, *rest: run(section, "cpu", *rest))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
-    monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
-    monkeypatch.setattr(gpu_check, "gpu_state", lambda: {"clocks.sm": "1980 MHz"})
-    monkeypatch.setattr(gpu_check.tiles, "FILE", tmp_path / "tiles.json")
-    gpu_check.tiles.FILE.write_text("{}")
+    as_on_a_gpu(monkeypatch, tmp_path)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "set by the check")
     output = tmp_path / "results"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ import torch
 pytest.importorskip("triton")
 
 from bench.gpu import tune
-from bench.gpu.candidates import Target, candidates, targets
+from bench.gpu.candidates import LENGTHS, Target, candidates, targets
 from cmab_kernels.runtime import tiles
 from cmab_kernels.runtime.tiles import FIELDS, HOPPER, Key, using
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
 
 CPU = torch.device("cpu")
 TARGET = Target("attention.forward", "bfloat16", 16)
@@ -125,3 +128,18 @@ def test_rows_of_candidates_name_what_was_tried() -> None:
     assert sum(not task.peer for task in tasks) == len(list(targets())), "only the built-in tiles must compile"
     before = {"candidates": [{"key": tasks[0].key, "sound": True}, {"key": tasks[1].key, "problem": "out of resources"}]}
     assert [task.key for task in tune.tasks("cpu", before)] == [str(target) for target in targets()]
+
+
+@pytest.mark.parametrize("kernel", ["attention.forward", "intention.gram", "intention.apply", "nystrom.forward"])
+def test_candidates_that_are_right_are_found_so(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU made of software, in small shapes; and one that is off is not."""
+    target = Target(kernel, "float32", 16)
+    monkeypatch.setitem(LENGTHS, "small", 60)
+    monkeypatch.setattr("bench.gpu.candidates.SET", 30)
+    monkeypatch.setattr(Target, "latents", 20)
+    with on_machine(Machine()):
+        for chosen in candidates(target, CPU)[:2]:
+            assert tune.check(target, chosen, "cpu")["sound"], chosen
+        monkeypatch.setattr(tune, "relative_error", mock.Mock(side_effect=[1e-7, 1e-3]))
+        wrong = tune.check(target, candidates(target, CPU)[0], "cpu")
+    assert not wrong["sound"] and "wrong" in wrong["problem"]

@@ -1,4 +1,4 @@
-"""What measures measures: memory, turns, FLOPs, ratios, and no speed without a right result."""
+"""What measures measures: FLOPs, ratios, and no speed without a right result."""
 
 from __future__ import annotations
 
@@ -16,56 +16,13 @@ from bench.runs import Spread
 from bench.scans import attention, continual
 from bench.scans.attention import NAIVE, SDPA
 from bench.scans.case import EAGER, Case
-from cmab_kernels.measure import Peak, interleave, peak_memory, readable, seconds
+from cmab_kernels.measure import Peak
 
-from .tasks import MIB, failing, planted
-
-TOLERANCE = MIB // 2
 FORWARD = attention.attention(2, 8, keys=50, latents=4, batch=3)
 BACKWARD = attention.attention(2, 8, keys=50, latents=4, backward=True, transposed=True)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------------------------
-
-
-HELD = [(0, 4, 0, 1), (3, 4, 0, 1), (100, 4, 0, 1), (8, 2 * MIB, 0, 1), (8, 4, 32, 1), (2, 4, 0, 64)]
-
-
-@pytest.mark.parametrize(("size", "result", "leftover", "warm_up"), HELD)
-def test_memory_probe_sees_what_was_held(size: int, result: int, leftover: int, warm_up: int):
-    """By the task alone: neither what was freed while it was prepared nor an earlier task counts; results are told from the rest."""
-    peak = peak_memory(planted, size * MIB, result, leftover * MIB, warm_up=(warm_up * MIB,))
-    assert peak.results == result and abs(peak.extra - size * MIB - result) < TOLERANCE
-
-
-@pytest.mark.parametrize(("kind", "error"), [("hangs", TimeoutError), ("dies", RuntimeError), ("raises", RuntimeError)])
-def test_memory_probe_says_what_went_wrong(kind: str, error: type[Exception]):
-    with pytest.raises(error, match={"hangs": "not done after", "dies": "exit code 3", "raises": "ValueError: what went wrong"}[kind]):
-        peak_memory(failing, kind, warm_up=("nothing",), limit=2.0 if kind == "hangs" else 60.0)
-
-
 # ---- time ------------------------------------------------------------------------------------------------------------------------------
-
-
-def test_calls_take_turns_and_take_turns_in_going_first():
-    order = []
-    samples = interleave({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3)
-    assert "".join(order) == "abc" + "bca" + "cab"
-    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3, "c": 3}
-    order.clear()
-    interleave({name: lambda name=name: order.append(name) for name in "ab"}, rounds=2, repeats={"b": 2})
-    assert "".join(order) == "abb" + "bba"
-
-
-def test_a_sample_is_the_mean_of_its_repeats(monkeypatch: pytest.MonkeyPatch):
-    ticks = iter((10.0, 10.5))
-    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
-    assert seconds(lambda: None, repeats=5) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.01234, "12.3 ms"), (3.456e-6, "3.46 us"), (1e-8, "0.01 us")])
-def test_readable(value: float, text: str):
-    assert readable(value) == text
 
 
 def test_a_ratio_is_of_medians_with_the_quartiles_within_rounds():

@@ -46,13 +46,11 @@ def test_the_page_is_of_the_committed_runs(whole: Run, narrow: Run):
 
 
 def test_the_readme_has_the_headline_of_the_committed_runs(whole: Run, narrow: Run):
-    text = measured.README.read_text()
-    assert measured.insert(text, measured.headline(whole, narrow)) == text, STALE
+    assert measured.HEADLINE.have(measured.headline(whole, narrow)), STALE
 
 
 def test_the_page_of_losses_has_the_short_calls_of_the_committed_runs():
-    table = measured.short_calls(load(measured.SHORT), load(measured.NARROW_SHORT))
-    assert f"{measured.SHORT_BEGIN}\n{table}\n{measured.SHORT_END}" in measured.WHEN_NOT.read_text(), STALE
+    assert measured.LOSSES.have(measured.short_calls(load(measured.SHORT), load(measured.NARROW_SHORT))), STALE
 
 
 @pytest.mark.parametrize(("operator", "path"), measured.PLOTS.items())
@@ -162,13 +160,16 @@ def test_ratios_have_two_digits(ratio: float, text: str):
     assert measured._ratio(ratio) == text
 
 
+BEGIN, END = (f"<!-- headline table: {which} -->" for which in ("begin", "end"))
+
+
 def test_drift_between_the_marks_is_seen():
-    text = f"before\n{measured.BEGIN}\nold\n{measured.END}\nafter\n"
-    once = measured.insert(text, "25 ms")
-    assert once == text.replace("old\n", "25 ms\n") and measured.insert(once, "25 ms") == once != measured.insert(once, "24 ms")
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = measured.HEADLINE.within(text, "25 ms")
+    assert once == text.replace("old\n", "25 ms\n") and measured.HEADLINE.within(once, "25 ms") == once
 
 
-@pytest.mark.parametrize("text", ["", "{begin}", "{end}{begin}", "{begin}{end}{begin}{end}"])
-def test_a_readme_without_its_marks_is_refused(text: str):
+@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, 2 * (BEGIN + END)])
+def test_a_page_without_its_marks_is_refused(text: str):
     with pytest.raises(SystemExit, match=r"README\.md must hold"):
-        measured.insert(text.format(begin=measured.BEGIN, end=measured.END), "table")
+        measured.HEADLINE.within(text, "table")

@@ -11,7 +11,6 @@ import pytest
 from bench import provenance
 from bench.floors import Rates, floors
 from bench.report import measured_gpu, measured_gpu_facts
-from bench.report.marks import put
 from bench.scans import attention, intention
 from bench.scans.case import Case
 
@@ -30,8 +29,7 @@ def text() -> str:
 
 def test_the_page_is_of_the_newest_check(text: str) -> None:
     assert measured_gpu.PAGE.read_text() == text, STALE
-    readme = measured_gpu.README.read_text()
-    assert put(readme, measured_gpu.headline(text), measured_gpu.BEGIN, measured_gpu.END, "README.md") == readme, STALE
+    assert measured_gpu.HEADLINE.have(measured_gpu.headline(text)), STALE
 
 
 def test_page_and_readme_say_what_was_run(text: str) -> None:

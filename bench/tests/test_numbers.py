@@ -8,10 +8,7 @@ from bench.report import numbers
 
 
 def test_the_page_is_what_the_records_say() -> None:
-    page = numbers.PAGE.read_text(encoding="utf-8")
-    assert numbers.insert(page, numbers.section(numbers.read("numbers"), numbers.read("streams"))) == page, (
-        "run python -m bench.report.numbers"
-    )
+    assert numbers.PLACE.have(numbers.section(numbers.read("numbers"), numbers.read("streams"))), "run python -m bench.report.numbers"
 
 
 def test_a_figure_that_was_changed_by_hand_is_seen() -> None:
@@ -25,9 +22,3 @@ def test_a_figure_that_was_changed_by_hand_is_seen() -> None:
 @pytest.mark.parametrize("figure, shown", [(1.23e-7, "1.2e-7"), (2e-10, "2e-10"), (0.0, "0"), (0.031, "3.1e-2")])
 def test_figures_are_short(figure: float, shown: str) -> None:
     assert numbers._short(figure) == shown
-
-
-@pytest.mark.parametrize("page", ["no marks", f"{numbers.END} {numbers.BEGIN}"])
-def test_a_page_without_its_marks_is_refused(page: str) -> None:
-    with pytest.raises(SystemExit, match="must hold one"):
-        numbers.insert(page, "")

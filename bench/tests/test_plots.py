@@ -16,7 +16,6 @@ from PIL import Image
 from bench import runs
 from bench.report import drawing, plots
 from bench.report.series import series
-from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, paper_operations
 
 from . import synthetic
 from .synthetic import EAGER, SDPA
@@ -33,14 +32,11 @@ def titles(run: runs.Run, scan: str) -> Counter[str]:
     return Counter(panel.title for panel in plots.panels(run, scan))
 
 
-def test_each_operator_has_its_curves_and_its_peers(run: runs.Run):
+def test_each_operator_has_its_curves(run: runs.Run):
     assert titles(run, "latent_attention") == {
         "Memory against keys": 2,  # forward, and with backward
         "Time against keys": 2,
-        "Share of the floor against keys": 2,
-        "Time against width of a head": 1,
-        "Time against dtype": 1,
-        "How many times as fast": 2,  # as each of two peers
+        "Time against width of a head": 1,  # of dtypes the rows tell
     }
     assert titles(run, "continual_nystrom_step")["Time against tokens of the window"] == 2
     assert not plots.panels(run, "iterative_pinv")
@@ -64,13 +60,6 @@ def test_memory_that_cannot_be_measured_is_drawn_as_the_least_that_can(run: runs
     assert list(sdpa.get_ydata()) == [plots.RESOLUTION["cpu"]] * 4
 
 
-def test_words_are_points_and_no_curve(run: runs.Run):
-    panel = next(panel for panel in plots.panels(run, "latent_attention") if "dtype" in panel.title)
-    axes = axes_of(panel)
-    assert {line.get_linestyle() for line in axes.lines} == {"None"}
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["bfloat16", "float16", "float32"]
-
-
 def test_an_implementation_looks_alike_everywhere_and_ours_is_ours(run: runs.Run):
     styles = drawing.styles(run)
     assert {name for name, style in styles.items() if style.colour == drawing.OURS} == {"native", "native, exact"}
@@ -91,21 +80,9 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#14171c"])
 def test_colours_stand_out_on_light_and_on_dark_pages(ground: str):
-    for colour in (drawing.OURS, *drawing.PEERS, drawing.GREY, plots.SLOWER):
+    for colour in (drawing.OURS, *drawing.PEERS, drawing.GREY):
         low, high = sorted((luminance(colour), luminance(ground)))
         assert (high + 0.05) / (low + 0.05) >= 3, colour
-
-
-def test_bars_are_speed_ups_and_losses_look_otherwise(run: runs.Run):
-    (panel,) = plots.speed_ups(run, "continual_nystrom_step")
-    bars = axes_of(panel).patches
-    expected = []
-    for group in run.groups.values():
-        if group[0].scan == "continual_nystrom_step":
-            peer = next(row for row in group if row.implementation == EAGER)
-            expected.append(peer.speed_up.median)
-    assert [bar.get_x() + bar.get_width() for bar in bars] == pytest.approx(expected)
-    assert [bool(bar.get_hatch()) for bar in bars] == [gain < 1 for gain in expected] and sum(gain < 1 for gain in expected) == 2
 
 
 def test_the_overview_has_a_dot_for_each_group_with_a_peer(run: runs.Run):
@@ -122,36 +99,14 @@ def test_what_is_ours_is_no_peer_of_ours(run: runs.Run):
     assert not plots.gains(run, "continual_nystrom_step") and plots.gains(run, "latent_attention")
 
 
-# ---- the papers' counts ----------------------------------------------------------------------------------------------------------------
-
-
-def test_counts_are_those_of_the_formulas():
-    panels = {panel.name: panel for panel in plots.cost_panels()}
-    assert len(panels) == 15
-    for name, count in (("paper", paper_operations), ("executed", executed_on_average)):
-        axes = axes_of(panels[f"costs-operations-{name}-n"])
-        drawn = [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
-        assert len(drawn) == len(SCHEMES) == len(panels[f"costs-operations-{name}-n"].legend)
-        assert [line[120] for line in drawn] == pytest.approx([count(scheme, 120, 4, 192) for scheme in SCHEMES])
-    printed = {"full": 11.06e6, "nystrom": 0.423e6, "single": 0.0925e6, "continual single": 0.01178e6, "fixed single": 0.00618e6}
-    for scheme, value in printed.items():
-        assert plots.COUNTS["operations-paper"][2](scheme, **plots.AT) == pytest.approx(value, rel=2e-3)
-
-
-def test_memory_counts_differ_between_paper_and_states():
-    kept, peak = (plots.COUNTS[name][2] for name in ("memory-paper", "memory-peak"))
-    assert kept("fixed single", 120, 4, 192) == 2324 and peak("continual single", 120, 4, 192) == 50_072
-    assert plots.kept_here("fixed single", 120, 4, 192) == plots.kept_here("continual single", 120, 4, 192) == 72_824
-
-
 # ---- pages and files -------------------------------------------------------------------------------------------------------------------
 
 
 def test_figures_of_a_page_share_no_identifier(run: runs.Run):
-    panels = [plots.overview(run), *plots.cost_panels(), *(panel for scan in run.scans for panel in plots.panels(run, scan))]
+    panels = [plots.overview(run), *(panel for scan in run.scans for panel in plots.panels(run, scan))]
     texts = [drawing.svg(panel) for panel in panels]
     found = Counter(name for text in texts for name in re.findall(r'\bid="([^"]*)"', text))
-    assert len(found) > 1000 and max(found.values()) == 1
+    assert len(found) > 500 and max(found.values()) == 1
     for text in texts:
         ids = set(re.findall(r'\bid="([^"]*)"', text))
         assert set(re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', text)) <= {(name, "") for name in ids} | {("", name) for name in ids}

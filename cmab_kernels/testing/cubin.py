@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from ..runtime.backends import FAMILIES
 from ..runtime.tiles import forget
-from ..runtime.triton_common import Kernel, compiled_kernel
+from ..runtime.triton_launch import Kernel, compiled_kernel
 from .descriptors import lost_descriptors
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}

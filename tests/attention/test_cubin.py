@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -23,7 +23,7 @@ from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
 from cmab_kernels.runtime.tiles import FILE, read, using
-from cmab_kernels.runtime.triton_common import Kernel, kernel
+from cmab_kernels.runtime.triton_launch import Kernel, kernel
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record
 from tests.machine_code import by_matrix_units, wrong
 

@@ -20,7 +20,7 @@ from cmab_kernels.attention.kernels import runs
 from cmab_kernels.attention.kernels.launch import backward_keys_tiles
 from cmab_kernels.attention.kernels.rows import sum_runs
 from cmab_kernels.attention.state import AttentionState, subtract_state
-from cmab_kernels.runtime.triton_common import Products
+from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 from cmab_kernels.testing.cubin import as_if_on
 

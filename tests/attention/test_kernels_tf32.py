@@ -18,7 +18,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch
 from cmab_kernels.runtime.tiles import using
-from cmab_kernels.runtime.triton_common import Products, in_place, product
+from cmab_kernels.runtime.triton_launch import Products
+from cmab_kernels.runtime.triton_products import in_place, product
 from cmab_kernels.testing import LAWS
 
 from .test_kernels import Case, _inputs, check_accuracy

@@ -20,8 +20,7 @@ import cmab_kernels as ck
 from cmab_kernels.layers import kernels as layer_kernels
 from cmab_kernels.nystrom.continual import kernels
 from cmab_kernels.nystrom.continual import state as state_module
-
-from .driver import stub
+from gpu_machine.driver import stub
 
 CALLS, ROUNDS = 30, 400
 """The calls of a sample, and the samples of a figure, which is the least of them."""

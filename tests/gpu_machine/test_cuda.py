@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from . import cuda_launch
-from .machine import Machine
-from .orders import in_orders
-from .report import Fault
+from gpu_machine import cuda_launch
+from gpu_machine.machine import Machine
+from gpu_machine.orders import in_orders
+from gpu_machine.report import Fault
 
 if cuda_launch.COMPILER is None or cuda_launch.nvcc() is None:
     pytest.skip("no nvcc, or no C++ compiler, to compile the CUDA kernels with", allow_module_level=True)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 
 import triton.language as tl
 
 import cmab_kernels as ck
-from cmab_kernels.runtime.triton_common import kernel
+from cmab_kernels.runtime.triton_launch import kernel
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
+from gpu_machine.report import Fault
 
-from .launch import on_machine
-from .machine import Machine
-from .report import Fault
 from .test_machine import OUT, execute
 
 KEYS = 405

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch._vmap_internals import _vmap
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
 import cmab_kernels as ck
 from cmab_kernels.nystrom.continual import api
 from cmab_kernels.nystrom.continual.schema import attention_step_op, form_of, nystrom_step_op
+from gpu_machine.driver import Launched, stub
 
-from .driver import Launched, stub
 from .host_time import calls, positions_unread, stream
 
 

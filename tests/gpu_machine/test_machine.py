@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from .floats import fma32, fma64, truncated_to_float32
-from .machine import Machine
-from .mma import truncated_sum
-from .report import Fault, Unknown
+from gpu_machine.floats import fma32, fma64, truncated_to_float32
+from gpu_machine.machine import Machine
+from gpu_machine.mma import truncated_sum
+from gpu_machine.report import Fault, Unknown
 
 HEAD = """
 .version 8.7

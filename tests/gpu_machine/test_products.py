@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 
 import triton
 import triton.language as tl
 
-from cmab_kernels.runtime.triton_common import Kernel, kernel, product, product_of_wide, rows_at
-
-from .launch import on_machine
-from .machine import Machine
+from cmab_kernels.runtime.triton_launch import Kernel, kernel
+from cmab_kernels.runtime.triton_products import product, product_of_wide
+from cmab_kernels.runtime.triton_rows import rows_at
+from gpu_machine.launch import on_machine
+from gpu_machine.machine import Machine
 
 SIZE = 16
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 
 import cmab_kernels
 import cmab_kernels as ck
 from cmab_kernels.attention.state import subtract_state
-from cmab_kernels.runtime.triton_common import Kernel
+from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import OperatorSuite, oracles
+from gpu_machine.launch import on_machine
+from gpu_machine.orders import in_orders
 
 from ..attention import test_suite as attention
 from ..attention.prefix import test_suite as prefix
@@ -26,8 +28,6 @@ from ..intention.solve import test_suite as solve
 from ..layers import test_suite as layers
 from ..nystrom import test_suite as nystrom
 from ..nystrom.continual import test_suite as steps
-from .launch import on_machine
-from .orders import in_orders
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 ONE_ROW = {"L": 1, "N": 1, "D": 1, "E": 1}

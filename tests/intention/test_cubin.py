@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
 from cmab_kernels.runtime.tiles import FILE, read, using
-from cmab_kernels.runtime.triton_common import Products
+from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
 from tests.machine_code import wrong
 

@@ -20,7 +20,7 @@ from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch
 from cmab_kernels.layers.kernels.shares import added
 from cmab_kernels.layers.reference import RESIDUALS, attention_layer_reference, feed_forward_reference
-from cmab_kernels.runtime.triton_common import Kernel
+from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"

@@ -397,16 +397,16 @@ IN_TRITON = {
         "cmab_kernels/attention/kernels/runs.py", "bad |= falls > 0", "bad |= falls < 0", f"{KERNELS} -k offsets"
     ),
     "a 32-bit offset, in Triton": Fault(
-        "cmab_kernels/runtime/triton_common.py",
+        "cmab_kernels/runtime/triton_rows.py",
         "rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]",
         "rows = tl.arange(0, ROWS) * strides[2].to(tl.int32)",
         "tests/attention/test_cubin.py -k 'strides or compiled'",
     ),
     "a mask a key late, in Triton": Fault(
-        "cmab_kernels/runtime/triton_common.py", "keep = keys < last", "keep = keys <= last", f"{KERNELS}::test_shapes"
+        "cmab_kernels/runtime/triton_rows.py", "keep = keys < last", "keep = keys <= last", f"{KERNELS}::test_shapes"
     ),
     "columns past the last that are read": Fault(
-        "cmab_kernels/runtime/triton_common.py",
+        "cmab_kernels/runtime/triton_rows.py",
         "columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH",
         "columns = column + tl.arange(0, pointers.shape[1])[None, :] <= WIDTH",
         f"{KERNELS}::test_shapes",
@@ -442,7 +442,7 @@ IN_TRITON = {
         f"{PROJECTED_KERNELS}::test_wide_heads",
     ),
     "projected keys rounded to a half type": Fault(
-        "cmab_kernels/runtime/triton_common.py",
+        "cmab_kernels/runtime/triton_products.py",
         "result = tl.dot(a, high, tl.where(rest > -3.4e38, rest, -3.4e38))",
         "result = tl.dot(a, high)",
         f"{PROJECTED_KERNELS}::test_half_products",

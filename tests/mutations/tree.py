@@ -25,7 +25,7 @@ from cmab_kernels.runtime.extension import load
 from .fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("cmab_kernels", "csrc", "python", "tests", "pyproject.toml", "setup.py")
+COPIED = ("cmab_kernels", "csrc", "python", "tests", "gpu_machine", "pyproject.toml", "setup.py")
 VECTORS = ("portable", "avx2", "avx512")
 ENGINES = ("avx512bf16", "amx", "amx_emulated")
 """The instruction sets that kernels.cpp and bf16_kernels.cpp are compiled for."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +120,8 @@ CHANGES: dict[str, Callable[[CMABStack], Any]] = {
     "one more": lambda module: module.blocks.append(CMAB(DIM, BLOCK, HEADS, dtype=torch.float64)),
     "one less": lambda module: module.blocks.__delitem__(0),
     "wider": lambda module: replaced(module, ff_dim=40),
+    "another": replaced,
+    "another order": lambda module: module.blocks.insert(0, module.blocks.pop(-1)),
 }
 
 
@@ -138,6 +142,21 @@ def test_blocks_may_be_added_deleted_and_replaced(change: str) -> None:
         CHANGES[change](loaded)
         loaded.load_state_dict(module.state_dict())
         close(loaded.update(inputs[:, 9:], latents).latents, expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_stream_begins_anew_with_other_blocks(change: str) -> None:
+    """It is that of the blocks that read the inputs. A copy's blocks are those of its stream."""
+    module, (inputs, latents) = stack(), points()
+    module.update(inputs[:, :9], latents)
+    copies = [copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))]
+    expected = module(inputs, latents)
+    for each in copies:
+        close(each.update(inputs[:, 9:], latents).latents, expected)
+    CHANGES[change](module)
+    assert not [name for name in copy.deepcopy(module).state_dict() if "stream" in name]
+    close(module.update(inputs[:, 9:], latents).latents, one_by_one(module, inputs[:, 9:], latents, depth=len(module.blocks)))
 
 
 @pytest.mark.parametrize("options", [{"num_latents": 2}, {"num_heads": 2}])

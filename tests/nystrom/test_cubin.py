@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("cmab_kernels.runtime.triton_common", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -179,7 +179,7 @@ def test_missing_matrix_instructions_are_seen(tmp_path: Path) -> None:
 
 def test_float32_is_never_multiplied_in_tf32() -> None:
     """The pseudo-inverse is not multiplied in tf32, even where torch may use tf32."""
-    with mock.patch("cmab_kernels.runtime.triton_common.allows_tf32", lambda: True):
+    with mock.patch("cmab_kernels.runtime.triton_launch.allows_tf32", lambda: True):
         for m in (16, 32, 64):
             assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {"bf16x6" if m == 64 else "ieee"}
 

@@ -10,7 +10,7 @@
 Exponentials are base 2 with the scale folded into the product. Scores, sums and states are float32, or float64 for float64 inputs.
 """
 
-from ...runtime.triton_common import unsupported
+from ...runtime.triton_launch import unsupported
 from .backward import attention_backward
 from .forward import attention_forward
 from .removal import attention_removal

@@ -13,7 +13,9 @@ a hundred matrix instructions, and spill others for them.
 import triton
 import triton.language as tl
 
-from ...runtime.triton_common import in_place, kept_keys, kernel, load_tile, parts, product, product_of_parts, rows_from, tile_at
+from ...runtime.triton_launch import kernel
+from ...runtime.triton_products import in_place, parts, product, product_of_parts
+from ...runtime.triton_rows import kept_keys, load_tile, rows_from, tile_at
 from .forward import LOG2_E
 from .runs import locate
 

@@ -11,22 +11,9 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_common import (
-    Kernel,
-    allows_tf32,
-    in_place,
-    is_aligned,
-    kept_keys,
-    kernel,
-    load_tile,
-    mask_bytes,
-    natural_alignment,
-    on_device,
-    product,
-    product_of_wide,
-    rows_at,
-    tile_at,
-)
+from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device
+from ...runtime.triton_products import in_place, product, product_of_wide
+from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from ...runtime.tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
-from ...runtime.triton_common import Products, allows_tf32, triton_dtype
+from ...runtime.triton_launch import Products, allows_tf32, triton_dtype
 
 
 def _products(dtype: torch.dtype, fits: bool) -> Products:

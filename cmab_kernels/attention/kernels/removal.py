@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel, load_tile, on_device, rows_at
+from ...runtime.triton_launch import kernel, on_device
+from ...runtime.triton_rows import load_tile, rows_at
 from ..state import FAR_BELOW, SURE_ROUNDING
 from .forward import attention_forward
 

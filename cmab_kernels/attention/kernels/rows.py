@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.tiles import padded
-from ...runtime.triton_common import kernel, load_tile, rows_at, tile_at
+from ...runtime.triton_launch import kernel
+from ...runtime.triton_rows import load_tile, rows_at, tile_at
 from .forward import LOG2_E
 from .runs import count_runs, first_slot, set_bounds, unless_bad
 

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import GRAIN, kernel, run_length
+from ...runtime.triton_launch import kernel
+from ...runtime.triton_rows import GRAIN, run_length
 
 MOST_RUNS = 256
 """The most runs with one block of queries: for a single head, almost two programs for each of the 132 multiprocessors of an H100."""

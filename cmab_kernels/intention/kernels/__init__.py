@@ -6,7 +6,7 @@
 - `launch` precision of the matrix products, block sizes, runs of keys
 """
 
-from ...runtime.triton_common import unsupported
+from ...runtime.triton_launch import unsupported
 from .prefix import prefix_ridge, prefix_ridge_backward
 from .rows import apply_rows, gram_backward
 from .sums import gram, ridge_update

@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from ...runtime.tiles import HOPPER, capability_of, tuned
-from ...runtime.triton_common import Products, allows_tf32, run_length
+from ...runtime.triton_launch import Products, allows_tf32
+from ...runtime.triton_rows import run_length
 
 MOST_PROGRAMS = 256
 """The most programs for one matrix: almost two for each of the 132 multiprocessors of an H100."""

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
-from ...runtime.triton_common import alignment, kept_keys, kernel, load_tile, mask_bytes, on_device, rows_at, rows_from, tile_at
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ...runtime.triton_rows import kept_keys, load_tile, rows_at, rows_from, tile_at
 from ..state import in_chunks
 from . import scan
 from .launch import Cut, row_strides

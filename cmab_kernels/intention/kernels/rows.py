@@ -13,19 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import (
-    alignment,
-    as_operand,
-    kept_keys,
-    kernel,
-    load_tile,
-    mask_bytes,
-    on_device,
-    product,
-    rows_at,
-    tile_at,
-    triton_dtype,
-)
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
+from ...runtime.triton_products import as_operand, product
+from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 

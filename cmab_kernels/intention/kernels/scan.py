@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel
+from ...runtime.triton_launch import kernel
 from .launch import MOST_PROGRAMS
 
 STEPS = 8

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...attention.kernels import attention_backward, attention_forward
-from ...runtime.triton_common import on_device
+from ...runtime.triton_launch import on_device
 from .launch import aligned
 from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
 from .shares import gradients

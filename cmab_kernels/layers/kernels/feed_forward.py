@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel, load_tile, on_device, product, rows_at, rows_from
+from ...runtime.triton_launch import kernel, on_device
+from ...runtime.triton_products import product
+from ...runtime.triton_rows import load_tile, rows_at, rows_from
 from .activation import activated, slopes
 from .launch import aligned, back, forward
 from .projections import is_normed, matrix_gradient, plain_rows, rows_of

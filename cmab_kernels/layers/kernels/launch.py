@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once, padded
-from ...runtime.triton_common import MOST_ROWS, WIDEST, Kernel, Products, allows_tf32, device_problem, triton_dtype
+from ...runtime.triton_launch import MOST_ROWS, WIDEST, Kernel, Products, allows_tf32, device_problem, triton_dtype
 
 WIDEST_ROW = 256
 """The widest row of x or of a context: a program holds whole rows of their gradients."""

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel, load_tile, product, rows_at, rows_from
+from ...runtime.triton_launch import kernel
+from ...runtime.triton_products import product
+from ...runtime.triton_rows import load_tile, rows_at, rows_from
 from .launch import aligned, back, forward, of_matrix, shares_of_rows
 from .rows import (
     back_to_columns,

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from ...runtime.triton_common import load_tile, product, quotient, rows_at, rows_from
+from ...runtime.triton_products import product, quotient
+from ...runtime.triton_rows import load_tile, rows_at, rows_from
 
 
 @triton.jit

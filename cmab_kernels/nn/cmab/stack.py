@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,9 @@ class CMABStack(StreamingBlocks):
     (True, True)
     """
 
+    _streamed: tuple[nn.Module, ...] = ()
+    """The `_readers` that the stream is of; unknown, and empty, in a stack that was pickled by 0.1.0."""
+
     def __init__(
         self,
         dim: int,
@@ -66,6 +70,7 @@ class CMABStack(StreamingBlocks):
         depth = check_count("depth", depth)
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
         self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
+        self._streamed = _readers(self.blocks)
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block, or (K, B, L_I, dim) after each with `all_blocks`.
@@ -198,8 +203,17 @@ class CMABStack(StreamingBlocks):
         return stand_in
 
     def _follow_blocks(self) -> None:
-        if self.stream.lead != (len(self.blocks),):
-            self.stream.lead = (len(self.blocks),)
+        """End the stream where `blocks` are others than those that it is of, and let the next be that of these."""
+        readers = _readers(self.blocks)
+        if len(readers) == len(self._streamed) and all(map(is_, readers, self._streamed)):
+            return
+        if self._streamed or self.stream.lead != (len(readers),):
+            self.stream.state = None
+        self.stream.lead, self._streamed = (len(readers),), readers
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._follow_blocks()
+        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._follow_blocks()
@@ -264,3 +278,8 @@ class CMABStack(StreamingBlocks):
             latents = block._retrieve(latents, AttentionState(*own))
             after.append(latents)
         return torch.stack(after) if all_blocks else latents
+
+
+def _readers(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The part of each block that reads the inputs, which a shallow copy shares with it; a wrapper without one as a whole."""
+    return tuple(getattr(block, "compress", block) for block in blocks)

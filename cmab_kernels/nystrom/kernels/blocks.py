@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel, on_device, product, triton_dtype
+from ...runtime.triton_launch import kernel, on_device, triton_dtype
+from ...runtime.triton_products import product
 from .launch import products
 from .squares import divisor
 

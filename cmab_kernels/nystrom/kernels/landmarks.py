@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import alignment, kernel, load_tile, mask_bytes, on_device, product, tile_at
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ...runtime.triton_products import product
+from ...runtime.triton_rows import load_tile, tile_at
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides
 from .pinv import store_rows

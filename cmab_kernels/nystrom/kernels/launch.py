@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from ...runtime.tiles import BLACKWELL, HOPPER, capability_of, tuned
-from ...runtime.triton_common import Products, alignment, triton_dtype
-from ...runtime.triton_common import unsupported as unsupported_rows
+from ...runtime.triton_launch import Products, alignment, triton_dtype
+from ...runtime.triton_launch import unsupported as unsupported_rows
 from .squares import squares_in_scratch
 
 MOST_LANDMARKS = 256

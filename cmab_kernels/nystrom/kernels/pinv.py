@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_common import kernel, on_device, tile_at
+from ...runtime.triton_launch import kernel, on_device
+from ...runtime.triton_rows import tile_at
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides, whole_alignment
 from .squares import differentiate, iterate, iterate_in_scratch

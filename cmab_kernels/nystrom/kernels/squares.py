@@ -14,7 +14,8 @@ Matrices are padded with zeros to SIZE, a power of two that `tl.dot` accepts; th
 import triton
 import triton.language as tl
 
-from ...runtime.triton_common import product, rows_at
+from ...runtime.triton_products import product
+from ...runtime.triton_rows import rows_at
 
 
 @triton.jit

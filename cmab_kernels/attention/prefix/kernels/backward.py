@@ -7,19 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.tiles import has_little_shared_memory
-from ....runtime.triton_common import (
-    GRAIN,
-    alignment,
-    kept_keys,
-    kernel,
-    load_tile,
-    mask_bytes,
-    on_device,
-    product,
-    rows_at,
-    tile_at,
-    triton_dtype,
-)
+from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
+from ....runtime.triton_products import product
+from ....runtime.triton_rows import GRAIN, kept_keys, load_tile, rows_at, tile_at
 from ...kernels.backward import product_over_queries, store_keys, weigh
 from ...kernels.forward import LOG2_E, state_strides
 from ...kernels.launch import WIDEST_BLOCK, backward_products, backward_tiles

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....runtime.triton_common import alignment, in_place, kept_keys, kernel, mask_bytes, on_device, product, rows_at
+from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ....runtime.triton_products import in_place, product
+from ....runtime.triton_rows import kept_keys, rows_at
 from ...kernels.backward import product_over_queries, scores_of, weigh
 from ...kernels.forward import LOG2_E
 from ...kernels.rows import load_rows, row_terms, sum_runs

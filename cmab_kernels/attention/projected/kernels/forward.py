@@ -7,18 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.tiles import chosen_once
-from ....runtime.triton_common import (
-    Kernel,
-    alignment,
-    allows_tf32,
-    kept_keys,
-    kernel,
-    load_tile,
-    mask_bytes,
-    on_device,
-    product_of_wide,
-    tile_at,
-)
+from ....runtime.triton_launch import Kernel, alignment, allows_tf32, kernel, mask_bytes, on_device
+from ....runtime.triton_products import product_of_wide
+from ....runtime.triton_rows import kept_keys, load_tile, tile_at
 from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
 from ...kernels.runs import cut_keys, locate, vetted
 from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides

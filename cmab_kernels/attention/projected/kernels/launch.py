@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from ....runtime.tiles import BLACKWELL, HOPPER, capability_of, padded
-from ....runtime.triton_common import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
+from ....runtime.triton_launch import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
 from ...kernels.runs import MOST_QUERIES
 from .tiles import columns_of_chunk
 

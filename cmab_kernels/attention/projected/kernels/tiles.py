@@ -8,7 +8,8 @@ Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD of a v
 import triton
 import triton.language as tl
 
-from ....runtime.triton_common import load_tile, product, quotient, rows_at, tile_at
+from ....runtime.triton_products import product, quotient
+from ....runtime.triton_rows import load_tile, rows_at, tile_at
 
 CHUNK = tl.constexpr(64)
 """The most columns of a key or a value at hand at once: wider heads are cut into chunks."""

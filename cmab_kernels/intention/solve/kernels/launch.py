@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ....runtime.tiles import padded
-from ....runtime.triton_common import triton_dtype
-from ....runtime.triton_common import unsupported as unsupported_rows
+from ....runtime.triton_launch import triton_dtype
+from ....runtime.triton_launch import unsupported as unsupported_rows
 
 MOST_SCRATCH = 2**26
 """The most bytes of scratch memory of a launch; programs that would take more solve several systems, one after the other."""

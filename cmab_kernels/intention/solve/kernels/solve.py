@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
-from ....runtime.triton_common import kernel, on_device
+from ....runtime.triton_launch import kernel, on_device
 from .launch import options, scratch_for
 
 STEP = tl.constexpr(16)

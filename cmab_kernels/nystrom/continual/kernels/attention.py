@@ -3,7 +3,7 @@
 
 import triton.language as tl
 
-from ....runtime.triton_common import kernel
+from ....runtime.triton_launch import kernel
 from .rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of, window_sums
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ....runtime.triton_common import product
+from ....runtime.triton_products import product
 from ...kernels.blocks import iterate_in_blocks
 from ...kernels.squares import iterate
 from .rows import EXTRA

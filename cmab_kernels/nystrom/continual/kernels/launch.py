@@ -11,7 +11,7 @@ from torch import Tensor
 from ....runtime.constants import SCHEDULE
 from ....runtime.dtypes import FLOATING, state_dtype
 from ....runtime.tiles import chosen_once, padded
-from ....runtime.triton_common import Kernel, device_problem, on_device, triton_dtype
+from ....runtime.triton_launch import Kernel, device_problem, on_device, triton_dtype
 from ...kernels.blocks import SQUARES
 from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
 from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output

@@ -3,7 +3,7 @@
 
 import triton.language as tl
 
-from ....runtime.triton_common import kernel
+from ....runtime.triton_launch import kernel
 from ...kernels.blocks import SQUARES
 from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
 from .rows import EXTRA, slide

@@ -22,7 +22,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from cmab_kernels.runtime import triton_common
+from cmab_kernels.runtime import triton_launch
 from cmab_kernels.testing.cubin import as_if_on
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_uint64, *[ctypes.c_uint32] * 5, ctypes.POINTER(ctypes.c_void_p))
@@ -71,7 +71,7 @@ def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) ->
 
     callback = _SIGNATURE(on_launch)
     before = driver.active if driver._active else None
-    with as_if_on(capability), mock.patch.object(triton_common, "_interpreter_problem", lambda query: None):
+    with as_if_on(capability), mock.patch.object(triton_launch, "_interpreter_problem", lambda query: None):
         driver.set_active(_Driver(capability + _DEVICE * next(_entered)))
         library.stub_call(callback if run else None)
         try:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cmab_kernels.runtime.triton_common import Kernel
+from cmab_kernels.runtime.triton_launch import Kernel
 
 from .driver import Launched, stub
 from .machine import Machine

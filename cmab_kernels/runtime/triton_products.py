@@ -1,0 +1,105 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Products of all Triton kernels: of tiles in the dtype that matrix units take, also as sums of parts that they hold exactly."""
+
+import triton
+import triton.language as tl
+
+from .triton_launch import INTERPRETED
+
+
+@triton.jit
+def quotient(x, y):
+    """x / y rounded to nearest, where y is a number: the `/` of float32 numbers is off by up to two units in the last place."""
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, tl.full([1], y, tl.float32))
+
+
+@triton.jit
+def as_operand(tile, OPERAND: tl.constexpr, HIDDEN: tl.constexpr = True):
+    """The tile converted to the dtype OPERAND for `tl.dot`.
+
+    Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of length 1 hides
+    the conversion. What is in float64 already is HIDDEN too, unless its kernel fares better with tiles that stay in shared memory.
+    """
+    if tl.float64 == OPERAND and (HIDDEN or tile.dtype != tl.float64):
+        tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)
+    return tile.to(OPERAND)
+
+
+@triton.jit
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
+    """The matrix product of two tiles, which are converted to OPERAND (`as_operand`); "tf32x3" multiplies float32 in two parts each."""
+    if PRECISION == "tf32x3":
+        a_high, a_low = parts(a)
+        b_high, b_low = parts(b)
+        result = product_of_parts(a_high, a_low, b_high, b_low)
+    else:
+        result = tl.dot(as_operand(a, OPERAND, HIDDEN), as_operand(b, OPERAND, HIDDEN), input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
+    """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied in parts: what it is rounded to, and the rest.
+
+    Two parts hold 22 bits in float16, and three hold all 24 in bfloat16. An infinity has NaNs for its rest, as in `product_of_parts`.
+    """
+    if a.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
+        high, middle, low = _half_parts(a, OPERAND)
+        rest = tl.dot(middle, b, tl.dot(low, b)) if tl.bfloat16 == OPERAND else tl.dot(middle, b)
+        result = tl.dot(high, b, tl.where(rest > -3.4e38, rest, -3.4e38))
+    elif b.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
+        high, middle, low = _half_parts(b, OPERAND)
+        rest = tl.dot(a, middle, tl.dot(a, low)) if tl.bfloat16 == OPERAND else tl.dot(a, middle)
+        result = tl.dot(a, high, tl.where(rest > -3.4e38, rest, -3.4e38))
+    else:
+        result = product(a, b, OPERAND, PRECISION, HIDDEN)
+    return result
+
+
+@triton.jit
+def _half_parts(x, OPERAND: tl.constexpr):
+    """Three numbers of a half type that add up to x: what x is rounded to, what its rest is rounded to, and what that leaves."""
+    high = x.to(OPERAND)
+    rest = x - high.to(x.dtype)
+    middle = rest.to(OPERAND)
+    return high, middle, (rest - middle.to(x.dtype)).to(OPERAND)
+
+
+@triton.jit
+def product_of_parts(a_high, a_low, b_high, b_low):
+    """A float32 product as three in tf32, of the `parts` of both. What is left out, low times low, is below 2**-20 of each term.
+
+    An infinity has a NaN for its low part, and the low products are NaN, or infinities of the right sign: as the lowest number they leave
+    the result to the product of the high parts.
+    """
+    low = tl.dot(a_low, b_high, input_precision="tf32")
+    low = tl.dot(a_high, b_low, low, input_precision="tf32")
+    return tl.dot(a_high, b_high, tl.where(low > -3.4e38, low, -3.4e38), input_precision="tf32")
+
+
+HALF_OF_CUT = tl.constexpr(0 if INTERPRETED else 4096)
+"""Half a unit of the bits that matrix units leave of a tf32 operand; Triton's interpreter leaves all of them."""
+
+
+@triton.jit
+def parts(x):
+    """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer.
+
+    Matrix units cut off the last 13 bits of a number: half a unit of the others makes that a rounding of the 13 bits that they have to 11.
+    """
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, ((x - high).to(tl.int32, bitcast=True) + HALF_OF_CUT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_place(sums, tile):
+    """What `product` returned, and the tile that it is to be multiplied by, with columns and rows of each eight in another order.
+
+    In it, the matrix units take as tf32 operands the registers in which they left their sums: a thread that holds the columns 2t and 2t + 1
+    of eight needs t and t + 4. The product does not depend on the order.
+    """
+    ROWS: tl.constexpr = sums.shape[0]
+    COLUMNS: tl.constexpr = sums.shape[1]
+    WIDTH: tl.constexpr = tile.shape[1]
+    sums = tl.reshape(tl.permute(tl.reshape(sums, [ROWS, COLUMNS // 8, 4, 2]), [0, 1, 3, 2]), [ROWS, COLUMNS])
+    return sums, tl.reshape(tl.permute(tl.reshape(tile, [COLUMNS // 8, 4, 2, WIDTH]), [0, 2, 1, 3]), [COLUMNS, WIDTH])

@@ -1,0 +1,78 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What all Triton kernels read: rows and tiles with any strides, masks, and runs of keys."""
+
+import triton
+import triton.language as tl
+
+GRAIN = tl.constexpr(1024)
+"""The least number of keys in a run, except the last of a set: shorter ones are not worth a partial result."""
+
+
+@triton.jit
+def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.constexpr = 128):
+    """The number of keys in a run, a multiple of every tile of keys. The host calls it as `run_length.fn`."""
+    return max(grain, (keys + most_runs * step - 1) // (most_runs * step) * step)
+
+
+@triton.jit
+def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
+    """Pointers to a tile of a (B, H, rows, columns) tensor. Offsets are 64-bit, since rows may lie 2**31 elements or more apart.
+
+    ALIGN is what `alignment` says of the tensor; without this hint Triton loads rows element by element.
+    """
+    first = base + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2])
+    rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]
+    columns = column + tl.arange(0, COLUMNS)
+    if ALIGN == 0:
+        columns = columns.to(tl.int64) * strides[3]
+    else:
+        BYTES: tl.constexpr = ALIGN * base.dtype.element_ty.primitive_bitwidth // 8
+        first = tl.multiple_of(first, BYTES)
+        rows = tl.multiple_of(rows, ALIGN)
+    return first + (rows[:, None] + columns[None, :])
+
+
+@triton.jit
+def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
+    """Pointers to rows of a contiguous (rows, WIDTH) tensor."""
+    return base + (rows.to(tl.int64)[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :])
+
+
+@triton.jit
+def rows_from(base, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
+    """Pointers to ROWS rows, from `row` on, of a contiguous (rows, WIDTH) tensor."""
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    return base + tl.cast(row, tl.int64) * WIDTH + (rows[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :])
+
+
+@triton.jit
+def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
+    """Load a tile that starts at `column`, with zeros from column WIDTH on and in rows where `keep` is False, which are not read.
+
+    `keep` None keeps all rows.
+    """
+    columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH
+    WHOLE: tl.constexpr = WIDTH > 0 and tl.constexpr(WIDTH) % pointers.shape[1] == 0
+    if keep is None:
+        tile = tl.load(pointers) if WHOLE else tl.load(pointers, mask=columns, other=0.0)
+    elif WHOLE:
+        tile = tl.load(pointers, mask=keep[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=keep[:, None] & columns, other=0.0)
+    return tile
+
+
+@triton.jit
+def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach beyond `last`.
+
+    A sum over an axis of length 1 hides the load of bytes, for whose sake Triton 3.6 would fail to multiply in float64 (`as_operand`).
+    """
+    keys = start + tl.arange(0, BLOCK)
+    keep = None
+    if mask is not None:
+        ignored = tl.load(mask + (tl.cast(batch, tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]), mask=keys < last, other=1)
+        keep = tl.sum(ignored[:, None], 1) == 0
+    elif RAGGED:
+        keep = keys < last
+    return keep
