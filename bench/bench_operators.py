@@ -1,4 +1,4 @@
-"""`pytest bench [--quick] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself and on its clock.
+"""`pytest bench [--quick] [--device cuda] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself and on its clock.
 
 Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest baseline are its `extra_info`. In the runs of
 `python -m cmab_kernels bench` the rows of a group take turns, which makes their ratios steadier: those are committed and compared.
@@ -6,13 +6,15 @@ Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .devices import threads
+from .devices import device, threads
 from .harness import Problem, examine
 from .runs import DEFINITION, FAULTS
 from .scans import all_cases
@@ -34,6 +36,13 @@ def prepared(case: Case) -> tuple[Any, dict[str, Results]]:
     return inputs, case.expected(inputs)
 
 
+def _finished(call: Callable[[Any], Any], inputs: Any) -> None:
+    """Call, and wait for a GPU: the clock is that of the host, which a launch does not keep."""
+    call(inputs)
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(("case", "name"), ROWS)
 def bench_operator(case: Case, name: str, benchmark: BenchmarkFixture) -> None:
     inputs, expected = prepared(case)
@@ -44,7 +53,7 @@ def bench_operator(case: Case, name: str, benchmark: BenchmarkFixture) -> None:
             benchmark.skipped = True
             (pytest.fail if str(problem).startswith(FAULTS) else pytest.skip)(str(problem))
         benchmark.group = case.name
-        benchmark(case.implementations[name], inputs)
+        benchmark(_finished, case.implementations[name], inputs)
     if benchmark.disabled:  # --benchmark-disable, or workers of pytest-xdist
         return
     taken = MEDIANS.setdefault(case.name, {})
