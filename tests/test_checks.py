@@ -179,3 +179,21 @@ def test_a_penalty_of_a_wider_dtype_must_fit() -> None:
     for alpha in (1e300, torch.tensor(1e300, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"`alpha` (is|holds a number).*finite in torch.float32"):
             ck.regularised_solve(gram, gram, alpha)
+
+
+@pytest.mark.parametrize("call", ["ridge_state", "intention", "ridge_step", "class_moments"])
+def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
+    """Weights of float64, as forgetting by growing weights makes them, of keys in float32; keys in float64 take them."""
+    key, grown = torch.randn(1, 1, 400, 2), 1.25 ** torch.arange(400, dtype=torch.float64)[None]
+    run = {
+        "ridge_state": lambda rows, w: ck.ridge_state(rows, rows, weights=w).gram,
+        "intention": lambda rows, w: ck.intention(rows, rows, rows, alpha=1e-300, weights=w),
+        "ridge_step": lambda rows, w: ck.ridge_step(ck.empty_ridge(1, 1, 2, 2), rows, rows, alpha=1e-300, weights=w).state.gram,
+        "class_moments": lambda rows, w: variants.class_moments(rows, torch.zeros(1, 400, dtype=torch.int64), 1, weights=w).mean,
+    }[call]
+    for weights in (grown, grown * 1e-90):
+        with pytest.raises(ValueError, match=r"^`weights` has .* for its largest: .* float32"):
+            run(key, weights)
+        assert run(key.double(), weights).isfinite().all()
+    faded = grown / grown.max()  # the least become 0 beside 1
+    torch.testing.assert_close(run(key, faded).double(), run(key.double(), faded), rtol=1e-4, atol=1e-5)

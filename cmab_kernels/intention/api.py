@@ -57,6 +57,7 @@ def intention(
             to 256 keys. The choice counts masked keys as well: at alpha = 0, where for N < D only the dual system can be regular, padding
             to N >= D turns the result of "auto" into NaN.
         weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on a CPU, a NaN on a GPU.
+            Those of keys that are not float64 are rounded to float32; on a CPU it is a `ValueError` if it cannot hold the largest.
         key_padding_mask: (B, N) bool, True = ignore.
         impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel, which "auto" takes unless
             tensor cores make up for a solve of its own (docs/environment.md has the table); sums alone, and products with rows, use

@@ -260,8 +260,22 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
         raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
     if weights.device != key.device:
         raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
+    if weights.dtype == torch.float64 != state_dtype(key.dtype):
+        _check_range(weights)
     weights = nan_if_refused(weights.to(state_dtype(key.dtype)))
     return weights if weights.dim() == 3 else weights.unsqueeze(1).expand(batch, heads, length)
+
+
+def _check_range(weights: Tensor) -> None:
+    """Raise if weights in float64, whose keys are not, become infinite or all 0 in float32. What is small beside others may become 0."""
+    if not is_read(weights) or not weights.numel():
+        return
+    largest, single = weights.amax().item(), torch.finfo(torch.float32)
+    if single.max < largest < math.inf or 0 < largest < single.tiny:
+        allowed = (
+            f"the weights of float32 keys are float32: scale them to between {single.tiny:.1e} and {single.max:.1e}, or give float64 keys"
+        )
+        raise ValueError(wrong("weights", f"has {largest:.1e} for its largest", allowed))
 
 
 def is_read(tensor: Tensor) -> bool:
