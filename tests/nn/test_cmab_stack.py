@@ -95,6 +95,41 @@ def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
     close(torch.stack(seen), expected)
 
 
+class Wrapper(torch.nn.Module):
+    """A block behind another name, as wrappers of other packages have it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return self.inner(*given, **options)
+
+
+@pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1, 2)])
+def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
+    """It has no state, and what needs one names it."""
+    module, (inputs, latents) = stack(), points()
+    expected = module(inputs, latents)
+    for i in wrapped:
+        module.blocks[i] = Wrapper(module.blocks[i])
+    close(module(inputs, latents), expected)
+    with pytest.raises(ValueError, match=r"`(inputs|latents)` has"):
+        module(inputs[..., :-1], latents)
+    state = stack().init_state(BATCH)
+    uses = {
+        "update": lambda: module.update(inputs, latents, state),
+        "remove": lambda: module.remove(inputs, latents, state),
+        "read": lambda: module.read(inputs),
+        "unread": lambda: module.unread(inputs, state),
+        "encode": lambda: module.encode(inputs),
+        "retrieve": lambda: module.retrieve(latents, state),
+    }
+    for use in uses.values():
+        with pytest.raises(TypeError, match=rf"^`blocks\[{wrapped[0]}\]` is a Wrapper: a CMAB is needed for a state"):
+            use()
+
+
 @pytest.mark.parametrize("name", ["compress", "compress.cross_attention"])
 def test_a_layer_with_a_hook_is_called(name: str) -> None:
     module, (inputs, latents) = stack(), points()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cmab_kernels as ck
 from cmab_kernels import nn as ours
 
 DIM, HEADS, WINDOW = 16, 4, 6
@@ -108,6 +109,21 @@ def test_training_at_any_size(name: str) -> None:
         learnt = [*given, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
         ours, wanted = (torch.autograd.grad(f(*given).square().sum(), learnt, allow_unused=True) for f in (compiled, module))
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_widths_of_any_size() -> None:
+    """Inductor takes projections whose heads and widths are symbols, of keys and of values of another width."""
+    torch.compiler.reset()
+
+    def attended(*given: Tensor) -> Tensor:
+        return ck.projected_attention_state(*given).out
+
+    compiled = torch.compile(attended, dynamic=True, fullgraph=True)
+    for heads, width, value_width in ((2, 4, 5), (3, 6, 2)):
+        shapes = (heads, 3, width), (2, 7, 6), (heads * width, 6), (heads * value_width, 6)
+        given = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+        ours, wanted = (torch.autograd.grad(f(*given).square().sum(), given) for f in (compiled, attended))
+        torch.testing.assert_close(ours, wanted)
 
 
 EXPORTED_BY_ALL = ("ContinualEncoderLayer", "RetroactiveEncoderLayer")

@@ -99,6 +99,7 @@ class CMABStack(StreamingBlocks):
         With `state` None there are no earlier inputs: the module's own stream is neither read nor written.
         """
         self = self._computed()
+        self._check_streamed()
         latents = self._blocks[0].latents
         check_inputs(new_inputs, latents, key_padding_mask, latents)
         return self._read(new_inputs, state, key_padding_mask)
@@ -121,6 +122,7 @@ class CMABStack(StreamingBlocks):
         `ValueError` or `TypeError` for a state or latents that do not fit the module.
         """
         self = self._computed()
+        self._check_streamed()
         self.stream._check(state)
         check_latents(latents, state.lse.shape[1], "the state has", self._blocks[0].latents)
         return self._retrieve(latents, state, all_blocks)
@@ -160,6 +162,7 @@ class CMABStack(StreamingBlocks):
         (torch.Size([2, 1, 2, 8, 8]), tensor(True))
         """
         self = self._computed()
+        self._check_streamed()
         weight = self._blocks[0].latents
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(wrong("progress", f"is {kind_of(progress)}", "True, False or a function is needed"))

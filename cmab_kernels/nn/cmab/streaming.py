@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from ...attention import AttentionState, subtract_state
-from ...runtime.checks import check_mask, wrong
+from ...runtime.checks import check_mask, kind_of, wrong
 from ..inputs import check_features
 from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 from . import one_call
@@ -60,6 +60,7 @@ class StreamingBlocks(nn.Module):
         if state is None:
             refuse_to_record("update", "update(..., state)")
         self = self._computed()
+        self._check_streamed()
         self._check(new_inputs, latents, key_padding_mask)
         before = self.stream.held if state is None else state
         found = one_call.update(self._blocks, new_inputs, latents, before, key_padding_mask, self.stream.lead)
@@ -81,6 +82,7 @@ class StreamingBlocks(nn.Module):
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
         self = self._computed()
+        self._check_streamed()
         before = self.stream.started(state)
         self.stream._check(before)
         self._check(old_inputs, latents, key_padding_mask)
@@ -112,7 +114,16 @@ class StreamingBlocks(nn.Module):
         """Return the latents after all that follows CA(L_B, X), given its state."""
 
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
-        check_inputs(inputs, latents, key_padding_mask, self._blocks[0].latents)
+        """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are called."""
+        weight = next((found for block in self._blocks if (found := getattr(block, "latents", None)) is not None), None)
+        if weight is not None:
+            check_inputs(inputs, latents, key_padding_mask, weight)
+
+    def _check_streamed(self) -> None:
+        """Raise if a block has no state, as some wrappers have none."""
+        for i, block in enumerate(self._blocks):
+            if not hasattr(block, "_read"):
+                raise TypeError(wrong(f"blocks[{i}]", f"is {kind_of(block)}", "a CMAB is needed for a state; `forward` calls any block"))
 
 
 def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
