@@ -1,4 +1,4 @@
-"""Latent cross-attention with a mergeable state: what users call."""
+"""Latent cross-attention with a mergeable state: the public functions."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ def latent_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """softmax(scale Q K') V, for few queries and any number of keys, in memory that does not grow with them.
+    """softmax(scale Q K') V for few queries and any number of keys. Memory does not grow with the number of keys.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16.
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
-        cu_seqlens: (S + 1,) int32 or int64, rising from 0 to N: key and value have batch 1 and hold S sets of keys one after the
-            other, set s from cu_seqlens[s] to cu_seqlens[s + 1]; a query (B, H, L, D) and the result have batch S. On a GPU, where
-            reading the values would make the program wait, offsets that do not rise so make every result and gradient NaN.
+        cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to N. Key and value then have batch 1 and hold S
+            sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1]. A query (B, H, L, D)
+            and the result have batch S. On a GPU the offsets are not read, because reading would make the program wait:
+            wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (B, H, L, E) in the dtype of query; 0 where a query sees no key. Differentiable to any order in query, key and value.
+        (B, H, L, E) in the dtype of query; 0 where a query sees no key. Differentiable to any order in query, key and
+        value.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -66,12 +68,13 @@ def attention_state(
     scale: float | None = None,
     impl: str = "auto",
 ) -> AttentionState:
-    """The attention state of these keys, merged into `state` if one is given, at a cost that depends on the new keys alone.
+    """The attention state of these keys, merged with `state` if one is given. The cost depends on the new keys alone.
 
-    Arguments and errors as in `latent_attention`; `state` has the same queries and other keys: out (B, H, L, E) in float32 (float64 for
-    float64 inputs), lse (B, H, L) in float64. It is not changed. Gradients flow to query, key, value and to the state's `out` and `lse`.
-    Where its lse is -inf the state is empty, whatever `out` holds. An lse of +inf, or a NaN beside numbers in `out`, is a
-    `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
+    Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out
+    (B, H, L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients
+    flow to query, key, value and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out` holds.
+    An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in
+    traces it makes its row NaN.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> state = None
@@ -87,12 +90,12 @@ def attention_state(
 
 
 def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
-    """The state of the union of disjoint key sets; associative and commutative up to rounding, differentiable.
+    """The state of the union of disjoint sets of keys; associative and commutative up to rounding, differentiable.
 
-    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state has the shapes, dtypes and device
-    of the first (`ValueError`, `TypeError`). Empty states, those with an lse of -inf, have weight 0, whatever their `out` holds; the merge
-    of empty states is empty. An lse of +inf, or a NaN beside numbers in `out`, is a `ValueError` on the CPU; on a GPU and in traces it
-    makes its row NaN.
+    lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state must have the
+    shapes, dtypes and device of the first (`ValueError`, `TypeError`). A state is empty where its lse is -inf: it has
+    weight 0 there, whatever its `out` holds. The merge of empty states is empty. An lse of +inf, or an lse of NaN in a
+    row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -113,11 +116,11 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 
 
 def union(first: AttentionState, *others: AttentionState) -> AttentionState:
-    """What `merge_states` returns of states that are checked."""
+    """`merge_states` for states that are already checked."""
     states = (first, *others)
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
     if not others or not is_direct(chosen, *(part for state in states for part in state)):
-        return merged(*states)  # of one state, too: its empty rows may hold anything
+        return merged(*states)  # a single state, too: its empty rows may hold any numbers
     merge = kernel("attention", "native", "merge_states")
     for other in others:
         first = AttentionState(*merge(*first, *other))
@@ -134,12 +137,14 @@ def remove_from_state(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Removal:
-    """`state` without these keys, as if it had never seen them, at a cost that depends on the removed keys alone.
+    """`state` without these keys, as if it had never seen them. The cost depends on the removed keys alone.
 
-    Arguments and errors as in `attention_state`. Where less than sqrt(eps) of a row's mass is left, cancellation costs more than half of
-    the digits, and `reliable` (B, H, L) is False; a row with no mass left becomes empty. `reliable` is False, too, where keys near
-    the largest logit are removed and less than 32 eps abs(lse) of the mass is left, which may be rounding: logits need not have been
-    computed in the same way when the keys were added. That is always so for logits beyond 2^18 in float32 and 2^47 in float64.
+    Arguments and errors are those of `attention_state`. `reliable` (B, H, L) says which rows can be trusted. It is
+    False where less than sqrt(eps) of a row's mass is left: cancellation then costs more than half of the digits. A row
+    with no mass left becomes empty. `reliable` is also False where removed keys have logits near the largest one and
+    less than 32 eps abs(lse) of the mass is left. This rest may be rounding, because logits may have been computed in
+    another way when the keys were added. Logits beyond 2^18 in float32 and 2^47 in float64 always meet this condition
+    on the mass.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])
@@ -159,9 +164,9 @@ def remove_from_state(
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments: query (B, H, L, D) expanded over the batch; all in the autocast dtype if it is on.
+    """Validated arguments, in the dtype of autocast if it is on; query is (B, H, L, D), expanded over the batch.
 
-    They are passed on by name: the compiler of torch 2.6 knows no slice of a NamedTuple.
+    Callers pass the fields on by name: the compiler of torch 2.6 cannot slice a NamedTuple.
     """
 
     query: Tensor
@@ -208,7 +213,7 @@ def _inputs(
 
 
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
-    """The number of packed sets; raise if the shape or dtype of `cu_seqlens`, or the batch of the argument `name`, does not fit."""
+    """The number of packed sets. Raise if `cu_seqlens`, or the batch of the argument called `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64 is needed"))
     check_dense("cu_seqlens", cu_seqlens)

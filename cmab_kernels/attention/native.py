@@ -39,9 +39,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention of the queries over these keys, merged with the incoming state if there is one.
 
-    With `reliable`, which is filled, the keys are taken out of the incoming state.
+    If `reliable` is given, the keys are removed from the incoming state instead, and `reliable` is filled.
     """
-    batch, heads, latents, _ = query.shape  # ints: torch parses a shape in twice the time
+    batch, heads, latents, _ = query.shape  # torch parses ints in half the time of a shape
     out = query.new_empty(batch, heads, latents, value.shape[3], dtype=state_dtype(query.dtype))
     lse = query.new_empty(batch, heads, latents, dtype=torch.float64)
     _C.attention_forward(
@@ -69,7 +69,7 @@ def attention_removal(
 
 
 def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out, lse), the state of the union of two disjoint sets of keys; any number of dimensions before (L, E)."""
+    """Return (out, lse), the state of the union of two disjoint sets of keys, with any dimensions before (L, E)."""
     if first_out.dim() != 4:
         shape, rows = first_out.shape, (1, 1, first_lse.numel())
         outs = (out.reshape(*rows, shape[-1]) for out in (first_out, second_out))
@@ -90,7 +90,7 @@ def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, secon
 
 
 def is_not_below_infinity(lse: Tensor) -> bool | None:
-    """Whether a log-sum-exp is a NaN or +inf; None for a tensor that native code does not read."""
+    """True if a log-sum-exp is NaN or +inf, else False; None for a tensor whose layout native code cannot read."""
     found: bool | None = _C.is_not_below_infinity(lse=lse)
     return found
 
@@ -108,7 +108,7 @@ def attention_backward(
     scale: float,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue), contiguous; an empty tensor for each that `needs` does not ask for."""
+    """Return the gradients (dquery, dkey, dvalue), contiguous; tensors that are not in `needs` are empty."""
     dquery, dkey, dvalue = (x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True))
     _C.attention_backward(
         query=query,

@@ -4,12 +4,13 @@ For each query row q and the keys k_i, values v_i that it may see, with S_i = sc
 
     lse = log sum_i exp(S_i)            out = sum_i exp(S_i - lse) v_i
 
-(Constant Memory Attention Block, Feng et al.; online softmax, Milakov and Gimelshein). No key at all: out = 0, lse = -inf.
-Gradient, with P_i = exp(S_i - lse), given dout and dlse:
+(Constant Memory Attention Block, Feng et al.; online softmax, Milakov and Gimelshein). Without any key, out = 0 and
+lse = -inf. Gradient, with P_i = exp(S_i - lse), given dout and dlse:
 
     dV = P' dout      dS = P * (dout V' - rowsum(dout * out) + dlse)      dQ = scale dS K      dK = scale dS' Q
 
-It stores all L x N scores. The kernels are tested against it, and derivatives of second and higher order are computed by it.
+This definition stores all L x N scores. The kernels are tested against it, and it provides the derivatives of second
+and higher order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..runtime.dtypes import state_dtype
 
 
 def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    """(B, N) bool, True where batch element b may not see key i; None when it sees all."""
+    """(B, N) bool, True where batch element b may not see key i; None if every element sees all keys."""
     if cu_seqlens is None:
         return key_padding_mask
     position = torch.arange(key.shape[2], device=key.device)
@@ -32,7 +33,7 @@ def ignored_keys(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tenso
 
 
 def visible(key: Tensor, ignore: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, H, N, *) in `dtype`, zero where they are ignored, so that a NaN in padding has no effect."""
+    """Keys or values (B, H, N, *) in `dtype`, with zeros for ignored keys, so that a NaN in padding has no effect."""
     key = key.to(dtype)
     return key if ignore is None else key.masked_fill(ignore[:, None, :, None], 0.0)
 
@@ -75,7 +76,10 @@ def attention_backward_reference(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue) by the formula above, in the dtypes of query, key, value; `out` and `lse` may include an earlier state."""
+    """(dquery, dkey, dvalue) by the formula above, in the dtypes of query, key and value.
+
+    `out` and `lse` may include an earlier state.
+    """
     dtype = out.dtype
     ignore = ignored_keys(key, key_padding_mask, cu_seqlens)
     q, k, v = query.to(dtype), visible(key, ignore, dtype), visible(value, ignore, dtype)
@@ -84,6 +88,6 @@ def attention_backward_reference(
     dweight = dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None].to(dtype)
     dscores = scale * weight * dweight
     dkey, dvalue = dscores.mT @ q, weight.mT @ dout
-    if cu_seqlens is not None:  # all sets share one row of keys, and only a key's own set has a gradient for it
+    if cu_seqlens is not None:  # sets share one row of keys; only its own set has a gradient for a key
         dkey, dvalue = dkey.sum(0, keepdim=True), dvalue.sum(0, keepdim=True)
     return (dscores @ k).to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -29,7 +29,7 @@ LIB.define(
 
 
 def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The state of the keys by the reference, merged with the incoming state if there is one; NaN where offsets are bad."""
+    """The state of the keys by the reference, merged with any incoming state; NaN if offsets are invalid."""
     state_out, state_lse, scale = rest
     new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
     if cu_seqlens is not None:
@@ -39,12 +39,15 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens
 
 
 def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Whether offsets do not rise from 0 to `length`, as a tensor on their device."""
+    """True unless offsets rise from 0 to `length`, as a tensor on the device of the offsets."""
     return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != length) | (cu_seqlens.diff() < 0).any()
 
 
 def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to the number of keys; on a GPU, whose values one must wait for, do nothing."""
+    """Raise unless the offsets of packed sets rise from 0 to the number of keys.
+
+    Offsets on a GPU are not checked, because the host would have to wait for them.
+    """
     if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
@@ -70,7 +73,7 @@ def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *re
 
 
 def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
-    """The number of scores; packed sets share one row of N keys, and each key meets only the queries of its own set."""
+    """The number of scores. Packed sets share one row of N keys; a key has scores only for queries of its own set."""
     batch, heads, latents, _ = query
     return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
 
@@ -85,7 +88,7 @@ def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: An
 def _attention_backward_flops(
     dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
 ) -> int:
-    """FLOPs of the products S, dP, dV, dQ and dK, as far as the gradients that are needed use them."""
+    """FLOPs of those of the products S, dP, dV, dQ and dK that the required gradients use."""
     needs_query, needs_key, needs_value = rest[-2]
     needs_scores = needs_query or needs_key
     widths = query[-1] * (1 + needs_query + needs_key) + value[-1] * (needs_scores + needs_value)
@@ -96,7 +99,7 @@ def _attention_backward_flops(
 
 
 def _vmap_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule: `folding_rule`, except that packed sets, whose batch must be 1, are computed one after the other."""
+    """The vmap rule: `folding_rule`, or `looping_rule` for packed sets, because their batch must be 1."""
     folding, looping = folding_rule(operator, tensors), looping_rule(operator, tensors)
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -131,7 +134,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
 
 
 def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
-    """The gradient of the incoming state, a part of the result."""
+    """The gradient of the incoming state, which is a part of the merged result."""
     down, slope = share_gradient(AttentionState(state_out, state_lse), AttentionState(out, lse), dout, dlse)
     return down.to(state_out.dtype), slope
 
@@ -144,8 +147,9 @@ def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Second and higher derivatives by autograd through the reference formula, which stores all L x N scores.
 
-    `out` and `lse` count as inputs: their graph leads back to the forward operator, and so to the incoming state.
-    (`once_differentiable` is no alternative: under `torch.autograd.grad` its error node is never reached, and the result is wrong.)
+    `out` and `lse` count as inputs: their graph leads back to the forward operator, and from there to the incoming
+    state. (`once_differentiable` does not work here: `torch.autograd.grad` never reaches its error node, and the result
+    is wrong.)
     """
     dout, dlse, query, key, value, mask, cu_seqlens, out, lse = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]

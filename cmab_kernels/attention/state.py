@@ -1,4 +1,4 @@
-"""The attention state of a set of keys, and how states are merged and subtracted, in O(L E) whatever the number of keys."""
+"""The attention state of a set of keys. Merging and subtracting states costs O(L E), whatever the number of keys."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from ..runtime.backends import imported
 from ..runtime.checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
 
 SURE_ROUNDING = 2.0**-5
-"""How much rounding may change a logit, relative to the share of the mass that is left, for that share to mean anything."""
+"""The share of the mass left by a removal is trusted if rounding changes logits by at most this part of the share."""
 FAR_BELOW = 2.0**-10
-"""Keys whose lse is this share of a row's lse below it had no weight, however logits were rounded."""
+"""Keys whose lse is below a row's by this share of its magnitude had no weight there, however logits were rounded."""
 
 
 class AttentionState(NamedTuple):
     """The state of latent cross-attention over the keys seen so far.
 
-    `_asdict()` gives a plain dict of tensors, `AttentionState(**d)` takes it back.
+    `_asdict()` returns a plain dict of tensors; `AttentionState(**d)` restores the state.
     """
 
     out: Tensor
     """(B, H, L, E), float32, or float64 for float64 inputs: the attention output."""
     lse: Tensor
-    """(B, H, L), float64: natural log of the sum of exponentials; -inf where no key was seen, and then `out` counts for nothing, whatever
-    it holds. No keys lead to +inf, or to a NaN beside numbers in `out`: these are refused where values are read, else results are NaN."""
+    """(B, H, L), float64: natural log of the sum of exponentials. It is -inf where no key was seen; `out` is ignored
+    there. No set of keys gives +inf, or NaN in a row whose `out` holds numbers. Such states raise an error where values
+    are read; elsewhere their rows give NaN."""
 
 
 class Removal(NamedTuple):
-    """A state with keys taken out, and which of its rows can be trusted."""
+    """A state from which keys were removed, and a mask of the rows that can be trusted."""
 
     state: AttentionState
     reliable: Tensor
-    """(B, H, L) bool: False where so much of a row's mass was removed that half or more of the digits are lost, or logits have none."""
+    """(B, H, L) bool: False where half or more of the digits are lost because too much of a row's mass was removed, or
+    where rounding of the logits leaves no correct digit."""
 
 
 def empty_state(
     batch: int, heads: int, latents: int, width: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> AttentionState:
-    """The state without keys, the identity of `merge_states`: out 0 (batch, heads, latents, width), lse -inf (batch, heads, latents).
+    """The state without keys, the identity of `merge_states`.
 
-    `dtype` is float32 or float64, and extents are ints (`TypeError` otherwise) of at least 0 (`ValueError`).
+    `out` is 0, of shape (batch, heads, latents, width); `lse` is -inf, of shape (batch, heads, latents). `dtype` must
+    be float32 or float64, and extents must be ints (`TypeError` otherwise) of at least 0 (`ValueError`).
 
     >>> state = cmab_kernels.empty_state(1, 2, 3, 4)
     >>> state.out.shape, float(state.lse.max())
@@ -64,7 +67,8 @@ def empty_state(
 def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
     """The state of the union of disjoint key sets: lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i.
 
-    Weights are in float64. Empty states have weight 0; the merge of empty states is empty. An lse of +inf or NaN makes its row NaN.
+    Weights are float64. Empty states have weight 0; the merge of empty states is empty. An lse of +inf or NaN makes its
+    row NaN.
     """
     states = [counted(state) for state in (first, *others)]
     lse = torch.stack([state.lse for state in states])
@@ -80,15 +84,15 @@ def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
 
 
 def counted(state: AttentionState) -> AttentionState:
-    """The state with `out` 0 where no key was seen: 0 times what it holds there, which may be a NaN, would not be 0."""
+    """The state with `out` set to 0 where no key was seen: `out` may hold NaN there, which a weight of 0 would keep."""
     return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
 
 
 def share_gradient(part: AttentionState, whole: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient, in float64, of a part of a merged state, given that of the whole, (dout, dlse): the part is a key of its own.
+    """The float64 gradient for a part of a merged state, given the gradient (dout, dlse) of the whole.
 
-    With its share p = exp(part.lse - whole.lse) it is p dout for its `out`, and p (dlse + sum_e dout_e (part.out_e - whole.out_e)) for its
-    `lse`; 0 where it has seen no key.
+    The part acts like one key with the share p = exp(part.lse - whole.lse) of the mass. Its gradient is p dout for
+    `out`, and p (dlse + sum_e dout_e (part.out_e - whole.out_e)) for `lse`. Both are 0 where the part has seen no key.
     """
     empty = part.lse == -math.inf
     share = (part.lse - whole.lse.masked_fill(whole.lse == -math.inf, 0.0)).exp()
@@ -100,12 +104,13 @@ def share_gradient(part: AttentionState, whole: AttentionState, dout: Tensor, dl
 def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     """`state` without `part`, the state of a subset of its keys.
 
-    lse = a.lse + log1p(-exp(b.lse - a.lse)), out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where
-    `part` has the fraction f of the mass, errors grow by 1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, those with 0 are empty.
-    Logits may have been rounded otherwise when the keys were added: rows where that could have left much of 1 - f are not reliable, unless
-    `part` lies so far below that it had no weight.
+    With a = `state` and b = `part`, lse = a.lse + log1p(-exp(b.lse - a.lse)) and
+    out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where `part` has the fraction f of the mass, errors grow by
+    1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, and rows with 1 - f = 0 are empty. Logits may have been
+    rounded in another way when the keys were added. Rows in which this difference could account for much of 1 - f are
+    not reliable either, unless the lse of `part` is so far below that `part` had no weight.
     """
-    if state.out.shape != part.out.shape:  # else they would be broadcast
+    if state.out.shape != part.out.shape:  # unequal shapes would broadcast
         raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))
     state, part = counted(state), counted(part)
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
@@ -136,13 +141,13 @@ def check_parts(state: AttentionState, name: str) -> None:
 
 
 def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
-    """Raise unless `state` holds out of `shape` (B, H, L, E), `dtype`, `device`, and the lse that belongs to it."""
+    """Raise unless `out` has this shape (B, H, L, E), dtype and device, and `lse` fits `out`."""
     check_parts(state, name)
     check_fit(state, shape, dtype, device, name)
 
 
 def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str) -> None:
-    """Do what `check_state` does for a state whose parts are checked."""
+    """`check_state` for a state that has passed `check_parts`."""
     for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
         if tensor.shape != wanted:
             raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))
@@ -155,15 +160,19 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
 
 @functools.cache
 def _not_below_infinity() -> Callable[[Tensor], bool | None]:
-    """The native check of lse, which takes a microsecond; it returns None for layouts that it does not read, and where it was not built."""
+    """The native check of lse, which takes a microsecond. It returns None for layouts that it cannot read.
+
+    Where the native code is not built, the check always returns None.
+    """
     native = imported("attention", "native")
     return native.is_not_below_infinity if native else lambda lse: None
 
 
 def refuse_wrong_sums(state: AttentionState, name: str) -> None:
-    """Raise `ValueError` if values that may be read, on the CPU and by no trace, are those of no keys: an lse of +inf or NaN.
+    """Raise `ValueError` if lse is +inf, or NaN in a row whose `out` holds numbers: no set of keys gives such a state.
 
-    A row that is NaN throughout is what keys that hold a NaN lead to: it stays so, and the other rows of its batch as they are.
+    Values are read only on the CPU and outside traces. A row that is NaN throughout is accepted: keys that hold NaN
+    give such a row. It stays NaN, and does not affect the other rows of its batch.
     """
     lse = state.lse
     if not is_read(lse):

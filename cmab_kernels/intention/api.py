@@ -1,4 +1,4 @@
-"""Intention, regularised least squares as an attention layer: what users call."""
+"""Intention, regularised least squares as an attention layer: the public functions."""
 
 from __future__ import annotations
 
@@ -43,29 +43,36 @@ def intention(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Q (K'WK + alpha I)^-1 K'WV: a ridge regression of values on keys, evaluated at each query, in memory that does not grow with N.
+    """Q (K'WK + alpha I)^-1 K'WV: a ridge regression of values on keys, evaluated at each query.
+
+    Beside the inputs, the primal form needs memory that does not grow with N.
 
     Args:
         query: (B, H, M, D), or (H, M, D) shared over the batch. float64, float32, bfloat16 or float16.
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
-        alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H). A negative one is a `ValueError`; in a tensor on a GPU, whose
-            values are not read, it makes the result of its head NaN, and `info` of `solve_ridge` 1.
-        form: "primal" solves a D x D system and streams over the keys, "dual" an N x N system; "auto" takes the smaller. Both give the
-            same result, but the dual of more than D keys is singular up to alpha, and loses digits as alpha falls: for 1,025 keys 17 wide
-            in float64 its error is 1e-9 at alpha = 1e-3 and 1e-4 at 1e-8, that of the primal 2e-15. On a GPU the dual has kernels for up
-            to 256 keys. The choice counts masked keys as well: at alpha = 0, where for N < D only the dual system can be regular, padding
-            to N >= D turns the result of "auto" into NaN.
-        weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative one is a `ValueError` on a CPU, a NaN on a GPU.
-            Those of keys that are not float64 are rounded to float32; on a CPU it is a `ValueError` if it cannot hold the largest.
+        alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H). A negative penalty is a `ValueError`. The
+            values of a tensor on a GPU are not read: there a negative penalty makes the result of its head NaN, and
+            `info` of `solve_ridge` 1.
+        form: "primal" solves a D x D system and streams over the keys; "dual" solves an N x N system; "auto" takes the
+            smaller system. Both forms give the same result, but the dual system of more than D keys is singular up to
+            alpha, and loses digits as alpha falls. For 1,025 keys of width 17 in float64, the error of the dual form is
+            1e-9 at alpha = 1e-3 and 1e-4 at alpha = 1e-8; the error of the primal form is 2e-15. On a GPU the dual form
+            has kernels for up to 256 keys. "auto" counts masked keys as well. At alpha = 0 and N < D only the dual
+            system can be regular, so padding to N >= D turns the result of "auto" into NaN.
+        weights: weight of each key, >= 0: (B, N) or (B, H, N); None means 1. A negative weight is a `ValueError` on a
+            CPU, and gives NaN on a GPU. Weights are rounded to float32 unless keys are float64; on a CPU a weight too
+            large for float32 is a `ValueError`.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" has sums and solve fused in one kernel, which "auto" takes unless
-            tensor cores make up for a solve of its own (docs/environment.md has the table); sums alone, and products with rows, use
-            Triton's kernels. "triton" has sums and solve in kernels of their own, and needs no nvcc.
+        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" fuses sums and solve in one kernel. "auto" takes
+            this kernel unless separate kernels are faster thanks to tensor cores (docs/environment.md has the table).
+            Sums alone, and products with rows, use the Triton kernels under "cuda", too. "triton" has separate kernels
+            for sums and solve, and needs no nvcc.
 
     Returns:
-        (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The system is solved in
-        float64; where it is singular even so (at alpha = 0), the result of that head is NaN: `solve_ridge` reports it in `info`.
+        (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The
+        system is solved in float64. If it is still singular (at alpha = 0), the result of that head is NaN; `info` of
+        `solve_ridge` shows this.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -110,10 +117,11 @@ def sigma_intention(
 ) -> Tensor:
     """softmax(scale Q (K'WK + alpha I)^-1 K') V: attention with the queries multiplied by (K'WK + alpha I)^-1.
 
-    Arguments, errors and gradients as in `intention`; `scale` multiplies the scores. If N < D and there are no weights, the dual system is
-    solved. N counts masked keys as well: at alpha = 0, where for N < D only the dual can be regular, padding to N >= D gives NaN.
-    The attention is `latent_attention` with the given `impl` if attention has it, else with "auto". As alpha grows, with queries alpha
-    times as large, the result tends to attention with that scale.
+    Arguments, errors and gradients are those of `intention`; `scale` multiplies the scores. The dual system is solved
+    if N < D and there are no weights. N counts masked keys as well. At alpha = 0 and N < D only the dual system can be
+    regular, so padding to N >= D gives NaN. The attention is `latent_attention` with the given `impl` if attention has
+    it, else with "auto". As alpha grows, the result for the queries alpha Q tends to the attention of Q with the same
+    `scale`.
 
     >>> q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
     >>> near = cmab_kernels.sigma_intention(1e6 * q, k, v, 1e6)
@@ -146,10 +154,11 @@ def ridge_state(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeState:
-    """The sums K'WK and K'WV over these keys, added to `state` if one is given, at a cost that depends on the new keys alone.
+    """The sums K'WK and K'WV over these keys, added to `state` if one is given. The cost depends on the new keys alone.
 
-    Arguments and errors as in `intention`. Products and sums are float64: after a million updates, in chunks of any size, the state
-    equals that of all keys at once. `state` is not changed. Gradients flow to key, value, weights and the state.
+    Arguments and errors are those of `intention`. Products and sums are float64: after a million updates, in chunks of
+    any size, the state equals the state of all keys at once. `state` is not changed. Gradients flow to key, value,
+    weights and the state.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> state = None
@@ -187,11 +196,12 @@ def prefix_ridge_states(
 ) -> RidgeState:
     """The sums after every `every` keys, and after the last: `ridge_state` of all prefixes, in one pass over the keys.
 
-    Arguments and errors as in `ridge_state`; `every` is an int >= 1, the number of keys between one state and the next, with masked ones.
-    Every result has an axis T = ceil(N / every): gram (B, H, T, D, D), moment (B, H, T, D, E), count (B, H, T), each on top of `state` if
-    one is given. Gradients flow as in `ridge_state`. On a CPU the sums of each chunk are formed, then added up in float64, which takes the
-    memory of the results twice, and that of the rows once if `every` does not divide N; on a GPU chunks of fewer than 16 keys are added up
-    while they are formed. With heads and prefixes in one axis, the states are what `solve_ridge` takes.
+    Arguments and errors are those of `ridge_state`. `every` is an int >= 1: the number of keys between one state and
+    the next, counting masked keys. The results have an axis of length T = ceil(N / every): gram (B, H, T, D, D), moment
+    (B, H, T, D, E), count (B, H, T). Each result includes `state` if one is given. Gradients flow as in `ridge_state`.
+    On a CPU, the sums of each chunk are formed first, then accumulated in float64. This takes the memory of the results
+    twice, and a copy of the rows if `every` does not divide N. On a GPU, chunks of fewer than 16 keys are accumulated
+    while they are formed. With heads and prefixes flattened into one axis, `solve_ridge` accepts the states.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> states = cmab_kernels.prefix_ridge_states(key, value, every=300)
@@ -225,11 +235,11 @@ def remove_ridge(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeState:
-    """`state` without these keys, as if it had never seen them, at a cost that depends on the removed keys alone.
+    """`state` without these keys, as if it had never seen them. The cost depends on the removed keys alone.
 
-    Arguments and errors as in `ridge_state`; removing more keys than the state has is a `ValueError`. The error of the
-    sums is about 1e-16 of what was removed; a state left with no key is exactly empty. Where what is left is not positive definite,
-    `info` of `solve_ridge` says so.
+    Arguments and errors are those of `ridge_state`; removing more keys than the state has is a `ValueError`. The error
+    of the sums is about 1e-16 of the removed sums; a state left with no key is exactly empty. If the remaining system
+    is not positive definite, `info` of `solve_ridge` shows it.
 
     >>> key, value = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 3)
     >>> state = cmab_kernels.remove_ridge(cmab_kernels.ridge_state(key, value), key[:, :, :20], value[:, :, :20])
@@ -246,8 +256,8 @@ def remove_ridge(
 def solve_ridge(state: RidgeState, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
     """The ridge regression of the keys in a state: weight (B, H, D, E) = (G + alpha I)^-1 C in float64, and its `info`.
 
-    `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Differentiable in
-    the state and alpha. `query @ weight.to(query.dtype)` is `intention`.
+    `alpha` >= 0 as in `intention`; `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError`
+    otherwise). Differentiable in the state and alpha. `query @ weight.to(query.dtype)` is the result of `intention`.
 
     >>> state = cmab_kernels.ridge_state(torch.ones(1, 1, 4, 2), torch.randn(1, 1, 4, 1))
     >>> cmab_kernels.solve_ridge(state, alpha=0.0).info.item() > 0, cmab_kernels.solve_ridge(state, alpha=1.0).info.item()
@@ -264,7 +274,7 @@ class RidgeStep(NamedTuple):
     solution: RidgeSolution
     """The regression of the keys in `state`: weight (B, H, D, E) float64, and its info (B, H)."""
     state: RidgeState
-    """The sums with the new keys: the state for the next step."""
+    """The sums that include the new keys: the state for the next step."""
 
 
 def ridge_step(
@@ -277,10 +287,11 @@ def ridge_step(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeStep:
-    """A step of a streaming regression: these keys added to `state`, and the regression anew, in one native call on a CPU.
+    """A step of a streaming regression: add these keys to `state` and solve again, in one native call on a CPU.
 
-    The result is what `ridge_state` of the keys on top of `state`, and `solve_ridge` of that with `alpha`, return, to the same bits.
-    Arguments, errors and gradients are theirs. `state` is not changed; `empty_ridge` is that of a stream's begin.
+    The result equals, bit for bit, `ridge_state` with this `state`, followed by `solve_ridge` with `alpha`. Arguments,
+    errors and gradients are those of the two functions. `state` is not changed. A stream begins with the state of
+    `empty_ridge`.
 
     >>> state, stream = cmab_kernels.empty_ridge(1, 2, 8, 3), torch.randn(1, 2, 100, 11)
     >>> for row in stream.split(1, dim=2):
@@ -306,9 +317,9 @@ def ridge_step(
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments, in the autocast dtype if it is on; weights (B, H, N) in `state_dtype`.
+    """Validated arguments, in the dtype of autocast if it is on; weights are (B, H, N) in `state_dtype`.
 
-    They are passed on by name: the compiler of torch 2.6 knows no slice of a NamedTuple.
+    Callers pass the fields on by name: the compiler of torch 2.6 cannot slice a NamedTuple.
     """
 
     query: Tensor
@@ -333,7 +344,7 @@ def solve_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Omega, K'WK, info) with Omega = (K'WK + alpha I)^-1 K'WV, (B, H, D, E), in float64; info (B, H) as in `RidgeSolution`.
 
-    One fused kernel if the implementation `chosen` has it; else the sums by `chosen` and the solve by `solver`.
+    One fused kernel runs if the implementation `chosen` has one. Otherwise `chosen` forms the sums and `solver` solves.
     """
     if chosen in FUSED:
         return ridge_solve_op(key, value, weights, mask, penalty, chosen)
@@ -343,7 +354,7 @@ def solve_rows(
 
 
 def _added_up(rows: Any, before: Any, every: int, chosen: str) -> tuple[Tensor, ...]:
-    """The sums over all prefixes, from those of each chunk, on top of those `before` if they are not None."""
+    """The sums over all prefixes, accumulated from those of each chunk, and added to `before` where it is not None."""
     key, value, weights, mask = rows
     check_weights(weights, mask)
     sums = gram_op(*in_chunks(key, value, weights, mask, every), (True, True), True, chosen)
@@ -353,7 +364,7 @@ def _added_up(rows: Any, before: Any, every: int, chosen: str) -> tuple[Tensor, 
 
 
 def _counts(inputs: _Inputs, every: int) -> Tensor:
-    """The number of keys of each prefix that are not masked, (B, H, T) int64."""
+    """The number of unmasked keys in each prefix, (B, H, T) int64."""
     batch, heads, length, _ = inputs.key.shape
     device = inputs.key.device
     ends = torch.arange(every, length + every, every, device=device).clamp(max=length)

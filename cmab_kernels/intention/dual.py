@@ -23,8 +23,8 @@ from .solve.schema import regularised_solve_op
 class Dual:
     """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B, H).
 
-    `impl` is the implementation for the products, `solver` that for the solve. On a GPU there are kernels for up to 256 keys; for more,
-    "auto" takes the reference, with a warning.
+    `impl` is the implementation of the products, `solver` is the implementation of the solve. On a GPU there are
+    kernels for up to 256 keys; for more keys, "auto" takes the reference, with a warning.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class Dual:
     def intention(self, query: Tensor, value: Tensor) -> Tensor:
         """Q K' Y with Y = (W K K' + alpha I)^-1 W V, (B, H, M, E) in the dtype of query.
 
-        Computed as (Q K') Y if N < D, else as Q (K' Y): there Y is so much larger than K' Y that the rounding of Q K' would show.
+        The order is (Q K') Y if N < D, and Q (K' Y) otherwise. For N >= D, Y is so much larger than K' Y that the
+        rounding of Q K' would be visible in the result.
         """
         rows, solution = query.to(state_dtype(query.dtype)), self._solve(rows_of(value, self._mask, torch.float64))
         if self._key.shape[2] < self._key.shape[3]:
@@ -49,7 +50,10 @@ class Dual:
         return self._times(rows, self._times(self._key.mT, solution)).to(query.dtype)
 
     def sigma_scores(self, query: Tensor) -> Tensor:
-        """Q K' (K K' + alpha I)^-1, (B, H, M, N) in float64: the inverse would amplify the rounding of float32 products by 1 / alpha."""
+        """Q K' (K K' + alpha I)^-1, (B, H, M, N) in float64.
+
+        The inverse would amplify the rounding of float32 products by 1 / alpha.
+        """
         return self._solve(self._times(query.double(), self._key.mT).mT).mT
 
     def _times(self, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -59,34 +63,36 @@ class Dual:
     def _solve(self, rhs: Tensor) -> Tensor:
         """(W K K' + alpha I)^-1 W B for a right-hand side B (B, H, N, E), in float64."""
         products = self._times(self._key, self._key.mT)
-        if products.shape[-1] == 0:  # nothing, of which alpha and the weights have gradients of 0
+        if products.shape[-1] == 0:  # empty; alpha and the weights get gradients of 0
             return rhs * self._penalty[..., None, None] * (1.0 if self._weights is None else self._weights.unsqueeze(-1))
         if self._weights is None:
             return solve_heads(products, rhs, self._penalty, self._solver).weight
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
         if needs_definition():
             return _weighted_formula(*flat).view(rhs.shape)
-        chosen = choose("intention.solve", self._solver, *flat[:2])  # here: a compiler keeps all numbers that a Function's forward compares
+        # Chosen here, not in the Function: a compiler fixes all numbers that the forward of a Function compares.
+        chosen = choose("intention.solve", self._solver, *flat[:2])
         return _weighted(*flat, chosen).view(rhs.shape)
 
 
 def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor) -> Tensor:
-    """Y of `_weighted_forward` without the root, which has no derivative at a weight of 0: for forward mode, where torch differentiates it.
+    """Y of `_weighted_forward` without the square root, which has no derivative at a weight of 0.
 
-    There, and with alpha = 0, a 1 on the diagonal keeps the matrix regular; a singular one gives NaN.
+    Forward mode uses this formula, because torch differentiates it there. Where a weight and alpha are 0, a 1 on the
+    diagonal keeps the matrix regular. A matrix that is singular all the same gives NaN.
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan).unsqueeze(-1)
     diagonal = alpha + ((weights == 0) & (alpha == 0))
     system = weights.unsqueeze(-1) * products + torch.diag_embed(diagonal)
-    factor, pivots, info = torch.linalg.lu_factor_ex(system)  # not `solve`, whose forward-mode derivative has a wrong derivative itself
+    factor, pivots, info = torch.linalg.lu_factor_ex(system)  # the forward derivative of `solve` has wrong derivatives
     return torch.linalg.lu_solve(factor, pivots, weights.unsqueeze(-1) * value).masked_fill((info != 0)[:, None, None], torch.nan)
 
 
 def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
     """Y = (W M + alpha I)^-1 W V for M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N) and alpha (S,), all float64.
 
-    Solved in the symmetric positive definite form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. The row of a key of weight 0 is zero; a 1
-    on its diagonal keeps the matrix definite at alpha = 0.
+    The system is solved in the symmetric positive definite form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. The row
+    of a key of weight 0 is zero; a 1 on the diagonal of this row keeps the matrix definite at alpha = 0.
     """
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
@@ -99,19 +105,22 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """With T the same solve of dout: dV = T, dM = -(T Y' + Y T') / 2, and for each row, where y = w r / alpha and t = w u,
+    """dV = T and dM = -(T Y' + Y T') / 2, where T is the same solve for dout.
+
+    For each row, with y = w r / alpha and t = w u,
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
-    The square root has no derivative at a weight of 0, but Y has one: for such a row r, u and y = w r / alpha are computed by these
-    formulas, of which further derivatives are right, for any other as y alpha / w and t / w.
+    The square root has no derivative at a weight of 0, but Y has one. For a row of weight 0, the code computes r, u and
+    y = w r / alpha by these formulas, whose further derivatives are right. For any other row, r and u are y alpha / w
+    and t / w.
     """
     products, value, weights, alpha, solution = ctx.saved_tensors
     dvalue = _weighted(products, dout, weights, alpha, ctx.impl)
     absent = weights == 0
     alpha = alpha.unsqueeze(-1)
     residuals = ((value - row_products(products, solution)) * (dout - row_products(products, dvalue))).sum(-1)
-    penalty = alpha.masked_fill(~absent | (alpha == 0), 1.0)  # a 0 / 0 has a NaN for its derivative, used or masked
+    penalty = alpha.masked_fill(~absent | (alpha == 0), 1.0)  # the derivative of 0 / 0 is NaN, even if masked
     present = weights.masked_fill(absent, 1.0)
     overlap = torch.where(absent, weights * residuals / penalty.square(), (dvalue * solution).sum(-1) / present)
     penalty = penalty.masked_fill(absent & (alpha == 0) & (residuals != 0), 0.0)

@@ -23,7 +23,10 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def gram(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (K'WK, K'WV) in float64; products are formed in float64 if `exact`, else in the dtype of sums. A part not wanted is empty."""
+    """Return (K'WK, K'WV) in float64.
+
+    Products are formed in float64 if `exact`, else in the dtype of sums. A part that is not requested is empty.
+    """
     batch, heads, _, width = key.shape
     first = key.new_empty((batch, heads, width, width) if parts[0] else 0, dtype=torch.float64)
     moment = key.new_empty((batch, heads, width, value.shape[-1]) if parts[1] else 0, dtype=torch.float64)
@@ -48,8 +51,8 @@ def ridge_update(
     moment_before: Tensor | None,
     count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums over the keys, formed in float64, and the number of keys, each added to that before if it is not None."""
-    batch, heads, _, width = key.shape  # ints: torch parses a shape in twice the time
+    """Return the sums over the keys, formed in float64, and their number, added to the previous values if given."""
+    batch, heads, _, width = key.shape  # torch parses ints in half the time of a shape
     new = (
         key.new_empty(batch, heads, width, width, dtype=torch.float64),
         key.new_empty(batch, heads, width, value.shape[3], dtype=torch.float64),
@@ -80,7 +83,7 @@ def ridge_step(
     count: Tensor,
     alpha: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (weight, info, gram, moment, count): the sums and the count as `ridge_update`, and the solution with them."""
+    """Return (weight, info, gram, moment, count): sums and count as in `ridge_update`, and their solution."""
     before = (gram_before, moment_before, count)
     gram, moment, new_count = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in before)
     weight, info = torch.empty_like(moment), torch.empty_like(new_count, dtype=torch.int32)
@@ -112,7 +115,7 @@ def gram_backward(
     needs: tuple[bool, bool, bool],
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dkey, dvalue, dweights), contiguous; an empty tensor for each that `needs` does not ask for."""
+    """Return the gradients (dkey, dvalue, dweights), contiguous; tensors that are not in `needs` are empty."""
     dkey = key.new_empty(key.shape if needs[0] else 0)
     dvalue = value.new_empty(value.shape if needs[1] else 0)
     dweights = key.new_empty(key.shape[:-1] if needs[2] else 0, dtype=state_dtype(key.dtype))

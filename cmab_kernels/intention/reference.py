@@ -1,6 +1,6 @@
 """The definition of Intention, in plain PyTorch.
 
-Keys k_i with values v_i, weights w_i >= 0 (1 where none are given) and a penalty alpha >= 0 determine two sums and a solution:
+Keys k_i with values v_i, weights w_i >= 0 (1 by default) and a penalty alpha >= 0 determine two sums and a solution:
 
     G = K'WK = sum_i w_i k_i' k_i        C = K'WV = sum_i w_i k_i' v_i        Omega = (G + alpha I)^-1 C
 
@@ -25,13 +25,13 @@ from .state import in_chunks
 
 
 def rows_of(rows: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows (B, H, N, *) in `dtype`, zero where they are masked, so that a NaN in padding has no effect."""
+    """Rows (B, H, N, *) in `dtype`, with zeros for masked rows, so that a NaN in padding has no effect."""
     rows = rows.to(dtype)
     return rows if key_padding_mask is None else rows.masked_fill(key_padding_mask[:, None, :, None], 0.0)
 
 
 def weights_of(weights: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | float:
-    """Weights as a column (B, H, N, 1) in `dtype`, zero for masked keys; all others are 1 if `weights` is None."""
+    """Weights as a column (B, H, N, 1) in `dtype`, with zeros for masked keys; the number 1 if `weights` is None."""
     return 1.0 if weights is None else rows_of(weights.unsqueeze(-1), key_padding_mask, dtype)
 
 
@@ -54,7 +54,7 @@ def gram_backward_reference(
     key_padding_mask: Tensor | None,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) also if `weights` is None, which counts as 1."""
+    """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) also if `weights` is None, which means 1."""
     dtype = torch.float64 if exact else state_dtype(key.dtype)
     k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
     w = weights_of(weights, key_padding_mask, dtype)
@@ -73,9 +73,11 @@ def prefix_ridge_backward_reference(
     key_padding_mask: Tensor | None,
     every: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the sums over all prefixes, (dkey, dvalue, dweights), and of the state that all of them are on top of.
+    """The gradients (dkey, dvalue, dweights, dgram, dmoment) of the sums over all prefixes.
 
-    The keys of a chunk are part of its prefix and of all later ones: the sum of what these are sent is what the chunk's own sums are sent.
+    The last two belong to the incoming state, which all sums include. The keys of a chunk are part of the prefix that
+    ends with it, and of all later prefixes. The gradient of the chunk's sums is therefore the sum of the incoming
+    gradients of these prefixes.
     """
     (batch, heads, length, _), value_width = key.shape, value.shape[-1]
     slope, dmoments = (part.flip(2).cumsum(2).flip(2).flatten(0, 2).unsqueeze(1) for part in (dgram, dmoment))

@@ -47,7 +47,10 @@ SCANNED = ("cuda", "triton")
 
 
 def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
-    """Raise if the weight of a key that is not masked is negative; on a GPU such a weight is NaN by now (`weights_of_heads`)."""
+    """Raise if the weight of an unmasked key is negative.
+
+    On a GPU, `weights_of_heads` has already replaced negative weights by NaN.
+    """
     if weights is not None:
         refuse_negative("weights", weights, absent=None if key_padding_mask is None else key_padding_mask[:, None])
 
@@ -74,7 +77,7 @@ def _update_definition(
 
 
 def sums_like(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
-    """Uninitialised float64 tensors for K'WK and K'WV; an empty vector for a part that is not wanted."""
+    """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
     gram, moment = (key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True))
@@ -151,7 +154,7 @@ def _ridge_update_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
 
 @flop_formula(torch.ops.cmab.gram_backward)
 def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, needs: Any, *rest: Any, **_: Any) -> int:
-    """FLOPs of K S and V dC' for the gradient of keys, of K dC for that of values, of all three for that of weights."""
+    """FLOPs of the products. Gradients of keys need K S and V dC', those of values K dC, those of weights all three."""
     batch, heads, length, width = key
     needs_key, needs_value, needs_weights = needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
@@ -160,7 +163,7 @@ def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights
 
 @flop_formula(torch.ops.cmab.prefix_ridge)
 def _prefix_ridge_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
-    """FLOPs of the sums: what is added up once for each prefix is not more."""
+    """FLOPs of the sums. The additions that accumulate sums over prefixes are not counted."""
     return gram_operations(key, value, (True, True))
 
 
@@ -186,7 +189,7 @@ def _save_gram(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
-    """The gradients with respect to key, value and weights, each None where it is not needed."""
+    """The gradients with respect to key, value and weights; None for each that is not needed."""
     needs = tuple(ctx.needs_input_grad[:3])
     if not any(needs):
         return None, None, None
@@ -252,7 +255,10 @@ def _save_prefix_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_prefix_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula, which takes temporaries of the size of all sums."""
+    """Second and higher derivatives by autograd through the reference formula.
+
+    The formula takes temporaries of the size of all sums.
+    """
     *saved, mask = ctx.saved_tensors
     wanted = (*ctx.needs, ctx.needs[3])
     needed = [grad for grad, need in zip(grads, wanted, strict=True) if need]
@@ -273,7 +279,7 @@ def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]
     query, weight = ctx.saved_tensors
     needs_query, needs_weight, _ = ctx.needs_input_grad
     dquery = apply_rows_op(dout, weight.mT, ctx.impl) if needs_query else None
-    if needs_weight and weight.numel() == 0:  # the dual with no keys: an empty weight has an empty gradient
+    if needs_weight and weight.numel() == 0:  # the dual form without keys: an empty weight has an empty gradient
         return dquery, torch.zeros_like(weight), None
     dweight = gram_op(query, dout, None, None, (False, True), False, ctx.impl)[1] if needs_weight else None
     return dquery, dweight, None
@@ -290,6 +296,9 @@ apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward
 
 
 def row_products(rows: Tensor, matrices: Tensor) -> Tensor:
-    """rows @ matrices of (S, M, D) and (S, D, E), in the dtype of rows, by a kernel: the bits of a product do not depend on S."""
+    """rows @ matrices of (S, M, D) and (S, D, E), in the dtype of rows.
+
+    A kernel forms the products, so that the bits of a product do not depend on S.
+    """
     rows, matrices = rows.unsqueeze(0), matrices.double().unsqueeze(0)
     return apply_rows_op(rows, matrices, choose("intention", "auto", rows, rows, matrices)).squeeze(0)

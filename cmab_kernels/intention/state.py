@@ -1,4 +1,4 @@
-"""The sums over keys and values that determine a ridge regression, and how they are merged and subtracted, in O(D^2 + D E)."""
+"""The sums over keys and values that determine a ridge regression; merging and subtracting them costs O(D^2 + D E)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..runtime.checks import check_dense, check_extents, device_of, not_a_state,
 class RidgeState(NamedTuple):
     """The sums G = K'WK and C = K'WV over the keys seen so far, which determine every ridge regression on them.
 
-    Both are float64 whatever the dtype of the keys: a product of two float32 is exact there, so that a million updates, or a removal,
-    lose no accuracy of the keys. `_asdict()` gives a plain dict of tensors, `RidgeState(**d)` takes it back.
+    Both are float64 whatever the dtype of the keys. In float64 the product of two float32 numbers is exact, so that a
+    million updates, or a removal, lose no accuracy of the keys. `_asdict()` returns a plain dict of tensors;
+    `RidgeState(**d)` restores the state.
     """
 
     gram: Tensor
@@ -27,8 +28,9 @@ class RidgeState(NamedTuple):
 
 
 def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
-    """The state without keys, of `width` D and values of `value_width` E, the identity of `merge_ridge`. Extents are ints
-    (`TypeError` otherwise) of at least 0 (`ValueError`).
+    """The state without keys, the identity of `merge_ridge`, for keys of `width` D and values of `value_width` E.
+
+    Extents must be ints (`TypeError` otherwise) of at least 0 (`ValueError`).
 
     >>> state = cmab_kernels.empty_ridge(1, 2, 8, 3)
     >>> state.moment.shape, int(state.count.sum())
@@ -44,9 +46,10 @@ def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device:
 
 
 def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
-    """The state of the union of disjoint sets of keys: added sums. Associative and commutative up to rounding, differentiable.
+    """The state of the union of disjoint sets of keys, by adding sums.
 
-    Every state has the shapes and device of the first (`ValueError`) and the dtypes of a `RidgeState` (`TypeError`).
+    The merge is differentiable, and associative and commutative up to rounding. Every state must have the shapes and
+    device of the first (`ValueError`) and the dtypes of a `RidgeState` (`TypeError`).
 
     >>> key, value = torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 3)
     >>> halves = [cmab_kernels.ridge_state(key[:, :, s], value[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -71,7 +74,7 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
 
 
 def count_keys(key: Tensor, key_padding_mask: Tensor | None, before: Tensor | None) -> Tensor:
-    """The number of keys (B, H, N, D) that are not masked, (B, H) int64, added to the number `before`, None for 0."""
+    """The number of unmasked keys in key (B, H, N, D), (B, H) int64, plus the number `before`; None means 0."""
     batch, heads, length, _ = key.shape
     if key_padding_mask is not None:
         present = (~key_padding_mask).sum(-1, keepdim=True)
@@ -84,9 +87,9 @@ def count_keys(key: Tensor, key_padding_mask: Tensor | None, before: Tensor | No
 def in_chunks(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, every: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys and what belongs to them as sets of `every` keys: (B H T, 1, every, *), and a mask (B H T, every).
+    """Keys, values and weights as sets of `every` keys: (B H T, 1, every, *), and a mask (B H T, every).
 
-    The last chunk is filled up with zeros, which add nothing to a sum.
+    Zeros fill up the last chunk; they add nothing to a sum.
     """
     batch, heads, length, _ = key.shape
     chunks = -(-length // every)
@@ -101,7 +104,10 @@ def in_chunks(
 
 
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
-    """Raise unless `state` is a `RidgeState` whose moment has `shape` (B, H, D, E), on `device`; None accepts any, if the parts agree."""
+    """Raise unless `state` is a `RidgeState` on `device` whose moment has `shape` (B, H, D, E).
+
+    None accepts any shape or device on which all parts agree.
+    """
     if not isinstance(state, RidgeState):
         raise TypeError(not_a_state(name, state, RidgeState))
     for part, tensor in (("gram", state.gram), ("moment", state.moment), ("count", state.count)):

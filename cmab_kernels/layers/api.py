@@ -1,4 +1,4 @@
-"""The layers of a transformer as one call each: what users call."""
+"""The layers of a transformer as one call each: the public functions."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def feed_forward_layer(
         contract_weight: (C, F).
         expand_bias, contract_bias: (2 F,) or (F,), and (C,).
         norm: (weight, bias, eps) of a `torch.nn.LayerNorm` over C, whose bias may be None; None: no norm.
-        activation: "geglu": the first half of what `expand` returns, times gelu of the second half; "gelu", by the error function; "relu".
-        residual: what the result is added to. "input": x, as above; "normed": norm(x), as in the authors' code of CMAB (Feng et al., 2024).
+        activation: "geglu": the first half of the output of `expand`, times gelu of the second half; "gelu", by the
+            error function; "relu".
+        residual: the tensor to which the result is added. "input": x, as above; "normed": norm(x), as in the authors'
+            code of CMAB (Feng et al., 2024).
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (..., C) in the dtype of x; under autocast all is computed in the dtype of autocast. Differentiable to any order in all tensors.
-        The backward pass keeps nothing but x: it computes what `expand` returned again.
+        (..., C) in the dtype of x. Under autocast, the layer computes in the dtype of autocast. Differentiable to any
+        order in all tensors. Of the activations, only x is kept for the backward pass, which computes the output of
+        `expand` again.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
@@ -81,7 +84,7 @@ def feed_forward_layer(
     _check_shape("contract_bias", contract_bias, "(C,)", (width,))
     _check_norm("norm", norm_weight, norm_bias, width)
     tensors = _cast(x, norm_weight, norm_bias, expand_weight, expand_bias, contract_weight, contract_bias)
-    rows = tensors[0].reshape(math.prod(x.shape[:-1]), width)  # of sizes that may be symbols
+    rows = tensors[0].reshape(math.prod(x.shape[:-1]), width)  # the sizes may be symbolic
     impl = choose("layers", impl, rows)
     return feed_forward(rows, *tensors[1:], eps=eps, activation=activation, residual=residual, impl=impl).reshape(x.shape)
 
@@ -106,29 +109,33 @@ def attention_layer(
     residual: str = "input",
     impl: str = "auto",
 ) -> Tensor:
-    """x + output(attention of norm(x) over context_norm(context)): an attention layer with norms, projections and residual, in one call.
+    """x + output(attention of norm(x) over context_norm(context)): an attention layer in one call.
+
+    The call includes norms, projections and residual connection.
 
     Args:
         x: (B, L, C). float64, float32, bfloat16 or float16, as all other tensors.
-        query_weight: (H D, C), as in `torch.nn.Linear`; row h D + d makes column d of head h.
+        query_weight: (H D, C), as in `torch.nn.Linear`; row h D + d gives column d of head h.
         key_weight: (H D, C').
         value_weight: (H E, C').
         output_weight: (C, H E).
         num_heads: H.
-        context: (B, N, C'), any N, also 0; None: norm(x) itself, so that N = L and C' = C.
+        context: (B, N, C'); N may be 0. None: the context is norm(x), so that N = L and C' = C.
         query_bias, key_bias, value_bias, output_bias: (H D,), (H D,), (H E,), (C,), each or None.
         norm: (weight, bias, eps) of a `torch.nn.LayerNorm` over C, whose bias may be None; None: no norm.
-        context_norm: the same over C'; only with a context.
-        key_padding_mask: (B, N) bool, True = ignore. What an ignored row of the context holds does not matter; without a context an ignored
-            row of x still is a query, and its own result is made from it. The norm of the context, or of x without one, needs an eps > 0.
+        context_norm: the same over C'; allowed only with a context.
+        key_padding_mask: (B, N) bool, True = ignore. The values of an ignored row of the context have no effect.
+            Without a context, an ignored row of x still is a query, and its result depends on its values. With a mask,
+            the norm of the context (of x if there is no context) needs an eps > 0.
         scale: factor of the scores; None means D ** -0.5.
-        residual: what the result is added to. "input": x, as above; "normed": norm(x), as in the authors' code of CMAB (Feng et al., 2024).
+        residual: the tensor to which the result is added. "input": x, as above; "normed": norm(x), as in the authors'
+            code of CMAB (Feng et al., 2024).
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (B, L, C) in the dtype of x; where a row sees nothing, the residual plus `output_bias`. Under autocast all is computed in the dtype
-        of autocast. Differentiable to any order in all tensors. For the backward pass the projections, the heads' results and their
-        log-sum-exps are kept, but no L x N scores.
+        (B, L, C) in the dtype of x. A row that sees no key gets the residual plus `output_bias`. Under autocast, the
+        layer computes in the dtype of autocast. Differentiable to any order in all tensors. The projections, the heads'
+        results and their log-sum-exps are kept for the backward pass, but no L x N scores.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
@@ -187,14 +194,14 @@ def attention_layer(
 
 
 def check_residual(residual: str) -> str:
-    """Return what a layer adds its result to; raise unless it is one of the names."""
+    """Return the name of the tensor to which a layer adds its result; raise unless the name is one of `RESIDUALS`."""
     if not isinstance(residual, str) or residual not in RESIDUALS:
         raise ValueError(wrong("residual", f"is {residual!r}", f"it must be one of {', '.join(RESIDUALS)}"))
     return residual
 
 
 def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """The parts of a norm; (None, None, 0) where there is none."""
+    """The parts of a norm; (None, None, 0) without a norm."""
     if norm is None:
         return None, None, 0.0
     if not isinstance(norm, tuple) or len(norm) != 3:
@@ -222,13 +229,13 @@ def _check_norm(name: str, weight: Tensor | None, bias: Tensor | None, width: in
 
 
 def _check_norm_of_zeros(name: str, norm: Norm | None) -> None:
-    """Raise if a row of zeros, which an ignored one becomes, has no norm."""
+    """Raise if eps is 0: ignored rows become rows of zeros, which cannot be normalised without an eps."""
     if norm is not None and norm[2] == 0:
         raise ValueError(wrong(f"{name}[2]", "is 0", "eps, a number > 0, is needed with a key_padding_mask, which makes rows of zeros"))
 
 
 def _check_heads(name: str, weight: Tensor, num_heads: int) -> int:
-    """The number of rows of a matrix that makes heads; raise unless they are as many in each head, and at least one."""
+    """The number of rows of a projection to heads. Raise unless each head has equally many rows, and at least one."""
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[0] % num_heads:
         allowed = f"a matrix with as many rows for each of {num_heads} heads, and at least one, is needed"
         raise ValueError(wrong(name, f"has shape {tuple(weight.shape)}", allowed))

@@ -1,7 +1,8 @@
 """Stacked Constant Memory Attention Blocks in one native call forward and one back.
 
-A few latents of little width are done sooner than the operators of a block are called, and the first cross-attentions of all blocks read
-the inputs once. The definition is `composed`, the operators one after the other; it also gives the derivatives of second and higher order.
+For a few narrow latents, the calls of a block's operators take longer than their arithmetic. The first cross-attentions
+of all blocks share one pass over the inputs. `composed` is the definition, with one operator after the other. It also
+provides the derivatives of second and higher order.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from .reference import in_dtype, layer_norm
 from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
-"""The numbers of tensors of a block's parts. First its latents (M, C). Then, in the order of `composed`, the parameters of each
-cross-attention (norm and context norm: weight and bias; query, key and value: weight; output: weight and bias), each feed-forward layer
-(norm, expand and contract: weight and bias) and each self-attention (as a cross-attention, without the context norm)."""
+"""The number of tensors in each part of a block. The first part is the latents (M, C). The other parts are in the order
+of `composed`: the parameters of each cross-attention (norm and context norm: weight and bias; query, key and value:
+weight; output: weight and bias), each feed-forward layer (norm, expand and contract: weight and bias) and each
+self-attention (as a cross-attention, without the context norm)."""
 
 
 class Settings(NamedTuple):
-    """What all layers of stacked blocks have in common, besides their sizes."""
+    """Settings that all layers of stacked blocks share, besides their sizes."""
 
     num_heads: int
     eps: float
@@ -51,8 +53,9 @@ def composed(
         m = feed-forward(self-attention(feed-forward(cross-attention(b, inputs))))
         x = feed-forward(self-attention(feed-forward(cross-attention(x, m))))
 
-    for latents x (B, L, C) and inputs (B, N, C), of which `mask` (B, N) are ignored. Without inputs, `attended` (K B, H, M, C / H) is what
-    the first cross-attentions give, before their output projection. With `all_blocks` the result is x after each block, (K, B, L, C).
+    for latents x (B, L, C) and inputs (B, N, C); inputs where `mask` (B, N) is True are ignored. Without inputs,
+    `attended` (K B, H, M, C / H) holds the results of the first cross-attentions before their output projection. With
+    `all_blocks` the result is x after each block, (K, B, L, C).
     """
     num_heads, eps, residual = settings
     scale = (x.shape[-1] // num_heads) ** -0.5
@@ -94,7 +97,7 @@ def composed(
 
 
 def _blocks(parameters: Sequence[Tensor]) -> list[list[Sequence[Tensor]]]:
-    """The parameters of each block, in parts."""
+    """The parameters of each block, split into the parts that `PARTS` lists."""
     blocks = []
     for first in range(0, len(parameters), sum(PARTS)):
         parts, at = [], first
@@ -106,7 +109,7 @@ def _blocks(parameters: Sequence[Tensor]) -> list[list[Sequence[Tensor]]]:
 
 
 class _BlockStack(torch.autograd.Function):
-    """The native calls, and the derivatives of the definition where gradients are to be differentiated again, or come as a batch."""
+    """The native calls. Autograd through the definition computes higher derivatives and batches of gradients."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, all_blocks: bool, *tensors: Any) -> Tensor:
@@ -136,7 +139,10 @@ class _BlockStack(torch.autograd.Function):
 
 
 def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False) -> Tensor:
-    """Return what `composed` does of `attended`, in the native code; all tensors are plain and on the CPU, the parameters of one dtype."""
+    """The result of `composed` for `attended`, by native code.
+
+    All tensors must be plain and on the CPU, and the parameters must have one dtype.
+    """
     if is_differentiated(x, attended, *parameters):
         result: Tensor = _BlockStack.apply(settings, all_blocks, x, None, None, attended, *parameters)
         return result
@@ -149,7 +155,7 @@ def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], s
 def differentiated_blocks(
     x: Tensor, inputs: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False
 ) -> Tensor:
-    """Return what `composed` does of the inputs, with a gradient."""
+    """The result of `composed` for the inputs, with a gradient."""
     result: Tensor = _BlockStack.apply(settings, all_blocks, x, inputs, mask, None, *parameters)
     return result
 
@@ -164,9 +170,10 @@ def updated_blocks(
     *,
     all_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, out, lse), without a gradient: what `composed` does of all inputs, and the state of the first cross-attentions.
+    """Return (y, out, lse), without a gradient: y is the result of `composed` for all inputs.
 
-    `state` is that of the inputs before, (out, lse); out is (K B, H, M, C / H), lse (K B, H, M).
+    (out, lse) is the state of the first cross-attentions after all inputs. `state` is (out, lse) of the earlier inputs;
+    out is (K B, H, M, C / H), lse is (K B, H, M).
     """
     forward = kernel("layers", "native", "block_stack")
     with as_row("cmab::block_stack"):
@@ -181,9 +188,9 @@ def read_blocks(
     parameters: Sequence[Tensor],
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state (out, lse) as `updated_blocks` does, and nothing else.
+    """Return only the state (out, lse) that `updated_blocks` returns.
 
-    The parameters are those of each block that this takes, its first eight: latents, norm, context norm, query, key and value.
+    `parameters` holds the first eight parameters of each block: latents, norm, context norm, query, key and value.
     """
     read = kernel("layers", "native", "block_stack_read")
     with as_row("cmab::block_stack_read"):

@@ -1,4 +1,4 @@
-"""Fused layers of latents on the CPU: calls into csrc/layers, which fills the tensors that are allocated here."""
+"""Fused layers of latents on the CPU: calls into csrc/layers, which fills tensors that are allocated here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _C = load()
 _ACTIVATIONS = {"geglu": 0, "gelu": 1, "relu": 2}
 """Activation -> its number in csrc/linear/linear.h."""
 _RESIDUALS = {"input": 0, "normed": 1}
-"""Residual -> its number there."""
+"""Residual -> its number in csrc/linear/linear.h."""
 
 _FEED_FORWARD = ("norm_weight", "norm_bias", "expand_weight", "expand_bias", "contract_weight", "contract_bias")
 _ATTENTION = (
@@ -36,22 +36,26 @@ def unsupported(x: Tensor, *parameters: Tensor) -> str | None:
 
 
 def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the parameters by name; vectors, which the kernels read without strides, are contiguous."""
+    """Return the parameters by name, with contiguous vectors, because the kernels read vectors without strides."""
     return {n: p.contiguous() if p is not None and p.dim() == 1 else p for n, p in zip(names, parameters, strict=True)}
 
 
-# A streaming update calls seven layers of a few latents each, where an allocation costs as much as the arithmetic. So sizes are passed as
-# ints, which torch reads in half the time of a shape, and empty results are made once.
+# A streaming update calls seven layers of a few latents each, where an allocation costs as much as the arithmetic.
+# Sizes are therefore passed as ints, which torch parses in half the time of a shape, and empty results are allocated
+# only once.
 
 _NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4)) for dtype in (torch.float32, torch.float64)}
 _NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
 _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
-_NORM = range(1, 3)  # those of the norm of the block latents
-_READING = range(1, _OF_READING)  # those that only the first cross-attention uses, before its output projection
+_NORM = range(1, 3)  # parameters of the norm of the block latents
+_READING = range(1, _OF_READING)  # parameters that only the first cross-attention uses, before its output projection
 
 
 def _like(x: Tensor) -> Tensor:
-    """Return uninitialised memory of the shape of x, contiguous: also for an empty x, which torch takes for contiguous with any strides."""
+    """Return uninitialised contiguous memory with the shape of x.
+
+    The result is contiguous for an empty x, too; torch regards an empty x as contiguous with any strides.
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -62,7 +66,7 @@ def _sums(x: Tensor, *shape: int) -> Tensor:
 
 
 def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Allocate gradients like x and the others: all of them, empty where not needed, and the same with None where not needed."""
+    """Allocate gradients like x and the others. Return two lists: gradients that are not needed are empty, or None."""
     tensors = (x, *others)
     results = [_like(t) if need and t is not None else x.new_empty(0) for t, need in zip(tensors, needs, strict=True)]
     return results, [r if need and t is not None else None for r, t, need in zip(results, tensors, needs, strict=True)]
@@ -83,7 +87,7 @@ def _feed_forward_inputs(x: Tensor, parameters: Sequence[Any], eps: float, activ
 
 
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
+    """Return the gradients of x and the parameters in order, contiguous; empty tensors where not needed."""
     *parameters, eps, activation, residual, needs = rest
     results, wanted = _gradients(x, parameters, needs)
     named = dict(zip(("dx", *("d" + name for name in _FEED_FORWARD)), wanted, strict=True))
@@ -97,7 +101,7 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
 
 
 def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless they are to be kept."""
+    """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless `keep`, the last argument."""
     *parameters, heads, scale, eps, context_eps, residual, keep = rest
     batch, latents, _ = x.shape
     keys = latents if context is None else context.shape[1]
@@ -113,7 +117,7 @@ def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *res
 
 
 def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
+    """Return the gradients of x, context and the parameters in order, contiguous; empty tensors where not needed."""
     *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, needs = rest
     results, wanted = _gradients(x, (context, *parameters), needs)
     if not x.numel():
@@ -143,12 +147,12 @@ def _attention_inputs(
 
 
 def reads_heads(width: int) -> bool:
-    """Whether blocks can read their inputs with heads so wide."""
+    """True if blocks can read their inputs with heads of this width."""
     return width <= int(_C.MAX_WIDTH)
 
 
 collect_parameters = _C.collect_parameters
-"""Looks up the parameters of layers (csrc/layers/modules.cpp)."""
+"""Look up the parameters of layers (csrc/layers/modules.cpp)."""
 
 
 Settings = tuple[int, float, str]
@@ -173,9 +177,9 @@ def block_stack(
     keep: bool,
     all_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return (y, out, lse, kept) of stacked blocks, for `layers.block`: `out` is `attended` and lse None where that is given.
+    """Return (y, out, lse, kept) of stacked blocks, for `layers.block`.
 
-    `kept`, for the backward pass, is None unless it is wanted.
+    If `attended` is given, `out` is `attended` and `lse` is None. `kept`, for the backward pass, is None unless `keep`.
     """
     given, heads = _stack_inputs(x, inputs, mask, parameters, settings), settings[0]
     blocks, latents = len(parameters) // _OF_BLOCK, parameters[0].shape[0]
@@ -194,7 +198,7 @@ def block_stack(
 
 
 def _new_state(x: Tensor, blocks: int, heads: int, latents: int) -> tuple[Tensor, Tensor]:
-    """Return memory for the state of the first cross-attentions of stacked blocks, over inputs like x (B, ..., C)."""
+    """Return memory for the state of the first cross-attentions of stacked blocks, for inputs like x (B, ..., C)."""
     sets, width = blocks * x.shape[0], x.shape[-1] // heads
     return _sums(x, sets, heads, latents, width), x.new_empty(sets, heads, latents, dtype=torch.float64)
 
@@ -206,7 +210,7 @@ def block_stack_read(
     parameters: tuple[Tensor, ...],
     settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state (out, lse) of the first cross-attentions of stacked blocks, of which these are the parameters."""
+    """Return the state (out, lse) of the first cross-attentions of stacked blocks with these parameters."""
     out, lse = _new_state(inputs, len(parameters) // _OF_READING, settings[0], parameters[0].shape[0])
     given = _stack_inputs(inputs, inputs, mask, parameters, settings)
     del given["x"], given["residual"]
@@ -228,9 +232,10 @@ def block_stack_backward(
     settings: Settings,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, inputs, attended and the parameters; None for one that is not needed.
+    """Return the gradients of x, inputs, attended and the parameters; None for each gradient that is not needed.
 
-    `y` are the latents after all blocks, as `dy` is of them; None: dy is of the last block's alone.
+    `y` holds the latents after each block, and `dy` is their gradient. If `y` is None, `dy` is the gradient of the last
+    block's latents alone.
     """
     slopes = dy.contiguous()
     dx, dinputs = x.new_empty(x.shape), None if inputs is None or not needs[1] else inputs.new_empty(inputs.shape)

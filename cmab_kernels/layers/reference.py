@@ -1,5 +1,7 @@
-"""The definition of both layers, in plain PyTorch. Each adds what it computes from norm(x), where norm is LayerNorm or nothing, to r:
-the residual "input" is r = x, as in a pre-norm Transformer, and "normed" is r = norm(x), as in the authors' code of CMAB.
+"""The definition of both layers, in plain PyTorch.
+
+Each layer computes a result from norm(x), where norm is LayerNorm or the identity, and adds this result to r. The
+residual "input" is r = x, as in a pre-norm Transformer; "normed" is r = norm(x), as in the authors' code of CMAB.
 
 With linear(x; W, b) = x W' + b, as in `torch.nn.Linear`, the feed-forward layer is
 
@@ -11,9 +13,11 @@ distribution function Phi of N(0, 1). The attention layer is, per head,
     Q = linear(norm(x); query)      K = linear(norm(context); key)      V = linear(norm(context); value)
     out = softmax(scale Q K') V     y = r + linear(out; output)         lse = log of the sums of the softmax
 
-(Attention Is All You Need, Vaswani et al.); out is 0 and lse -inf where a row may see no key. Without a context it is x itself.
+(Attention Is All You Need, Vaswani et al.). Where a row may see no key, out is 0 and lse is -inf. Without a context,
+context is x.
 
-All is computed in `state_dtype` and rounded once at the end. Gradients are autograd's of these lines; kernels are tested against them.
+The computation is in `state_dtype`, with one rounding at the end. Autograd through these lines defines the gradients;
+kernels are tested against them.
 """
 
 from __future__ import annotations
@@ -30,16 +34,16 @@ from ..runtime.dtypes import state_dtype
 
 
 def geglu(hidden: Tensor) -> Tensor:
-    """a * gelu(gate) of hidden = [a, gate], (..., 2 F) -> (..., F)."""
+    """a * gelu(gate) for hidden = [a, gate], (..., 2 F) -> (..., F)."""
     features, gate = hidden.chunk(2, dim=-1)
     return features * F.gelu(gate)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"geglu": geglu, "gelu": F.gelu, "relu": F.relu}
-"""The name of each activation -> what it does."""
+"""The name of each activation -> its function."""
 
 RESIDUALS = ("input", "normed")
-"""What a layer adds its result to: its input, or that behind the norm."""
+"""The tensor to which a layer adds its result: its input, or its input after the norm."""
 
 
 def in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
@@ -48,9 +52,10 @@ def in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
 
 
 def layer_norm(rows: Tensor, parameters: Sequence[Any], eps: float) -> Tensor:
-    """LayerNorm of each row, with `parameters` weight and bias; the rows as they are if there is no weight.
+    """LayerNorm of each row, with `parameters` weight and bias; without a weight, the rows are returned unchanged.
 
-    It is written out: torch's own has wrong third derivatives, and wrong second ones of a forward-mode derivative.
+    The formula is written out because torch's LayerNorm has wrong third derivatives, and a forward-mode derivative with
+    wrong second derivatives.
     """
     weight, bias = parameters
     if weight is None:
@@ -126,7 +131,7 @@ def attention_layer_reference(
 
 
 def _attention(heads: Sequence[Tensor], ignore: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of heads (B, H, L, D), (B, H, N, D) and (B, H, N, E), where `ignore` (B, N) is True at keys that nobody sees."""
+    """(out, lse) of heads (B, H, L, D), (B, H, N, D) and (B, H, N, E); `ignore` (B, N) is True at ignored keys."""
     query, key, value = heads
     scores = scale * (query @ key.mT)
     if scores.shape[-1] == 0:

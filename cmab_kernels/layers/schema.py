@@ -44,11 +44,11 @@ _NETWORK = 7
 _TENSORS = 15
 """The number of tensors of an attention layer, all differentiable but the mask."""
 _MASK = 2
-"""The position of the mask among them."""
+"""The position of the mask among the tensors of an attention layer."""
 
 
 def _differentiable(values: Sequence[Any]) -> list[Any]:
-    """The values that belong to the differentiable tensors of an attention layer, from those of all its tensors."""
+    """The values for the differentiable tensors of an attention layer, from the values for all its tensors."""
     return [*values[:_MASK], *values[_MASK + 1 : _TENSORS]]
 
 
@@ -83,11 +83,12 @@ def _(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _gradients_like(tensors: Sequence[Tensor | None], x: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """A gradient of the shape of each tensor that needs one, else an empty vector."""
+    """For each tensor, a gradient with its shape if the gradient is needed, else an empty vector."""
     return tuple(x.new_empty(t.shape if need and t is not None else (0,)) for t, need in zip(tensors, needs, strict=True))
 
 
-# ---- FLOPs: two for each product, as torch counts its matrix products; norms, activations and exponentials do not count
+# ---- FLOPs: two per multiply-add, as in torch's counts of matrix products; norms, activations, exponentials do not
+# count
 
 
 @flop_formula(_ops.feed_forward_layer)
@@ -99,9 +100,9 @@ def _feed_forward_flops(x: Any, norm_weight: Any, norm_bias: Any, expand: Any, e
 def _feed_forward_backward_flops(
     dy: Any, x: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *rest: Any, **_: Any
 ) -> int:
-    """FLOPs of the products for the gradients of activation, contract, norm and expand, as far as those that are needed use them.
+    """FLOPs of the products for the gradients of activation, contract, norm and expand that the required gradients use.
 
-    Those that compute the hidden features again do not count: no other implementation has them.
+    Products that compute the hidden features again do not count: other implementations do not have them.
     """
     x_needs, norm_needs, norm_bias_needs, expand_needs, expand_bias_needs, contract_needs, _bias = rest[-2]
     below = x_needs or norm_needs or norm_bias_needs
@@ -111,7 +112,11 @@ def _feed_forward_backward_flops(
 
 
 def _attention_sizes(x: Any, context: Any, *rest: Any) -> tuple[int, int, int, int, int, int, int]:
-    """The multiplications of the projections to query, key, value, of the output projection, the scores, and the widths of all heads."""
+    """The sizes of an attention layer.
+
+    They are the multiplications of the projections to query, key, value and output, the number of scores of one head,
+    and the widths of all heads of keys and values together.
+    """
     (batch, length, width), (_, seen, depth) = x, x if context is None else context
     keys, values = rest[7][0], rest[9][0]
     rows, others = batch * length, batch * seen
@@ -127,7 +132,7 @@ def _attention_layer_flops(*args: Any, **_: Any) -> int:
 
 @flop_formula(_ops.attention_layer_backward)
 def _attention_layer_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
-    """FLOPs of the products for the gradients that are needed, and for those between them and the output."""
+    """FLOPs of the products for the required gradients, and for the gradients between them and the output."""
     query, key, value, output, scores, keys, values = _attention_sizes(*args)
     x, context, *needs = args[-2]
     norm, context_norm = any(needs[:2]), any(needs[2:4])
@@ -146,9 +151,10 @@ def _attention_layer_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
 
 
 def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., bool]) -> Callable:
-    """The vmap rule: fold the mapped dimension into the batch of the arguments `batched` if no other argument is mapped, else loop.
+    """The vmap rule: fold the mapped dimension into the batch of the arguments `batched`, or loop over it.
 
-    `weights(*args)` says whether gradients of weights are asked for, of which each mapped element has its own.
+    The rule loops if any other argument is mapped, or if `weights(*args)` is True. `weights` tells whether gradients of
+    weights are needed: each mapped element has a separate gradient of the weights.
     """
 
     @of_any_size
@@ -163,13 +169,13 @@ def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., b
 
 
 def _results(operator: Callable, args: Iterable[Any]) -> tuple[Tensor, ...]:
-    """The results of a call, also where there is only one."""
+    """The results of a call as a tuple, even if there is only one."""
     results = operator(*args)
     return (results,) if isinstance(results, Tensor) else results
 
 
 def _is_absent(result: Tensor) -> bool:
-    """Whether a result was not requested, and so is an empty vector."""
+    """True if a result is an empty vector, because it was not requested."""
     return result.dim() == 1 and result.numel() == 0
 
 
@@ -202,7 +208,10 @@ def _asked_for(grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
 
 
 def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: Any, dy: Tensor) -> Any:
-    """The gradients of the gradients `needs` of y = layer(*tensors) for the incoming `dy`: first that of dy, then those of the tensors."""
+    """The gradients of the gradients of y = layer(*tensors): first the gradient of `dy`, then those of the tensors.
+
+    `needs` selects the first gradients, and `grads` are the incoming gradients of the selected ones.
+    """
 
     def formula(dy: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
         needed = [t for t, need in zip(tensors, needs, strict=True) if need]
@@ -242,7 +251,7 @@ def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, num_heads, scale, eps, context_eps, residual, _, ctx.impl = inputs
     ctx.settings = num_heads, scale, eps, context_eps, residual
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else a backward pass begins with zeros as large as all that is kept
+    ctx.set_materialize_grads(False)  # else the backward pass would allocate zeros for all kept tensors
     ctx.save_for_backward(*tensors, *output[1:])
 
 
@@ -263,7 +272,7 @@ def _save_attention_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _attention_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the definition, which computes again what was kept."""
+    """Second and higher derivatives by autograd through the definition, which computes the kept tensors again."""
     dy, *tensors = ctx.saved_tensors
     mask = tensors[_MASK]
 
@@ -286,13 +295,16 @@ _attention_layer_backward = Operator(
 
 
 def feed_forward(*tensors: Tensor | None, eps: float, activation: str, residual: str, impl: str) -> Tensor:
-    """The feed-forward layer of the tensors of the operator, in its order."""
+    """The feed-forward layer, for tensors in the order of the operator."""
     result: Tensor = _feed_forward_op(*tensors, eps, activation, residual, impl)
     return result
 
 
 def attention(*tensors: Tensor | None, num_heads: int, scale: float, eps: float, context_eps: float, residual: str, impl: str) -> Tensor:
-    """The attention layer of the tensors of the operator, in its order; what the backward pass needs is kept if there will be one."""
+    """The attention layer, for tensors in the order of the operator.
+
+    Tensors that the backward pass needs are kept if there will be a backward pass.
+    """
     numbers = num_heads, scale, eps, context_eps
     result: Tensor = _attention_layer_op(*tensors, *numbers, residual, is_differentiated(*tensors), impl)[0]
     return result

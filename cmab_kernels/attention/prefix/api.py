@@ -1,4 +1,4 @@
-"""The attention states of all prefixes of a row of keys: what users call."""
+"""The attention states of all prefixes of a row of keys: the public function."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ def prefix_attention_states(
     scale: float | None = None,
     impl: str = "auto",
 ) -> AttentionState:
-    """The attention state after every `every` keys, and after the last: what a stream of updates would go through, in one call.
+    """The attention state after every `every` keys, and after the last key, in one call.
 
-    State t is that of `attention_state` for the first (t + 1) `every` keys. A loss can then be taken at every length of the context at the
-    cost of one pass over the keys, forward and backward.
+    State t is the result of `attention_state` for the first (t + 1) `every` keys. A loss at every length of the context
+    then costs one pass over the keys, forward and backward.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16.
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
-        every: the number of keys between one state and the next, >= 1. The last chunk may have fewer.
+        every: the number of keys between one state and the next, >= 1. The last chunk may have fewer keys.
         state: the state of earlier keys, which every result includes: out (B, H, L, E) in float32 (float64 for float64 inputs), lse
-            (B, H, L) in float64. It is not changed.
-        key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: a chunk has `every` keys with them.
+            (B, H, L) in float64. `state` is not changed.
+        key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: the `every` keys of a chunk
+            include them.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton". The reference stores T L N scores.
 
     Returns:
-        out (B, H, T, L, E) in float32 (float64 for float64 inputs) and lse (B, H, T, L) in float64, T = ceil(N / every); out 0 and lse -inf
-        where no key has been seen yet. Differentiable to any order in query, key, value and the state. The results take T L E numbers, and
-        the gradient needs no N x L matrix.
+        out (B, H, T, L, E) in float32 (float64 for float64 inputs) and lse (B, H, T, L) in float64, where T = ceil(N /
+        every). Where no key has been seen yet, out is 0 and lse is -inf. Differentiable to any order in query, key,
+        value and the state. The results take T L E numbers, and the gradient needs no N x L matrix.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
         RuntimeError: `impl` cannot run here.
 
-    Source: Attention as an RNN (Feng et al., 2024), for the scan over prefixes; the gradient stands in
-    `cmab_kernels/attention/prefix/reference.py`.
+    Source: Attention as an RNN (Feng et al., 2024), for the scan over prefixes.
+    `cmab_kernels/attention/prefix/reference.py` defines the gradient.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> states = cmab_kernels.prefix_attention_states(latents, points, points, every=100)

@@ -57,9 +57,9 @@ def prefix_backward(
     scale: float,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, ...]:
-    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse), contiguous; an empty tensor for each that `needs` does not ask for.
+    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse), contiguous; tensors that are not in `needs` are empty.
 
-    Gradients of results whose prefixes and queries do not lie evenly in memory are copied.
+    `dout` and `dlse` are copied if their prefixes and queries are not evenly spaced in memory.
     """
     wanted = (*needs, needs[3])
     like = (query, key, value, state_out, state_lse)

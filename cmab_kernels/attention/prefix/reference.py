@@ -1,7 +1,8 @@
 """The definition of the states of all prefixes, in plain PyTorch.
 
-Prefix t = 0 .. T - 1 is the first (t + 1) `every` keys, the last prefix all N of them, T = ceil(N / every). With S_i = scale q k_i', and an
-incoming state (out_s, lse_s) that counts as one more key of every prefix, with score lse_s and value out_s:
+Prefix t = 0 .. T - 1 is the first (t + 1) `every` keys; the last prefix is all N keys; T = ceil(N / every). The scores
+are S_i = scale q k_i'. An incoming state (out_s, lse_s) counts as one more key of every prefix, with score lse_s and
+value out_s:
 
     lse_t = log sum_{i in prefix t} exp(S_i)            out_t = sum_{i in prefix t} exp(S_i - lse_t) v_i
 
@@ -9,13 +10,15 @@ Gradient, with P_ti = exp(S_i - lse_t) for the keys of prefix t and 0 for the ot
 
     dv_i = sum_t P_ti dout_t          dS_i = sum_t P_ti (dout_t.v_i - dout_t.out_t + dlse_t)
 
-Each prefix is a set of its own here, so that T L N scores are stored. Kernels need none of them: chunk t, the keys between prefix t - 1 and
-prefix t, is part of the prefixes t, t + 1, ..., and P_t'i = exp(lse_t - lse_t') P_ti. What they send back is therefore a scan in reverse,
+Here each prefix is a separate set of keys, so that T L N scores are stored. Kernels need not store scores. Let chunk t
+be the keys between prefix t - 1 and prefix t. Chunk t is part of the prefixes t' = t, t + 1, ..., and
+P_t'i = exp(lse_t - lse_t') P_ti. The gradients from these prefixes therefore add up in a reverse scan,
 
     A_t = dout_t + exp(lse_t - lse_{t+1}) A_{t+1}       c_t = dlse_t - dout_t.out_t + exp(lse_t - lse_{t+1}) c_{t+1}
 
-and the keys of chunk t have dv_i = P_ti A_t and dS_i = P_ti (A_t.v_i + c_t), which is attention's own gradient with A_t for dout. Since lse
-does not fall from one prefix to the next, no factor exceeds 1, whatever the logits. The incoming state is a chunk before the first.
+and the keys of chunk t have dv_i = P_ti A_t and dS_i = P_ti (A_t.v_i + c_t): the gradient of attention, with A_t in
+place of dout. Since lse does not fall from one prefix to the next, no factor exceeds 1, whatever the logits. The
+incoming state is a chunk before the first.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def each_prefix(tensor: Tensor, prefixes: int) -> Tensor:
 
 
 def beyond_prefix(key: Tensor, key_padding_mask: Tensor | None, every: int) -> Tensor:
-    """(B T, N) bool, True where prefix t of batch element b does not have key i, or the mask ignores it."""
+    """(B T, N) bool, True where key i is not in prefix t of batch element b, or is masked."""
     batch, _, length, _ = key.shape
     prefixes = -(-length // every)
     chunk = torch.arange(length, device=key.device) // every
@@ -76,7 +79,10 @@ def prefix_attention_backward_reference(
     every: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(dquery, dkey, dvalue) in the dtypes of query, key and value, and if there is a state (dstate_out, dstate_lse), as defined above."""
+    """(dquery, dkey, dvalue) as defined above, in the dtypes of query, key and value.
+
+    If there is an incoming state, (dstate_out, dstate_lse) follow.
+    """
     prefixes = out.shape[2]
     inputs = (query, key, value)
     q, k, v = (each_prefix(rows.to(state_dtype(rows.dtype)), prefixes) for rows in inputs)

@@ -44,7 +44,7 @@ def _(
 
 @flop_formula(torch.ops.cmab.prefix_attention)
 def _flops(query: Any, key: Any, value: Any, mask: Any, state_out: Any, state_lse: Any, every: int, *rest: Any, **_: Any) -> int:
-    """FLOPs of the products S = Q K' and P V, and of the division by the sum of weights, once for each prefix."""
+    """FLOPs of the products S = Q K' and P V, and of one division by the sum of weights for each prefix."""
     batch, heads, latents, width = query
     scores = batch * heads * latents * key[2]
     return 2 * scores * (width + value[-1]) + batch * heads * latents * -(-key[2] // every) * value[-1]
@@ -68,7 +68,10 @@ def _backward_flops(
     *rest: Any,
     **_: Any,
 ) -> int:
-    """FLOPs of the scan, two multiply-adds an element, and of the products S, A V', P' A, dQ and dK, as far as gradients need them."""
+    """FLOPs of the scan, and of those of the products S, A V', P' A, dQ and dK that the required gradients use.
+
+    The scan takes two multiply-adds per element.
+    """
     batch, heads, latents, width = query
     needs_query, needs_key, needs_value, _state = needs
     widths = width * (1 + needs_query + needs_key) + value[-1] * ((needs_query or needs_key) + needs_value)
@@ -102,7 +105,10 @@ def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the formula, which stores T L N scores; `out` and `lse` count as inputs."""
+    """Second and higher derivatives by autograd through the formula, which stores T L N scores.
+
+    `out` and `lse` count as inputs.
+    """
     dout, dlse, query, key, value, mask, state_out, state_lse, out, lse = ctx.saved_tensors
     needs = (*ctx.needs, ctx.needs[3])
     needed = [grad for grad, need in zip(grads, needs, strict=True) if need]

@@ -1,4 +1,4 @@
-"""Latent cross-attention over inputs that are projected to keys and values inside: what users call."""
+"""Latent cross-attention over inputs that the operator itself projects to keys and values: the public functions."""
 
 from __future__ import annotations
 
@@ -35,27 +35,29 @@ def projected_attention_state(
     scale: float | None = None,
     impl: str = "auto",
 ) -> AttentionState:
-    """The attention state of keys and values that are projections of `inputs`, and that are never written, forward or backward.
+    """The attention state of keys and values that are projections of `inputs`, and that are never stored in full.
 
-    It is `attention_state(query, heads(F.linear(x, key_weight, key_bias)), heads(F.linear(x, value_weight, value_bias)), ...)`, where x is
-    `inputs`, or `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs; on a GPU
-    values of bfloat16 inputs by products of bfloat16) from a few hundred rows at a time, and once more in the backward pass, so that memory
-    does not grow with N, except by the gradient of the inputs if one is asked for. K stacked blocks, each with queries, projections and a
-    norm of its own, read the inputs once for all.
+    The result is `attention_state(query, key, value, ...)` with the key `heads(F.linear(x, key_weight, key_bias))` and
+    the value `heads(F.linear(x, value_weight, value_bias))`, where x is `inputs`, or
+    `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs; on
+    a GPU, values of bfloat16 inputs by products of bfloat16) from a few hundred rows at a time. The backward pass
+    computes them again. Memory therefore does not grow with N, apart from the gradient of the inputs if it is needed.
+    K stacked blocks, each with its own queries, projections and norm, share one pass over the inputs.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B, H, L, D) or
             (K, H, L, D).
         inputs: (B, N, C), any strides; N may be 0.
-        key_weight: (H D, C) as in `torch.nn.Linear`. Stacked: (K, H D, C); a weight of three dimensions makes the call a stacked one.
+        key_weight: (H D, C) as in `torch.nn.Linear`. Stacked: (K, H D, C). A weight with three dimensions makes a
+            stacked call.
         value_weight: (H E, C). Stacked: (K, H E, C).
         key_bias: (H D,), or None. Stacked: (K, H D).
         value_bias: (H E,), or None. Stacked: (K, H E).
-        context_norm: (weight (C,), bias (C,), eps) of a LayerNorm of each row of the inputs; None: they are taken as they are. Stacked:
+        context_norm: (weight (C,), bias (C,), eps) of a LayerNorm of each row of the inputs; None: no norm. Stacked:
             weight and bias (K, C).
-        state: the state of other inputs, to be merged with: out (B, H, L, E) in float32 (float64 for float64 inputs), lse (B, H, L) in
-            float64; stacked, both with a leading K. It is not changed.
-        key_padding_mask: (B, N) bool, True = ignore; the values of ignored rows do not matter, be they NaN.
+        state: the state of other inputs, to merge with the new state: out (B, H, L, E) in float32 (float64 for float64
+            inputs), lse (B, H, L) in float64. Stacked: both have a leading K. `state` is not changed.
+        key_padding_mask: (B, N) bool, True = ignore. The values of ignored rows have no effect, not even NaN.
         cu_seqlens: (S + 1,) offsets of S sets packed into the rows of inputs of batch 1, as in `latent_attention`.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
@@ -123,12 +125,13 @@ def attention_state_of_chunks(
     state: AttentionState | None,
     after: AfterChunk,
 ) -> AttentionState:
-    """`projected_attention_state` of K stacked blocks over chunks of inputs (B, n, C), one after the other.
+    """`projected_attention_state` of K stacked blocks over chunks of inputs (B, n, C), one chunk after the other.
 
-    `chunks()` starts an iteration over tensors that fit the query (K, H, L, D). It is called once more for the gradients to the query, the
-    weights, the norm and the state, which are summed chunk by chunk: the share of a chunk follows from the final state alone. The inputs
-    themselves get no gradient. `after` is called with the number of chunks read and the state that they leave. Forward mode and transforms
-    of `torch.func` differentiate the call of each chunk instead, and so its inputs, which are kept.
+    `chunks()` starts an iteration over tensors that fit the query (K, H, L, D). The backward pass calls `chunks()`
+    again, and sums the gradients of the query, weights, norm and state chunk by chunk: the part of each chunk follows
+    from the final state alone. The inputs themselves get no gradient. `after` is called with the number of chunks read
+    so far and the state after them. Forward mode and the transforms of `torch.func` instead differentiate the call of
+    each chunk. They also differentiate the inputs of the call, and keep them.
     """
     given = {"query": query, "key_weight": key_weight, "value_weight": value_weight, **_norm_tensors(context_norm)}
     given = dict(zip(given, as_autocast(*given.values()), strict=True))
@@ -137,7 +140,7 @@ def attention_state_of_chunks(
         weight, bias = _folded(given, state_dtype(dtype))
     call = _OverChunks(chunks, after, (key_weight.detach(), value_weight.detach()), dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
     operands = (given["query"].to(weight.dtype), weight, bias, *(state or (None, None)))
-    if under_transform() or needs_definition():  # an autograd Function that reads its inputs twice has no derivatives for these
+    if under_transform() or needs_definition():  # they cannot differentiate a Function that reads its inputs twice
         return AttentionState(*call.state_and_count(*operands)[0])
     return AttentionState(*_OverChunksFunction.apply(call, *operands))
 
@@ -146,7 +149,7 @@ NO_CHUNK = wrong("chunks", "holds no chunk", "at least one is needed, or a state
 
 
 class _OverChunks(NamedTuple):
-    """What a pass over chunks needs besides tensors; `dtype` is that in which the inputs are read."""
+    """The arguments of a pass over chunks besides the differentiated tensors; inputs are converted to `dtype`."""
 
     chunks: Chunks
     after: AfterChunk
@@ -156,13 +159,13 @@ class _OverChunks(NamedTuple):
     eps: float
 
     def read(self, query: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:
-        """Yield the query over the batch of each chunk, the chunk, and the implementation to run."""
+        """For each chunk, yield the query expanded over its batch, the chunk, and the implementation to run."""
         for chunk in self.chunks():
             inputs = chunk.to(self.dtype)
             yield _over_batch(query, chunk.shape[0], True), inputs, choose("attention.projected", "auto", query, inputs, *self.weights)
 
     def state_and_count(self, query: Tensor, weight: Tensor, bias: Tensor, *state: Any) -> tuple[Any, int]:
-        """Return (out, lse) of all chunks, added to `state`, and their number."""
+        """Return (out, lse) of all chunks, merged with `state`, and the number of chunks."""
         count = 0
         for stacked, inputs, chosen in self.read(query):
             state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, self.scale, self.eps, chosen)
@@ -198,7 +201,7 @@ class _OverChunksFunction(torch.autograd.Function):
             dquery, _, *rest = projected_backward_op(
                 dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen
             )
-            parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # added out of place: a batch of gradients has batches of parts
+            parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # not in place: parts may be batched
             sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
         if any(needs) and count != ctx.count:
             raise RuntimeError(wrong("chunks", f"gave {ctx.count} chunks, and {count} when it was read again", "the same are needed"))
@@ -208,14 +211,14 @@ class _OverChunksFunction(torch.autograd.Function):
 
 
 class _Shape(NamedTuple):
-    """The extents that the weights show."""
+    """The widths that follow from the shapes of the weights."""
 
     key_width: int
     value_width: int
 
 
 def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
-    """The tensors of the norm by the names that errors give them; raise unless it is (weight, bias, eps)."""
+    """The tensors of the norm, by their names in error messages. Raise unless the norm is (weight, bias, eps)."""
     if not isinstance(context_norm, (tuple, list)) or len(context_norm) != 3:
         raise TypeError(wrong("context_norm", f"is {kind_of(context_norm)}", "(weight, bias, eps) is needed"))
     weight, bias, eps = context_norm
@@ -225,7 +228,7 @@ def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
 
 
 def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
-    """The widths of a key and of a value; raise unless all shapes fit the query, the inputs and each other."""
+    """The widths of a key and of a value. Raise unless all shapes fit the query, the inputs and each other."""
     query, inputs, value_weight = (given[name] for name in ("query", "inputs", "value_weight"))
     lead = "K, " if stacked else ""
     if inputs.dim() != 3 or inputs.shape[2] == 0:
@@ -257,7 +260,7 @@ def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
 
 
 def _over_batch(query: Tensor, batch: int, stacked: bool) -> Tensor:
-    """The query as (K, B, H, L, D), expanded over the batch; raise if it has another batch."""
+    """The query as (K, B, H, L, D), expanded over the batch. Raise if the query has a different batch."""
     given = query if stacked else query.unsqueeze(0)
     if given.dim() == 4:
         given = given.unsqueeze(1).expand(-1, batch, -1, -1, -1)
@@ -269,13 +272,13 @@ def _over_batch(query: Tensor, batch: int, stacked: bool) -> Tensor:
 def _check_incoming(
     state: AttentionState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stacked: bool
 ) -> AttentionState:
-    """The incoming state with a leading K; raise unless it has the shape (K, B, H, L, E), without K where blocks are not stacked."""
+    """The incoming state with a leading K. Raise unless it has this shape (K, B, H, L, E), without K if not stacked."""
     check_state(state, shape if stacked else shape[1:], dtype, device)
     return state if stacked else AttentionState(*(part.unsqueeze(0) for part in state))
 
 
 def _folded(given: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weight (K, H D + H E, C) and bias (K, H D + H E) in `dtype`, of keys and values together, with the norm folded in."""
+    """Weight (K, H D + H E, C) and bias (K, H D + H E) of keys and values in `dtype`, with the norm folded in."""
     weights = [given["key_weight"], given["value_weight"]]
     weight = torch.cat(weights, 1).to(dtype)
     biases = [given.get(name) for name in ("key_bias", "value_bias")]

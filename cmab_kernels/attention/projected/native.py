@@ -26,7 +26,7 @@ def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight:
 
 
 def _joined(stacked: Tensor | None) -> Tensor | None:
-    """A tensor (K, B, ...) with the blocks in its batch, (K B, ...)."""
+    """A tensor (K, B, ...) with blocks and batch flattened into one dimension, (K B, ...)."""
     return None if stacked is None else stacked.flatten(0, 1)
 
 
@@ -40,7 +40,7 @@ def _inputs(
     scale: float,
     eps: float | None,
 ) -> dict[str, Any]:
-    """The arguments that both calls begin with."""
+    """The arguments that the forward and the backward call share."""
     return {
         "query": _joined(query),
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
@@ -95,7 +95,7 @@ def projected_attention_backward(
     eps: float | None,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; an empty tensor for each that `needs` does not ask for."""
+    """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; tensors that are not in `needs` are empty."""
     dquery, dinputs, dweight, dbias = (
         x.new_empty(x.shape if need else 0) for x, need in zip((query, inputs, weight, bias), needs, strict=True)
     )

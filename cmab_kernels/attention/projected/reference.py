@@ -1,15 +1,18 @@
 """The definition of attention over projected inputs, in plain PyTorch.
 
-For each of K stacked blocks, with rows x of the inputs, and x^ = x, or the row (x - mean) / sqrt(variance + eps) where they are normed:
+For each of K stacked blocks, with rows x of the inputs, and x^ = x, or with a norm
+x^ = (x - mean) / sqrt(variance + eps):
 
     (k, v) = x^ W' + b          (out, lse) = the attention of the block's queries over k and v, as `attention.reference` defines it
 
-W (H D + H E, C) has the projections of the keys of all heads first, then those of the values. A LayerNorm with weight w and bias u is
-folded into them: LN(x) W' + b = x^ (W w)' + (W u + b), which the api does. Gradient, given dk and dv of the attention, joined to dy:
+The rows of W (H D + H E, C) are the projections to the keys of all heads, then the projections to the values. The api
+folds a LayerNorm with weight w and bias u into W and b: LN(x) W' + b = x^ (W w)' + (W u + b).
+The gradient, given dk and dv of the attention, joined to dy:
 
     dW = dy' x^      db = sum dy      dx^ = sum over blocks of dy W      dx = (dx^ - mean(dx^) - x^ mean(dx^ x^)) / sqrt(variance + eps)
 
-It stores keys, values and all scores. The kernels are tested against it, and derivatives of second and higher order are computed by it.
+This definition stores keys, values and all scores. The kernels are tested against it, and it provides the derivatives
+of second and higher order.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ..reference import attention_backward_reference, attention_reference
 
 
 def normed_rows(inputs: Tensor, key_padding_mask: Tensor | None, eps: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """x^ (B, N, C) in `dtype`, and 1 / sqrt(variance + eps) (B, N, 1), None without a norm. Ignored rows are those of zeros."""
+    """x^ (B, N, C) in `dtype`, and 1 / sqrt(variance + eps) (B, N, 1), None without a norm. Ignored rows x are 0."""
     rows = inputs.to(dtype)
     if key_padding_mask is not None:
         rows = rows.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
@@ -75,7 +78,7 @@ def projected_attention_backward_reference(
     scale: float,
     eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dquery, dinputs, dweight, dbias) by the formula above; `out` and `lse` may include other keys."""
+    """(dquery, dinputs, dweight, dbias) by the formula above. `out` and `lse` may include an earlier state."""
     _, _, heads, _, width = query.shape
     normed, factor = normed_rows(inputs, key_padding_mask, eps, weight.dtype)
     dnormed, parts = torch.zeros_like(normed), []

@@ -26,7 +26,7 @@ LIB.define(
 
 
 def _definition(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> AttentionState:
-    """The state of the inputs by the reference, merged with the incoming state if there is one; NaN where offsets are bad."""
+    """The state of the inputs by the reference, merged with any incoming state; NaN if offsets are invalid."""
     state_out, state_lse, scale, eps = rest
     new = AttentionState(*projected_attention_reference(query, inputs, weight, bias, mask, cu_seqlens, scale, eps))
     if cu_seqlens is not None:
@@ -36,7 +36,7 @@ def _definition(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mas
 
 
 def _backward_definition(*inputs: Any) -> tuple[Tensor, ...]:
-    """The gradients by the reference; an empty tensor for each that `needs`, the last of the inputs, does not ask for."""
+    """The gradients by the reference. `needs` is the last input; tensors that are not in `needs` are empty."""
     *given, needs = inputs
     grads = projected_attention_backward_reference(*given)
     return tuple(grad if need else grad.new_empty(0) for grad, need in zip(grads, needs, strict=True))
@@ -61,7 +61,7 @@ def _(dout: Tensor, dlse: Tensor, query: Tensor, inputs: Tensor, weight: Tensor,
 
 
 def _products(query: Any, inputs: Any, weight: Any, cu_seqlens: Any) -> tuple[int, int]:
-    """The number of scores of one key, and of multiplications of one projection of all inputs; packed sets share their row of keys."""
+    """The number of scores, and of multiplications to project all inputs. Packed sets share one row of keys."""
     blocks, batch, heads, latents, _ = query
     scores = blocks * heads * latents * inputs[1] * (1 if cu_seqlens is not None else batch)
     return scores, inputs[0] * inputs[1] * weight[0] * weight[1] * weight[2]
@@ -78,7 +78,7 @@ def _flops(query: Any, inputs: Any, weight: Any, bias: Any, mask: Any, cu_seqlen
 def _backward_flops(
     dout: Any, dlse: Any, query: Any, inputs: Any, weight: Any, bias: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
 ) -> int:
-    """FLOPs of the projection once more, of the attention's five products, and of the projection's gradients that are needed."""
+    """FLOPs of the repeated projection, the products of attention, and the required gradients of the projection."""
     needs_query, needs_inputs, needs_weight, needs_bias = rest[-2]
     scores, projection = _products(query, inputs, weight, cu_seqlens)
     key, value = query[-1], weight[1] // query[2] - query[-1]
@@ -122,7 +122,7 @@ def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula, as those of `cmab::attention_backward`."""
+    """Second and higher derivatives by autograd through the reference formula, as for `cmab::attention_backward`."""
     *before, mask, cu_seqlens, out, lse = ctx.saved_tensors
     needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
 

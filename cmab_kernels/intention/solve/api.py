@@ -1,4 +1,4 @@
-"""Batched regularised solves: what users call."""
+"""Batched regularised solves: the public functions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.flo
 
 
 class RidgeSolution(NamedTuple):
-    """The solution of a regularised system, and how far it can be trusted."""
+    """The solution of a regularised system, and an indicator of its accuracy."""
 
     weight: Tensor
     """(B, H, D, E), in the dtype of the system: float64 from a `RidgeState`."""
     info: Tensor
-    """(B, H) int32: 0 sound; 1 not positive definite, or alpha is negative, the weight is NaN; 2 so ill-conditioned that at most two digits
-    are left."""
+    """(B, H) int32: 0 sound; 1 not positive definite, or alpha is negative: the weight is NaN; 2 so ill-conditioned
+    that at most two digits are correct."""
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> RidgeSolution:
@@ -34,14 +34,15 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     Args:
         gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
         rhs: (..., D, E), the same leading dimensions and dtype.
-        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or element of a tensor on a CPU,
-            is a `ValueError`. Elements of a tensor on a GPU are not read, so that the host need not wait: `info` says which are negative.
+        alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or a negative
+            element of a tensor on a CPU, is a `ValueError`. Elements of a tensor on a GPU are not read, so that the
+            host need not wait: there `info` is 1 for a negative element.
         impl: "auto", "reference", "native", "cuda" (D up to 128) or "triton" (D up to 256).
 
     Returns:
-        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, or alpha is negative: its weight is
-        NaN, which does not affect the other systems; 2 condition number times eps above 1e-2: at most two digits are left.
-        Differentiable to any order in gram (symmetrised), rhs and alpha.
+        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, or alpha is negative:
+        the weight of this system is NaN, and the other systems are not affected; 2 condition number times eps is above
+        1e-2: at most two digits are correct. Differentiable to any order in gram (symmetrised), rhs and alpha.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -68,7 +69,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
 def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
     """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive definite.
 
-    To solve a system, `regularised_solve` is as fast and more accurate: this is for uses of the elements, such as variances.
+    To solve a system, use `regularised_solve`: it is as fast and more accurate. This function is for uses of the
+    elements of the inverse, such as variances.
 
     >>> cmab_kernels.regularised_inverse(torch.zeros(2, 2), 4.0)
     tensor([[0.2500, 0.0000],
@@ -86,7 +88,10 @@ def _check_square(gram: Tensor) -> None:
 
 
 def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """alpha as a tensor of `shape` and `dtype`; raise if it has a wrong type, shape or device, or is a negative number."""
+    """alpha as a tensor of `shape` and `dtype`. Raise if type, shape or device is wrong, or alpha is a negative number.
+
+    The operators check the elements of a tensor for negative numbers.
+    """
     if not isinstance(alpha, Tensor):
         check_number("alpha", alpha)
         number = alpha if isinstance(alpha, float) else _float(alpha)
@@ -99,7 +104,7 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
     if alpha.dtype != dtype and is_read(alpha) and (alpha > _LARGEST[dtype]).any():
         raise ValueError(wrong("alpha", "holds a number that is too large", f"every element must be finite in {dtype}"))
     above = len(shape) - alpha.dim()
-    # Not `in (1, wanted)`: the compiler of torch 2.6 finds no number in a tuple with a symbol for it.
+    # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
     if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
         raise ValueError(
             wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
@@ -108,7 +113,7 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
 
 
 def _float(number: Real) -> float:
-    """The number as a float; infinity for what is too large for one, as an int may be."""
+    """The number as a float; infinity if it is too large for a float, as an int may be."""
     try:
         return float(number)
     except OverflowError:
@@ -122,4 +127,4 @@ def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeS
     systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
     gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
     weight, info = regularised_solve_op(gram, flat_rhs, penalty.reshape(systems), choose("intention.solve", impl, gram, flat_rhs))
-    return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # ints unpacked: torch parses them in half the time
+    return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # torch parses ints in half the time

@@ -20,8 +20,10 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
 
 
 def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (weight, info): weight = (gram + alpha I)^-1 rhs for each matrix of a batch; info is 0 where it is sound, 1 where the matrix
-    is not positive definite, 2 where it is ill-conditioned."""
+    """Return (weight, info), where weight = (gram + alpha I)^-1 rhs for each matrix of a batch.
+
+    `info` is 0 for a sound solution, 1 for a matrix that is not positive definite, 2 for an ill-conditioned matrix.
+    """
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = torch.empty_like(alpha, dtype=torch.int32, memory_format=torch.contiguous_format)
     _C.regularised_solve(gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)

@@ -4,7 +4,7 @@ For a symmetric positive (semi-)definite matrix A, a right-hand side B and a pen
 
     X = (A + alpha I)^-1 B
 
-by a Cholesky factorisation and two triangular solves. Gradient, given dX, with the same matrix:
+by a Cholesky factorisation and two triangular solves. The gradient, given dX, takes a solve with the same matrix:
 
     Z = (A + alpha I)^-1 dX      dB = Z      dA = -(Z X' + X Z') / 2      dalpha = -sum(Z * X)
 """
@@ -21,7 +21,7 @@ from ...runtime.tracing import needs_definition
 
 
 class _Mirrored(torch.autograd.Function):
-    """The symmetric matrix given by its lower triangle. Its gradient is symmetrised, although only that triangle is read."""
+    """The symmetric matrix with the given lower triangle. Only this is read, but the gradient is symmetrised."""
 
     generate_vmap_rule = True
 
@@ -39,13 +39,16 @@ class _Mirrored(torch.autograd.Function):
 
 
 def _mirrored(gram: Tensor) -> Tensor:
-    """What `_Mirrored` gives, also in forward mode. It has no `jvp` for that: the compiler takes no Function that has one."""
+    """The matrix of `_Mirrored`, also in forward mode.
+
+    `_Mirrored` has no `jvp`, because the compiler does not accept a Function that has one.
+    """
     if not needs_definition():
         mirrored: Tensor = _Mirrored.apply(gram)
         return mirrored
     mirrored = gram.tril() + gram.tril(-1).mT
     skew = (gram + gram.mT) / 2 - mirrored
-    return mirrored + (skew - skew.detach()).nan_to_num()  # zeros, whatever stands in the upper triangle, with the derivative of skew
+    return mirrored + (skew - skew.detach()).nan_to_num()  # adds 0, with the derivative of skew
 
 
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,8 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)
-    # Not `cholesky_solve`: where `vmap` leaves off a dimension of rhs, its forward mode may take the matrices for a batch of vectors.
+    # Not `cholesky_solve`: `vmap` removes a dimension of rhs, and its forward mode may then take the matrices for a
+    # batch of vectors.
     halfway = torch.linalg.solve_triangular(factor, rhs, upper=False)
     solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True).masked_fill(failed[..., None, None], torch.nan)
     condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)

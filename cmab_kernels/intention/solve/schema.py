@@ -1,4 +1,4 @@
-"""`torch.library` operators that solve regularised systems: a given batch, or that of sums over rows, fused with the sums."""
+"""`torch.library` operators that solve regularised systems: given systems, or sums over rows, fused with the solve."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def _save_solution(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_solve(ctx: Any, dweight: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """With Z = (A + alpha I)^-1 dX, another solve with the same matrix: dA = -(Z X' + X Z') / 2, dB = Z, dalpha = -trace(Z X')."""
+    """dA = -(Z X' + X Z') / 2, dB = Z and dalpha = -trace(Z X'), where Z = (A + alpha I)^-1 dX.
+
+    Z is another solve with the same matrix.
+    """
     gram, alpha, weight = ctx.saved_tensors
     z, _info = regularised_solve_op(gram, dweight, alpha, ctx.impl)
     product = row_products(z, weight.mT)
@@ -79,9 +82,9 @@ def _save_ridge(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_of_ridge(ctx: Any, dweight: Tensor, dgram: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Gradients with respect to G and C, as for a solve, and from these with respect to the rows.
+    """The gradients with respect to G and C, as for a solve, and from them the gradients with respect to the rows.
 
-    `gram` is an output of the operator, so that second derivatives reach the keys through it.
+    `gram` is an output of the operator, so that second derivatives reach the keys through `gram`.
     """
     key, value, weights, mask, alpha, weight, gram = ctx.saved_tensors
     # Reshaped, not flattened: `flatten` has no rule for batched gradients.

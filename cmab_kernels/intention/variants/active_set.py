@@ -1,4 +1,4 @@
-"""A dual active-set method for a batch of strictly convex quadratic programmes: finds the constraints that are active at the minimum."""
+"""A dual active-set method for a batch of strictly convex quadratic programmes. It finds the active constraints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..solve import RidgeSolution
 from .models import scaled_solve
 
 VIOLATED = 1e-12
-"""A constraint counts as violated if its excess is more than this fraction of the terms it is computed from."""
+"""A constraint counts as violated if its excess is more than this fraction of the terms of the excess."""
 DEPENDENT = 1e-12
-"""A normal counts as linearly dependent on the active ones if some combination of it with them, whose coefficients have absolute values
-that sum to 1, has a squared norm below this."""
+"""A normal counts as linearly dependent on the active normals if some linear combination of them all has a squared norm
+below this. The absolute values of the coefficients of the combination sum to 1."""
 NEGLIGIBLE = 1e-10
-"""A multiplier counts as constant if it falls by less than this while the entering one rises by 1."""
+"""A multiplier counts as constant if it falls by less than this while that of the entering constraint rises by 1."""
 
 SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
 
@@ -33,7 +33,7 @@ class _Systems(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """The progress of each of the S programmes. `pending` (S,) is the index of the constraint that is being added, -1 for none."""
+    """The progress of the S programmes. `pending` (S,) is the index of the constraint being added; -1 means none."""
 
     multipliers: Tensor
     active: Tensor
@@ -52,14 +52,16 @@ class _Progress(NamedTuple):
 def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
     """The active set (S, R) bool of each programme, and its info (S,) int32: 0 solved, 3 infeasible, 4 given up.
 
-    The programme is min w'Gw / 2 - m'w with N'w = n for the first `equalities` constraints and N'w <= n for the others. The arguments are
-    products = N'G^-1N (S, R, R), excess = N'w0 - n (S, R) at the unconstrained minimum w0, and size (S, R), the magnitude of its terms.
+    The programme is min w'Gw / 2 - m'w with N'w = n for the first `equalities` constraints and N'w <= n for the others.
+    The arguments are products = N'G^-1N (S, R, R), excess = N'w0 - n (S, R) at the unconstrained minimum w0, and size
+    (S, R), the magnitude of the terms of the excess.
 
-    The method of Goldfarb and Idnani (A numerically stable dual method for solving strictly convex quadratic programs), in terms of the
-    multipliers alone: as w = w0 - G^-1 N lambda, the excess at w is excess - products lambda. The most violated constraint enters: its
-    multiplier rises until it holds. If another's multiplier reaches 0 first, that constraint leaves and the rise goes on. Each entry makes
-    the dual objective larger, so that no active set recurs. If the new normal depends on the active ones and none of these can leave, no
-    point satisfies all constraints.
+    This is the method of Goldfarb and Idnani (A numerically stable dual method for solving strictly convex quadratic
+    programs), in terms of the multipliers alone: since w = w0 - G^-1 N lambda, the excess at w is
+    excess - products lambda. The most violated constraint enters: its multiplier rises until the constraint holds. If
+    the multiplier of another constraint reaches 0 first, that constraint leaves and the rise goes on. Each entry makes
+    the dual objective larger, so that no active set recurs. If the new normal depends on the active normals and no
+    active constraint can leave, no point satisfies all constraints.
     """
     scale = torch.where((diagonal := products.diagonal(dim1=-2, dim2=-1)) > 0, diagonal, 1.0).rsqrt()
     systems = _Systems(scale.unsqueeze(-1) * products * scale.unsqueeze(-2), scale * excess, scale * size)
@@ -90,7 +92,7 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
 def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> RidgeSolution:
     """Solve products (..., R, R), restricted to the rows and columns in the active set (..., R), for rhs (..., R, E); 0 elsewhere.
 
-    These rows and columns are gathered first: the active constraints are at most as many as the variables.
+    The active rows and columns are gathered first, because there are at most as many active constraints as variables.
     """
     count = max(1, int(active.sum(-1).max())) if active.numel() else 1
     order = active.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :count]
@@ -105,7 +107,7 @@ def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> Ri
 
 
 def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
-    """The index of the constraint to add, (S,): the pending one, or else the most violated; -1 where all hold."""
+    """The index of the constraint to add, (S,): the pending or else the most violated one; -1 if there is none."""
     excess = systems.excess - (systems.products @ here.multipliers.unsqueeze(-1)).squeeze(-1)
     violation = torch.where(equality, excess.abs(), excess)
     terms = systems.size + here.multipliers.abs().sum(-1, keepdim=True)  # after scaling no product exceeds 1
@@ -121,7 +123,7 @@ def _step(systems: _Systems, here: _Progress, entering: Tensor, equality: Tensor
     own = here.multipliers[row, entering]
     given = torch.stack([column, systems.excess - column * own.unsqueeze(-1)], -1)
     response, settled = solve_active(systems.products, given, active, impl).weight.unbind(-1)
-    multipliers = torch.where(active, settled, here.multipliers)  # solved anew, so that rounding errors do not accumulate
+    multipliers = torch.where(active, settled, here.multipliers)  # a fresh solve does not accumulate rounding errors
 
     excess = systems.excess[row, entering] - (systems.products[row, entering] * multipliers).sum(-1)
     sign = torch.where(equality[entering] & (excess < 0), -1.0, 1.0).to(column.dtype)

@@ -20,16 +20,21 @@ ATTAINED = 1e-8
 
 
 class ConstrainedRegression(NamedTuple):
-    """The constrained minimum for each column of values, with its multipliers. Constraints: P equalities, then Q inequalities."""
+    """The constrained minimum for each column of values, with its multipliers.
+
+    Constraints are in the order of the P equalities, then the Q inequalities.
+    """
 
     weight: Tensor
     """(B, H, D, E) float64; NaN where info is 1, 3 or 4."""
     multipliers: Tensor
-    """(B, H, P + Q, E) float64: gradient of the sum of squares / 2 at `weight` is -(normals @ multipliers); >= 0 for inequalities."""
+    """(B, H, P + Q, E) float64: the gradient of half the sum of squares at `weight` is -(normals @ multipliers). The
+    multipliers of inequalities are >= 0."""
     active: Tensor
-    """(B, H, P + Q, E) bool: the constraints that hold with equality and shape the minimum."""
+    """(B, H, P + Q, E) bool: the constraints that hold with equality and determine the minimum."""
     info: Tensor
-    """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible, nothing satisfies all; 4 given up."""
+    """(B, H, E) int32: 0 sound; 1 not positive definite; 2 ill-conditioned; 3 infeasible: no point satisfies all
+    constraints; 4 the search was given up."""
 
     def predict(self, query: Tensor) -> Tensor:
         """Predictions (B, H, M, E) at query (B, H, M, D), in its dtype."""
@@ -54,20 +59,23 @@ def constrained(
         key: (B, H, N, D). float64, float32, bfloat16 or float16; sums and solution are float64.
         value: (B, H, N, E): E problems with the same keys.
         alpha: >= 0: a number, or a tensor that broadcasts to (B, H). Keys of rank below D need alpha > 0 (`info` 1 or 2).
-        equal: (C, c), where C broadcasts to (B, H, D, P), a column a constraint, and c to (B, H, P, E), a row a constraint.
-        at_most: (A, b), likewise with Q; an infinite bound imposes nothing.
+        equal: (C, c). C broadcasts to (B, H, D, P), with one column per constraint; c broadcasts to (B, H, P, E), with
+            one row per constraint.
+        at_most: (A, b), likewise with Q constraints; an infinite bound is no constraint.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
 
     Returns:
-        ConstrainedRegression. Differentiable in key, value, alpha, weights and the constraints, through the optimality conditions of the
-        final active set. The search depends on the data, so that `vmap` and the compiler cannot trace it: use B and H for batches.
+        ConstrainedRegression. Differentiable in key, value, alpha, weights and the constraints, through the optimality
+        conditions of the final active set. `vmap` and the compiler cannot trace the search, because it depends on the
+        data. Use B and H for batches.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose single correction by all violated
-    constraints, w - Z N (N'Z N)^-1 (N'w - n) with Z = (K'K + alpha I)^-1, need be neither minimal nor feasible: a constraint that it
-    includes may have to leave again, and others may become violated. Here an active-set method selects the constraints of that formula.
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki). The paper makes a
+    single correction by all violated constraints, w - Z N (N'Z N)^-1 (N'w - n) with Z = (K'K + alpha I)^-1. The
+    corrected point may be infeasible, or not minimal: one of these constraints may have to leave again, and others may
+    become violated. Here an active-set method selects the constraints of that formula.
 
     >>> key = torch.eye(3, dtype=torch.float64)[None, None]
     >>> value = torch.tensor([0.8, -1.0, 0.6], dtype=torch.float64)[None, None, :, None]
@@ -96,7 +104,7 @@ def constrained(
 
 
 def _stacked(equal: Constraints | None, at_most: Constraints | None, moment: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The normals (B, H, D, R) and bounds (B, H, R, E) of all constraints in float64, and how many of the R are equalities."""
+    """The normals (B, H, D, R) and bounds (B, H, R, E) of all constraints in float64, and the number of equalities."""
     (normals, bounds), (others, limits) = _pair("equal", equal, moment), _pair("at_most", at_most, moment)
     return torch.cat([normals, others], -1), torch.cat([bounds, limits], -2), normals.shape[-1]
 
@@ -118,7 +126,7 @@ def _pair(name: str, pair: Constraints | None, moment: Tensor) -> Constraints:
 
 
 def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, impl: str) -> tuple[Tensor, Tensor]:
-    """The active set (B, H, R, E) and the `info` of the search (B, H, E). Heads that are not finite are skipped."""
+    """The active set (B, H, R, E) and the `info` of the search (B, H, E). Problems that are not finite are skipped."""
     batch, heads, rows, columns = excess.shape
     if rows == 0:
         return torch.zeros_like(excess, dtype=torch.bool), excess.new_zeros(batch, heads, columns, dtype=torch.int32)
@@ -135,9 +143,10 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
 
 
 def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The minimum (B, H, D, E) with the active constraints as equalities, its multipliers (B, H, R, E), and the `info` (B, H, E) of these.
+    """The minimum (B, H, D, E) with the active constraints as equalities, its multipliers (B, H, R, E), and `info`.
 
-    One step of iterative refinement makes the constraints hold up to rounding; the derivative does not include it.
+    `info` (B, H, E) belongs to the systems for the multipliers. One step of iterative refinement makes the constraints
+    hold up to rounding. The derivative does not include this step.
     """
     products = normals.mT @ turned
     multipliers, info = _settled(products, normals.mT @ free - bounds, active, impl)
@@ -148,7 +157,7 @@ def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active:
 
 
 def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    """The multipliers (B, H, R, E) that reduce the excess of the active constraints to 0, and the `info` (B, H, E) of their systems."""
+    """The multipliers (B, H, R, E) that reduce the excess of active constraints to 0, and their `info` (B, H, E)."""
     batch, heads, rows, columns = active.shape
     if rows == 0:
         return excess, excess.new_zeros(batch, heads, columns, dtype=torch.int32)
@@ -158,7 +167,7 @@ def _settled(products: Tensor, excess: Tensor, active: Tensor, impl: str) -> tup
 
 
 def _missed(excess: Tensor, size: Tensor, multipliers: Tensor, equalities: int) -> Tensor:
-    """Whether a constraint, or the sign of a multiplier, is violated by more than `ATTAINED`, (B, H, E) bool."""
+    """True where a constraint, or the sign of a multiplier, is violated by more than `ATTAINED`, (B, H, E) bool."""
     is_equality = torch.arange(excess.shape[-2], device=excess.device).unsqueeze(-1) < equalities
     violated = torch.where(is_equality, excess.abs(), excess) > ATTAINED * size
     pulling = ~is_equality & (-multipliers > ATTAINED * multipliers.abs().sum(-2, keepdim=True))

@@ -1,4 +1,4 @@
-"""Features whose inner products are a Gaussian kernel: with them, linear estimators become kernel machines."""
+"""Features whose inner products are a Gaussian kernel: linear estimators on these features are kernel machines."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_pa
     intercept=False)` evaluated at phi_K(Q) is kernel ridge regression.
 
     Args:
-        query: (B, H, M, D). float64, float32, bfloat16 or float16; all is computed in float64.
+        query: (B, H, M, D). float64, float32, bfloat16 or float16; the computation is in float64.
         key: (B, H, N, D), the reference points of the kernel, in the same dtype.
         gamma: >= 0, a number or a tensor that broadcasts to (B, H).
         key_padding_mask: (B, N) bool, True = ignore: the feature of that key is 0.
 
     Returns:
-        (B, H, M, N) in the dtype of query. The root is that of the pseudo-inverse: directions with eigenvalue 0 up to rounding (a point
-        given twice) are dropped. Differentiable in query, key and gamma; to second order where no two eigenvalues of k(K, K)
-        are equal.
+        (B, H, M, N) in the dtype of query. k(K, K)^-1/2 is the square root of the pseudo-inverse: directions whose
+        eigenvalue is 0 up to rounding (a point given twice) are dropped. Differentiable in query, key and gamma; to
+        second order where no two eigenvalues of k(K, K) are equal.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose kernel is printed without the minus:
-    exp(gamma |x - y|^2) is indefinite and has no real root.
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki). The paper prints the
+    kernel without the minus sign, but exp(gamma |x - y|^2) is indefinite and has no real root.
 
     >>> q, k = torch.randn(1, 1, 3, 2, dtype=torch.float64), torch.randn(1, 1, 5, 2, dtype=torch.float64)
     >>> phi = cmab_kernels.intention.variants.kernel_features
@@ -59,17 +59,19 @@ def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_pa
 def nystrom_features(
     query: Tensor, key: Tensor, num_landmarks: int, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """phi_L(Q) = k(Q, L) k(L, L)^-1/2, with `num_landmarks` m of the keys, evenly spaced among those not masked, as L.
+    """phi_L(Q) = k(Q, L) k(L, L)^-1/2, where the landmarks L are m = `num_landmarks` of the keys.
 
-    phi_L(X) phi_L(Y)' = k(X, L) k(L, L)^-1 k(L, Y), the Nyström approximation of the kernel: with an m x m root and m features, not N.
-    For landmarks of your own choice, means of clusters say, call `kernel_features(query, landmarks, gamma)`.
+    The landmarks are evenly spaced among the keys that are not masked. phi_L(X) phi_L(Y)' = k(X, L) k(L, L)^-1 k(L, Y)
+    is the Nyström approximation of the kernel. It takes an m x m root and m features, instead of N. For landmarks of
+    your own choice, for example means of clusters, call `kernel_features(query, landmarks, gamma)`.
 
     Args:
-        num_landmarks: 1 <= m <= N. If fewer than m keys are not masked, all of these are landmarks and the other features are 0.
+        num_landmarks: 1 <= m <= N. If fewer than m keys are unmasked, all unmasked keys are landmarks and the other
+            features are 0.
         query, key, gamma, key_padding_mask: as in `kernel_features`.
 
     Returns:
-        (B, H, M, m) in the dtype of query, differentiable as `kernel_features`.
+        (B, H, M, m) in the dtype of query. Differentiable like `kernel_features`.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -92,7 +94,7 @@ def nystrom_features(
 
 
 def _evenly_spaced(key: Tensor, count: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The indices (B, m) of `count` keys that are not masked, evenly spaced, and a mask (B, m), True where there is no such key left."""
+    """The indices (B, m) of `count` evenly spaced unmasked keys, and a mask (B, m), True where no such key is left."""
     check_mask(mask, key)
     batch, _, length, _ = key.shape
     mask = torch.zeros(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask
@@ -123,9 +125,10 @@ def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:
 
 
 def _forward(rows: Tensor, columns: Tensor, _: None) -> Tensor:
-    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if a single point is far from them.
+    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if one point is far away.
 
-    The third argument is for the compiler: it takes the `forward(ctx, *args)` of a Function of two for one that has no `ctx`.
+    The third argument is for the compiler: it would take the `forward(ctx, *args)` of a Function with two arguments for
+    one without `ctx`.
     """
     return torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
 
@@ -141,13 +144,19 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _pulls(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """sum_j w_ij (x_i - y_j), (B, H, M, D): a coordinate at a time, to form no array (B, H, M, N, D). Differentiable to any order."""
+    """sum_j w_ij (x_i - y_j), (B, H, M, D), differentiable to any order.
+
+    The sum is formed one coordinate at a time, so that no array (B, H, M, N, D) is needed.
+    """
     pairs = zip(rows.unbind(-1), columns.unbind(-1), strict=True)
     return torch.stack([(weights * (row.unsqueeze(-1) - column.unsqueeze(-2))).sum(-1) for row, column in pairs], -1)
 
 
 def _pulls_at_once(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """`_pulls`, several times as fast, without a derivative: the gradient of distances whose values are given as 1, not to divide."""
+    """`_pulls` without a derivative, but several times as fast.
+
+    This is the gradient of distances, with 1 given as their values, so that nothing is divided by them.
+    """
     return torch.ops.aten._cdist_backward(weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights))
 
 

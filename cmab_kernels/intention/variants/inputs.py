@@ -26,7 +26,7 @@ from ...runtime.checks import (
 
 
 def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **others: Tensor) -> Tensor:
-    """Raise unless key is (B, H, N, D) and the rest fits it; return the weights as (B, H, N), all 1 for None."""
+    """Raise unless key is (B, H, N, D) and the others fit key; return the weights as (B, H, N), all 1 for None."""
     check_operands(key=key, **others)
     check_key_value(key, others.get("value", key))
     check_mask(mask, key)
@@ -35,7 +35,7 @@ def check_rows(key: Tensor, weights: Tensor | None, mask: Tensor | None, **other
 
 
 def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | None) -> Tensor:
-    """`labels` as (B, H, N), or an error: wrong type, shape or device, or a label outside the classes that is not masked."""
+    """`labels` as (B, H, N). Raise if type, shape or device is wrong, or an unmasked label is outside the classes."""
     check_count("num_classes", num_classes)
     if not isinstance(labels, Tensor):
         raise TypeError(not_a_tensor("labels", labels, "a torch.Tensor of int64 is needed"))
@@ -56,7 +56,10 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
 
 
 def without_strays(labels: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """On a GPU, where labels are not read: labels outside the classes as 0, and NaN for their weights. On the CPU both as they are."""
+    """On a GPU, replace labels outside the classes by 0, and their weights by NaN. On the CPU, change nothing.
+
+    Labels on a GPU are not read, so that `check_labels` cannot raise there.
+    """
     if not labels.is_cuda:
         return labels, weights
     stray = (labels < 0) | (labels >= num_classes)
@@ -64,7 +67,10 @@ def without_strays(labels: Tensor, weights: Tensor, num_classes: int) -> tuple[T
 
 
 def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
-    """A number in [0, 1], or a tensor of them that broadcasts to (B, H), as float64 (B, H, 1, 1); `like` is any (B, H, ...) tensor."""
+    """A number in [0, 1], or a tensor of such numbers that broadcasts to (B, H), as float64 (B, H, 1, 1).
+
+    `like` is any (B, H, ...) tensor.
+    """
     if not isinstance(given, Tensor):
         check_number(name, given)
         if not 0 <= given <= 1:
@@ -78,7 +84,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
 
 
 def priors_of(given: Tensor | Sequence[float] | None, weight: Tensor) -> Tensor:
-    """Class probabilities (B, H, C): those given, or the classes' shares of `weight` (B, H, C). 0 for a class without members."""
+    """Class probabilities (B, H, C): the given ones, or shares of `weight` (B, H, C). 0 for a class without members."""
     if given is None:
         priors = weight
     else:
@@ -99,7 +105,7 @@ def _as_tensor(name: str, given: Tensor | Sequence[float], device: torch.device)
 
 
 def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """`given` in float64, expanded to `shape`; raise if it does not broadcast, is not floating or is on another device."""
+    """`given` in float64, expanded to `shape`. Raise unless it broadcasts, is floating and is on `device`."""
     check_floats(name, given)
     if given.device != device:
         raise ValueError(wrong(name, f"is on {given.device}", f"the other arguments are on {device}"))
@@ -118,10 +124,10 @@ def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
 
 
 def divided(total: Tensor, by: Tensor) -> Tensor:
-    """total / by, and total itself where `by` is 0, to avoid 0 / 0."""
+    """total / by; where `by` is 0, the result is total, to avoid 0 / 0."""
     return total / by.masked_fill(by == 0, 1.0)
 
 
 def solver_of(impl: str) -> str:
-    """The `impl` that an estimator passes to its solves: its own if solves have it, else "auto"."""
+    """The `impl` that an estimator passes to its solves: the same if solves have it, else "auto"."""
     return passed_on(impl, "intention", "intention.solve")

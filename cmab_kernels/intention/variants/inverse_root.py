@@ -11,7 +11,10 @@ from ...runtime.autograd import differentiable
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues, with 1 in place of those that are 0 up to rounding; eigenvectors; and a mask (..., N), True for the others."""
+    """Eigenvalues, with 1 in place of zeros; eigenvectors; and a mask (..., N), True for the nonzero eigenvalues.
+
+    An eigenvalue counts as zero if it is 0 up to rounding.
+    """
     values, vectors = torch.linalg.eigh(matrix)
     cutoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
     kept = values > cutoff
@@ -30,8 +33,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, dout: Tensor) -> Tensor:
     """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and Krein).
 
-    For two nonzero eigenvalues this is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, without a difference in the denominator; for a nonzero
-    and a zero one it is f_i / l_i; for two zero ones it is 0.
+    For two nonzero eigenvalues F_ij is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, which has no difference in the
+    denominator. For a nonzero and a zero eigenvalue F_ij is f_i / l_i; for two zero eigenvalues it is 0.
     """
     values, vectors, kept = _spectrum(ctx.saved_tensors[0])
     root = values.sqrt()

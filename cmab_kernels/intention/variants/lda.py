@@ -29,19 +29,22 @@ def lda(
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
         shrinkage: s from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma becomes (1 - s) Sigma + s (trace Sigma / D) I.
-        priors: probabilities of the classes, (C,) or what broadcasts to (B, H, C), normalised to sum to 1; None: their shares of the rows.
+        priors: probabilities of the classes, (C,) or a shape that broadcasts to (B, H, C), normalised to sum to 1.
+            None: the shares of the classes in the rows.
 
     Returns:
-        LinearClassifier; its probabilities are the posterior. A class without members has score -inf and probability 0. Where Sigma
-        is singular (a constant feature, fewer rows than features) `info` is 1 and the scores NaN, or 2 if it is singular only up to
-        rounding: use shrinkage, or omit features. Differentiable in key, weights, shrinkage and priors; at weights that are 0 for a whole
-        class the scatter, and so the result, has only the one-sided derivatives that `class_moments` describes.
+        LinearClassifier; its probabilities are the posterior probabilities. A class without members has score -inf and
+        probability 0. Where Sigma is singular (a constant feature, fewer rows than features), `info` is 1 and the
+        scores are NaN; `info` is 2 if Sigma is singular only up to rounding. Use shrinkage then, or omit features.
+        Differentiable in key, weights, shrinkage and priors. Where all weights of a class are 0, the scatter, and
+        therefore the result, has only the one-sided derivatives that `class_moments` describes.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Sigma = sum_c S_c / n is the maximum-likelihood estimate. Source: Fisher; as a form of Intention, Garnelo and Czarnecki, whose
-    relabelling y / N1 - (1 - y) / N0, which turns X'y into m_1 - m_0, is printed with another sign and other weights.
+    Sigma = sum_c S_c / n is the maximum-likelihood estimate. Source: Fisher; as a form of Intention, Garnelo and
+    Czarnecki. The relabelling y / N1 - (1 - y) / N0 turns X'y into m_1 - m_0; the paper prints it with another sign and
+    other weights.
 
     >>> key = torch.tensor([[0.0, 0], [1, 1], [0, 1], [4, 4], [5, 5], [5, 4]])[None, None]
     >>> model = cmab_kernels.intention.variants.lda(key, torch.tensor([[0, 0, 0, 1, 1, 1]]), 2)
@@ -80,17 +83,19 @@ def pooled_class_scatter(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> LinearClassifier:
-    """For each class w_c = (sum_j S_j + alpha I)^-1 (m_c - m_rest), with score 0 midway between the mean m_c and that of all other rows.
+    """A linear classifier with w_c = (sum_j S_j + alpha I)^-1 (m_c - m_rest) for each class c.
 
-    The paper calls this "QDA", but it is linear, and for two classes its direction is that of LDA. `qda` is quadratic.
+    The score of class c is 0 midway between its mean m_c and the mean m_rest of all other rows. The paper calls this
+    classifier "QDA", but it is linear, and for two classes its direction is the direction of LDA. `qda` is quadratic.
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
         alpha: >= 0, in the units of the scatter: a number, or a tensor that broadcasts to (B, H).
 
     Returns:
-        LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -inf.
-        Differentiable in key, alpha and weights; at weights that are 0 for a whole class as `lda`.
+        LinearClassifier, one column per class; with two classes, one column is the negative of the other. A class
+        without members scores -inf. Differentiable in key, alpha and weights; like `lda` where all weights of a class
+        are 0.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -118,7 +123,8 @@ def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.
     share = divided(moments.weight, moments.weight.sum(-1, keepdim=True))
     centre = (share.unsqueeze(-2) @ moments.mean).squeeze(-2)
     to_own = _from(centre, moments)
-    to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)  # the mean of all rows is 0 here: share own + (1 - share) rest = 0
+    # The mean of all rows is 0 here, so share own + (1 - share) rest = 0.
+    to_rest = -to_own * divided(share, 1 - share).unsqueeze(-1)
     weight, info = regularised_solve(moments.scatter.sum(2), (to_own - to_rest).mT, alpha, impl=solver_of(impl))
     offset = -(weight * (to_own + to_rest).mT).sum(-2) / 2
     return LinearClassifier(weight, centre, offset.masked_fill(moments.weight == 0, -torch.inf), info)

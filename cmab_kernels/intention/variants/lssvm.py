@@ -24,12 +24,13 @@ def lssvm(
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
-        alpha: >= 0, penalises w and not b: a number, or a tensor that broadcasts to (B, H). The literature's gamma is 1 / alpha.
+        alpha: >= 0, a penalty on w but not on b: a number, or a tensor that broadcasts to (B, H). The literature's
+            gamma is 1 / alpha.
 
     Returns:
-        LinearClassifier, one column per class; with two classes the columns are each other's negative. A class without members scores -1
-        everywhere, and is never predicted: the mean of the others is above that. Differentiable in key, alpha and weights, also in weights
-        of 0, be they those of a whole class.
+        LinearClassifier, one column per class; with two classes, one column is the negative of the other. A class
+        without members scores -1 everywhere, and is never predicted: the mean score of the other classes is larger.
+        Differentiable in key, alpha and weights, even where all weights of a class are 0.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -48,9 +49,10 @@ def lssvm(
 def solve_lssvm(moments: ClassMoments, alpha: float | Tensor, *, impl: str = "auto") -> LinearClassifier:
     """`lssvm` of the rows that these moments summarise.
 
-    With d_c = m_c - m, where m is the mean of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine is
-    w_c = (T + alpha I)^-1 2 n_c d_c, and its score at m is 2 n_c / n - 1. A class of weight 0 has a point b_c in place of its mean,
-    and adds its M_c (see `parted`) to the sums n_c d_c, and M_c d_c' + d_c M_c' to T: 0, but for their gradients.
+    With d_c = m_c - m, where m is the mean of all rows, and the total scatter T = sum_c S_c + n_c d_c d_c', the machine
+    is w_c = (T + alpha I)^-1 2 n_c d_c, and its score at m is 2 n_c / n - 1. A class of weight 0 has a point b_c in
+    place of its mean. It adds M_c (see `parted`) to the sums n_c d_c, and M_c d_c' + d_c M_c' to T. These terms are 0,
+    but have gradients.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)
     >>> cmab_kernels.intention.variants.solve_lssvm(moments, alpha=0.1).coefficients.shape

@@ -15,16 +15,17 @@ from .inputs import check_query, solver_of
 
 
 class LinearRegression(NamedTuple):
-    """An affine function of a point x: offset + (x - centre) coefficients. All fields are float64 and carry gradients."""
+    """An affine function of a point x: offset + (x - centre) coefficients. Fields are float64 and carry gradients."""
 
     coefficients: Tensor
     """(B, H, D, E)."""
     centre: Tensor
-    """(B, H, D): the point whose value is `offset`; a mean of the data avoids cancellation for data far from 0."""
+    """(B, H, D): the point where the value is `offset`. A mean of the data avoids cancellation for data far from 0."""
     offset: Tensor
     """(B, H, E)."""
     info: Tensor
-    """(B, H) int32, as in `cmab_kernels.solve_ridge`: 0 sound; 1 not positive definite, all is NaN; 2 ill-conditioned."""
+    """(B, H) int32, as in `cmab_kernels.solve_ridge`: 0 sound; 1 not positive definite, coefficients are NaN;
+    2 ill-conditioned."""
 
     @property
     def intercept(self) -> Tensor:
@@ -37,7 +38,7 @@ class LinearRegression(NamedTuple):
 
 
 class LinearClassifier(NamedTuple):
-    """A classifier with one affine score for each class. Its fields are those of `LinearRegression`, with the C classes in place of E."""
+    """A classifier with one affine score per class. Its fields are as in `LinearRegression`, with C classes for E."""
 
     coefficients: Tensor
     """(B, H, D, C)."""
@@ -54,19 +55,23 @@ class LinearClassifier(NamedTuple):
         return self.offset - (self.centre.unsqueeze(-2) @ self.coefficients).squeeze(-2)
 
     def decision(self, query: Tensor) -> Tensor:
-        """The scores (B, H, M, C) of query (B, H, M, D), in its dtype. With two classes the sign of their difference decides."""
+        """The scores (B, H, M, C) of query (B, H, M, D), in its dtype.
+
+        With two classes, the sign of the difference of their scores decides.
+        """
         return _affine(query, self.coefficients, self.centre, self.offset)
 
     def predict(self, query: Tensor) -> Tensor:
-        """The class of the largest score, (B, H, M) int64; -1 where no class has a score.
+        """The class with the largest score, (B, H, M) int64; -1 where no class has a score.
 
-        That is in heads without a model, whose `info` is 1 and whose scores are NaN; a `RuntimeWarning` says so on the CPU.
+        Heads without a model have `info` 1, scores of NaN and predictions of -1. On the CPU, a `RuntimeWarning` says
+        so.
         """
         warn_of_none(self.info, "heads")
         return most_likely(self.decision(query))
 
     def probabilities(self, query: Tensor) -> Tensor:
-        """softmax(decision), (B, H, M, C): the posterior probabilities if the scores are log densities, as those of `lda`."""
+        """softmax(decision), (B, H, M, C): posterior probabilities if the scores are log densities, as in `lda`."""
         return class_probabilities(self.decision(query))
 
 
@@ -80,10 +85,13 @@ class QuadraticClassifier(NamedTuple):
     offset: Tensor
     """(B, H, C); -inf for a class of probability 0."""
     info: Tensor
-    """(B, H, C) int32, for each covariance: 0 sound; 1 singular, the class's scores are NaN; 2 ill-conditioned."""
+    """(B, H, C) int32, for each covariance: 0 sound; 1 singular, the scores of the class are NaN; 2 ill-conditioned."""
 
     def decision(self, query: Tensor) -> Tensor:
-        """log(prior) - log(det covariance) / 2 - (x - mean)' precision (x - mean) / 2: (B, H, M, C) of query (B, H, M, D), in its dtype."""
+        """log(prior) - log(det covariance) / 2 - (x - mean)' precision (x - mean) / 2 of each class.
+
+        The result is (B, H, M, C) for query (B, H, M, D), in the dtype of query.
+        """
         batch, heads, _, width = self.mean.shape
         away = check_query(query, batch, heads, width).unsqueeze(2) - self.mean.unsqueeze(3)
         distance = ((away @ self.precision) * away).sum(-1)
@@ -92,7 +100,8 @@ class QuadraticClassifier(NamedTuple):
     def predict(self, query: Tensor) -> Tensor:
         """The most probable class, (B, H, M) int64; -1 where no class has a score.
 
-        A class without a model, whose `info` is 1 and whose scores are NaN, is never chosen; a `RuntimeWarning` says so on the CPU.
+        A class without a model has `info` 1 and scores of NaN, and is never chosen. On the CPU, a `RuntimeWarning` says
+        so.
         """
         warn_of_none(self.info, "classes")
         return most_likely(self.decision(query))
@@ -103,13 +112,16 @@ class QuadraticClassifier(NamedTuple):
 
 
 def most_likely(scores: Tensor) -> Tensor:
-    """The class of the largest score (..., C), -1 where all are -inf or NaN: a NaN, which `argmax` would take, is never the largest."""
+    """The class with the largest score (..., C); -1 where all scores are -inf or NaN.
+
+    A NaN is never the largest score, unlike in `argmax`.
+    """
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     return torch.where(scores.amax(-1) == -torch.inf, -1, scores.argmax(-1))
 
 
 def warn_of_none(info: Tensor, of: str) -> None:
-    """Warn of systems without a solution, where `info` may be read."""
+    """Warn of systems without a solution, if the values of `info` may be read."""
     if is_read(info) and bool((info == INFO_NOT_POSITIVE_DEFINITE).any()):
         allowed = "these are never chosen; give it more rows, leave out constant features, or use shrinkage, regularisation or alpha"
         warnings.warn(wrong("info", f"is 1 for some {of}, which have no model", allowed), RuntimeWarning, stacklevel=3)
@@ -128,7 +140,7 @@ def log_of(probability: Tensor) -> Tensor:
 
 
 def scaled_solve(matrix: Tensor, rhs: Tensor, impl: str) -> RidgeSolution:
-    """A^-1 B for symmetric A, first scaled to a diagonal of 1, so that differing units of features do not make it ill-conditioned."""
+    """A^-1 B for symmetric A, first scaled to a diagonal of 1: features in different units would ill-condition A."""
     diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-1)
     weight, info = regularised_solve(scale * matrix * scale.mT, scale * rhs, 0.0, impl=solver_of(impl))

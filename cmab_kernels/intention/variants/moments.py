@@ -1,16 +1,18 @@
-"""The moments of labelled rows, which determine every closed-form classifier, and how they are merged, in O(C D^2).
+"""The moments of labelled rows, which determine every closed-form classifier. Merging them costs O(C D^2).
 
-They are, for each class c, its weight n_c = sum w_i, mean m_c and scatter S_c = sum w_i (x_i - m_c)(x_i - m_c)'. Two sets a and b merge by
+The moments of class c are its weight n_c = sum w_i, mean m_c and scatter S_c = sum w_i (x_i - m_c)(x_i - m_c)'. Sets a
+and b merge by
 
     n = n_a + n_b    m = m_a + (n_b / n) delta    S = S_a + S_b + (n_a n_b / n) delta delta'    with delta = m_b - m_a
 
 (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances). Means are subtracted before
 products are formed, so that rows far from the origin lose accuracy only by their own rounding.
 
-A class of weight 0 has no mean, and its scatter no gradient, in its weights: both depend on how these leave 0. Around a fixed point b,
-the mean of its rows without weights, its sums are smooth: M = sum w_i (x_i - b) and S = sum w_i (x_i - b)(x_i - b)'. Its mean is
-represented as b + M, which is b with the gradient of M: `parted` takes the two apart, and what is formed of them is exact, gradients
-of any order included, as soon as the class, or all classes together, have a weight.
+A class of weight 0 has no mean, and its scatter has no gradient in its weights: both depend on how the weights leave 0.
+Let the fixed point b be the unweighted mean of its rows. Its sums around b are smooth: M = sum w_i (x_i - b) and
+S = sum w_i (x_i - b)(x_i - b)'. The mean of the class is represented as b + M, which is b with the gradient of M.
+`parted` separates b and M. Results formed from b and M are exact, with gradients of any order, as soon as the class, or
+all classes together, have a weight.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ ROWS = 4096
 
 
 class ClassMoments(NamedTuple):
-    """The weight, mean and scatter of each class, float64 whatever the dtype of the rows."""
+    """The weight, mean and scatter of each class, in float64 whatever the dtype of the rows."""
 
     weight: Tensor
     """(B, H, C): the number of rows, or the sum of their weights."""
     mean: Tensor
-    """(B, H, C, D), 0 for a class without rows, and the mean without weights for one whose rows have weight 0."""
+    """(B, H, C, D): 0 for a class without rows, and the unweighted mean for a class whose rows all have weight 0."""
     scatter: Tensor
-    """(B, H, C, D, D), or their sum over the classes (B, H, 1, D, D) if `pooled`."""
+    """(B, H, C, D, D), or the sum over the classes (B, H, 1, D, D) if `pooled`."""
 
 
 def class_moments(
@@ -56,17 +58,19 @@ def class_moments(
 
     Args:
         key: (B, H, N, D), any strides; N may be 0. float64, float32, bfloat16 or float16.
-        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored. Another number is a `ValueError`; on
-            a GPU, where labels are not read, it makes the moments of its head NaN.
-        pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes; all but `qda` need no more.
-        state: the moments of earlier rows, with the same `pooled`. It is not changed.
+        labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored. Any other label
+            is a `ValueError`. On a GPU labels are not read: there any other label makes the moments of its head NaN.
+        pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes. Only `qda`
+            needs the separate scatters.
+        state: the moments of earlier rows, with the same `pooled`. `state` is not changed.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 counts as two rows.
 
     Returns:
-        ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key, weights, state).
-        The scatter of a class of total weight 0 has one-sided derivatives in its weights, but no gradient: a weight that grows alone
-        leaves it 0. What is returned as gradient, (x_i - b)(x_i - b)', is right where all weights grow alike: b is the mean of its rows
-        without weights, in a state of several chunks, or blocks of `ROWS` rows, that of the first with any of them.
+        ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key,
+        weights, state). The scatter of a class of total weight 0 has one-sided derivatives in its weights, but no
+        gradient, because a single weight that grows leaves the scatter 0. The returned gradient, (x_i - b)(x_i - b)',
+        is right if all weights grow alike. Here b is the unweighted mean of the rows of the class; with several chunks,
+        or blocks of `ROWS` rows, b is the unweighted mean in the first of them that has rows of the class.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -94,9 +98,9 @@ def class_moments(
 
 
 def merge_moments(first: ClassMoments, *others: ClassMoments) -> ClassMoments:
-    """The moments of the union of disjoint sets of rows. Associative and commutative up to rounding, differentiable.
+    """The moments of the union of disjoint sets of rows; associative and commutative up to rounding, differentiable.
 
-    Every state has the shapes and device of the first (`ValueError`) and is float64 (`TypeError`).
+    Every state must have the shapes and device of the first (`ValueError`) and be float64 (`TypeError`).
 
     >>> rows, labels = torch.randn(1, 1, 6, 2), torch.tensor([[0, 0, 1, 1, 0, 1]])
     >>> variants = cmab_kernels.intention.variants
@@ -143,7 +147,10 @@ def check_moments(
 
 
 def parted(moments: ClassMoments) -> tuple[Tensor, Tensor]:
-    """The point b (B, H, C, D) around which each scatter is formed, and M = sum w_i (x_i - b): 0, with a gradient if the weight is 0."""
+    """The point b (B, H, C, D) around which each scatter is formed, and M = sum w_i (x_i - b).
+
+    The value of M is 0. M has a gradient where the weight of the class is 0.
+    """
     absent = (moments.weight == 0).unsqueeze(-1)
     fixed = moments.mean.detach()
     return torch.where(absent, fixed, moments.mean), (moments.mean - fixed).masked_fill(~absent, 0.0)
@@ -152,7 +159,10 @@ def parted(moments: ClassMoments) -> tuple[Tensor, Tensor]:
 def _block_moments(
     rows: Tensor, labels: Tensor, weights: Tensor | None, mask: Tensor, classes: int, pooled: bool, impl: str
 ) -> ClassMoments:
-    """The moments of a block of rows: class sums by `ridge_state` with one-hot labels as keys, scatters as Grams of centred rows."""
+    """The moments of a block of rows.
+
+    The class sums are a `ridge_state` with one-hot labels as keys; the scatters are Gram matrices of centred rows.
+    """
     rows = rows_of(rows, mask, torch.float64)
     given = rows.new_ones(()).expand(rows.shape[:3]) if weights is None else weights.double()
     labels, given = without_strays(labels.masked_fill(mask[:, None], 0), given.masked_fill(mask[:, None], 0.0), classes)
@@ -170,7 +180,7 @@ def _block_moments(
 
 
 def _unweighted_mean(rows: Tensor, member: Tensor, mask: Tensor, impl: str) -> Tensor:
-    """The mean of the rows of each class that are not masked, (B, H, C, D), without gradients; 0 for a class without any."""
+    """The unweighted mean of the unmasked rows of each class, (B, H, C, D), without gradients; 0 where it has none."""
     sums = ridge_state(member, rows.detach(), key_padding_mask=mask, impl=impl)
     return divided(sums.moment, sums.gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
 
@@ -180,7 +190,7 @@ def _pooled(centred: Tensor, weights: Tensor, impl: str) -> Tensor:
 
 
 def _scatters(centred: Tensor, member: Tensor, weights: Tensor, impl: str) -> Tensor:
-    """The scatter of each class, computed as one head per class that share the rows (stride 0) and differ in their weights."""
+    """The scatter of each class, computed as one head per class: heads share rows (stride 0) and differ in weights."""
     heads = centred.shape[:2]
     rows = centred.flatten(0, 1).unsqueeze(1).expand(-1, member.shape[-1], -1, -1)
     own = (weights.unsqueeze(-1) * member).flatten(0, 1).mT
@@ -189,7 +199,8 @@ def _scatters(centred: Tensor, member: Tensor, weights: Tensor, impl: str) -> Te
 
 def _merge(first: ClassMoments, second: ClassMoments) -> ClassMoments:
     weight = first.weight + second.weight
-    moved = (first.weight == 0) & ((second.weight != 0) | (first.mean == 0).all(-1))  # from a set without rows, whose point is 0, too
+    # This includes a first set without rows, whose point is 0.
+    moved = (first.weight == 0) & ((second.weight != 0) | (first.mean == 0).all(-1))
     if is_differentiated(*first, *second):
         return _merge_smoothly(first, second, weight, moved)
     share = divided(second.weight, weight).masked_fill(moved, 1.0)
@@ -199,11 +210,14 @@ def _merge(first: ClassMoments, second: ClassMoments) -> ClassMoments:
 
 
 def _merge_smoothly(first: ClassMoments, second: ClassMoments, weight: Tensor, moved: Tensor) -> ClassMoments:
-    """The union with the gradients of classes of weight 0. With d = b_b - b_a, a and b exchanged where `moved`, as if only b has a weight:
+    """The union, with the gradients of classes of weight 0.
+
+    With d = b_b - b_a, and with a and b exchanged where `moved`, for example where only b has a weight:
 
     m = b_a + (n_b d + M_b) / n        S = S_a + S_b + (n_a / n) (n_b d d' + M_b d' + d M_b') - M_b M_b' / n
 
-    If both have weight 0, so does the union: its sums are those around b_a, M_a among them, which are these without the divisions.
+    If both have weight 0, the union has weight 0, too. Its sums are then the sums around b_a, including M_a. They
+    follow from these formulas without the divisions.
     """
     empty, (base, rest), (other, other_rest) = weight == 0, parted(first), parted(second)
     n_a, n_b = torch.where(moved, second.weight, first.weight), torch.where(moved, first.weight, second.weight)

@@ -31,14 +31,14 @@ def qda(
         priors: as in `lda`.
 
     Returns:
-        QuadraticClassifier with an `info` for each class. A class without members has score -inf and probability 0; one whose covariance is
-        singular (one member, a constant feature) scores NaN unless regularised, and is never predicted. Differentiable in key, weights,
-        regularisation and priors.
+        QuadraticClassifier with an `info` for each class. A class without members has score -inf and probability 0. A
+        class whose covariance is singular (one member, a constant feature) has scores of NaN unless it is regularised,
+        and is never predicted. Differentiable in key, weights, regularisation and priors.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Not in the paper: what it calls "QDA" is `pooled_class_scatter`.
+    This is not the "QDA" of the paper (Garnelo and Czarnecki), which is `pooled_class_scatter` here.
 
     >>> rows = torch.randn(1, 1, 400, 2, dtype=torch.float64)
     >>> inner, ring = rows * 0.3, 3 * torch.nn.functional.normalize(rows, dim=-1)
@@ -54,7 +54,7 @@ def qda(
 def solve_qda(
     moments: ClassMoments, *, regularisation: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
 ) -> QuadraticClassifier:
-    """`qda` of the rows that these moments summarise, which must not be pooled (`ValueError`).
+    """`qda` of the rows that these moments summarise. The moments must not be pooled (`ValueError`).
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 2, 2)
     >>> cmab_kernels.intention.variants.solve_qda(moments).precision.shape

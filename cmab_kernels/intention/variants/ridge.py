@@ -28,18 +28,20 @@ def ridge(
         key: (B, H, N, D). float64, float32, bfloat16 or float16; sums and solution are float64.
         value: (B, H, N, E), the targets.
         alpha: >= 0: a number, or a tensor that broadcasts to (B, H).
-        intercept: False fixes b = 0, as in `cmab_kernels.intention`; that form streams (`ridge_state`, `solve_ridge`).
+        intercept: False fixes b = 0, as in `cmab_kernels.intention`. The form without intercept streams (`ridge_state`,
+            `solve_ridge`).
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`.
 
     Returns:
-        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. Without rows, or
-        with none but of weight 0, and with alpha > 0, it predicts 0.
+        LinearRegression with `predict(query)`, differentiable in key, value, alpha and weights. If there are no rows,
+        or all rows have weight 0, and alpha > 0, the predictions are 0.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki). Its weighted form y_m = Z y for Z = W^1/2
-    is a slip: with X_m = Z X the targets are Z y too, so that X'y becomes X'Z^2 y = X'Wy.
+    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki). The weighted form in
+    the paper, y_m = Z y for Z = W^1/2, has an error: with X_m = Z X the targets are Z y too, so that X'y becomes
+    X'Z^2 y = X'Wy.
 
     >>> x = torch.linspace(0, 1, 20, dtype=torch.float64)[None, None, :, None]
     >>> line = cmab_kernels.intention.variants.ridge(x, 3 * x + 2, alpha=1e-10)
