@@ -180,4 +180,4 @@ def _(summand: Tensor, group: str) -> Tensor:
 
 def _named(group: str) -> ProcessGroup:
     """Return the group of this name, found in the way that torch's own operators find theirs."""
-    return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # its parameter has a type of its own, derived from str
+    return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # its type is derived from str
