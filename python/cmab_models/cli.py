@@ -146,8 +146,8 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Refuse a NaN or an infinity anywhere in a value, because records are JSON. A run that makes no model would not
-    refuse it elsewhere."""
+    """Refuse a NaN or an infinity anywhere in a value, because records are JSON. If no model is made, no other check
+    refuses it."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:

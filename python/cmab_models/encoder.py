@@ -1,5 +1,5 @@
-"""torch's encoder layer and attention, in which every submodule is called: the models predict with adapters and hooks
-as they train."""
+"""torch's encoder layer and attention, with every submodule called: with adapters and hooks, models predict as they
+train."""
 
 from __future__ import annotations
 

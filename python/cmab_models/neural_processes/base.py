@@ -59,8 +59,8 @@ class NeuralProcess(Pretrained):
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
-        """Return the state of the points x, y together with those of `state`, of the same batch. Points with `mask` (B,
-        N) bool True are ignored.
+        """Return the state of the points x, y together with those of `state`, of the same batch. A point is ignored
+        where `mask` (B, N) bool is True.
 
         The values of ignored points do not matter; they may be NaN.
         """

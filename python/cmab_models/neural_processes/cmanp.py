@@ -98,8 +98,8 @@ class CMANP(NeuralProcess):
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: AttentionState | None = None, mask: Tensor | None = None) -> AttentionState:
-        """Return the state of the points x, y together with those of `state`. Points with `mask` (B, N) bool True are
-        ignored.
+        """Return the state of the points x, y together with those of `state`. A point is ignored where `mask` (B, N)
+        bool is True.
 
         Under `torch.no_grad()` points are embedded a chunk at a time, so memory does not depend on their number.
         """
