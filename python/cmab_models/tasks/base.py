@@ -79,7 +79,7 @@ class Task(ABC):
         return {}
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield the scores after each new point, event or token of one held-out stream."""
+        """Yield what is known, such as scores, after each new point, event or token of one held-out stream."""
         raise NotImplementedError(f"{self.name} has no stream")
 
     def model(self, system: str, **changes: Any) -> nn.Module:

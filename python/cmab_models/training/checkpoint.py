@@ -18,7 +18,7 @@ class BadCheckpoint(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Everything that the rest of a training run depends on, besides code and machine."""
+    """Everything that the rest of a training run depends on."""
 
     run: dict[str, Any]
     """The system, the task and their settings, as numbers and strings only."""
