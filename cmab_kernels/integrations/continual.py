@@ -1,4 +1,4 @@
-"""Lets the containers of the package continual-inference hold our continual modules; `continual.Residual` then runs
+"""Adapters for our continual modules in the containers of the package continual-inference; its `continual.Residual` runs
 their steps."""
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _share_too_little(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's function is faster because few queries read each key. It has no second gradient, so False
-    if a gradient is needed."""
+    """Return whether torch's function is faster because few queries read each key. torch's function has no
+    second gradient, so the answer is False if a gradient is needed."""
     if query.device.type != "cpu" or not is_free("attention", "auto") or is_differentiated(query, key, value):
         return False
     queries = query.shape[1] // key.shape[1] * query.shape[2]

@@ -77,7 +77,7 @@ def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     """Operations of one step by the paper's formulas.
 
     `scheme` is a key of `PAPER_OPERATIONS` or one of four more. "continual single" and "continual retroactive" are
-    means over steps, m in n of which replace a landmark. "fixed single" and "fixed retroactive" replace no landmark.
+    means over steps: m steps in n replace a landmark. "fixed single" and "fixed retroactive" replace no landmark.
     The result is an integer except for the means.
 
     >>> from cmab_kernels.nystrom.costs import paper_operations

@@ -93,8 +93,8 @@ def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExp
 def _calls_seen() -> Iterator[None]:
     """Let the `explain` of the same thread or task see calls of modules.
 
-    No module is changed: meanwhile another thread may copy, pickle or explain it. Hooks would change the module, and
-    with hooks torch and this package run other code.
+    No module is changed, because another thread may copy, pickle or explain it meanwhile. Hooks would change the
+    module, and with hooks torch and this package run other code.
     """
     global _watches, _torchs_call
     with _lock:

@@ -159,8 +159,8 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """Return the factor of the scores as a float. Raise unless it is a number, and for a tensor that is differentiated
-    or mapped: a float would lose that."""
+    """Return the factor of the scores as a float. Raise for a value that is not a number, and for a tensor that is
+    differentiated or mapped, because a float would lose that."""
     if not isinstance(scale, (int, float)):
         _check_constant(scale)
     return as_float("scale", scale)

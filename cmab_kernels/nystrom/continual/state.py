@@ -275,8 +275,8 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
 
 
 def own_memory(state: State) -> State:
-    """Return a state whose tensors are contiguous and without gradients: `state` if its tensors are so, else with
-    clones of those that are not."""
+    """Return a state whose tensors are contiguous and without gradients: `state` itself if it has only such
+    tensors, else a state with clones of the others."""
     if all(map(_is_own, state)):
         return state
     return type(state)._make(map(_owned, state))
@@ -317,7 +317,7 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
 
     The rule is that of csrc/continual/next_state.h. If the state alone holds its tensors, the step works in place: new
     tokens go to free rows of its rings, and its sums and spare memory swap. A step never writes to memory that others
-    may read. It then takes new memory.
+    may read: it takes new memory instead.
     """
     sole = _ownership() is not None and _ownership().is_sole_owner(state)
     fields: tuple[Any, ...] = state

@@ -33,7 +33,8 @@ def _told(published: tuple[float, float] | None) -> str:
 
 
 def _constant_memory(results: Results) -> Verdict:
-    """Judge that from 10,000 points on, CMANP keeps less than one number per further point. Not judged if LBANP does, too."""
+    """Judge that from 10,000 points on, CMANP keeps less than one number per further point. The claim is
+    not judged if LBANP does so, too."""
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
     told = ", ".join(f"{system} {each:.1f}" for system, each in grown.items()) + " bytes for each more point; a number has 4"
     if grown["lbanp"] < 4:

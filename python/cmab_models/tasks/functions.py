@@ -34,8 +34,8 @@ class FunctionTask(Task):
     """Base class of tasks whose batches are sets of points (`Batch`) and whose score is the likelihood of targets.
 
     Scores are means over fixed batches of the log-likelihood of a target, summed over output dimensions.
-    `log_likelihood` is the score that the model gives by itself. With `autoregressive`, there are also scores with all targets at once, in
-    blocks of 5, and one by one, where each block becomes context of the next.
+    `log_likelihood` is the score that the model gives by itself. With `autoregressive`, there are also scores with all
+    targets at once, in blocks of 5, and one by one, where each block becomes context of the next.
     """
 
     systems: ClassVar[tuple[str, ...]] = tuple(SIZES)
