@@ -1,5 +1,7 @@
-"""Adapters for our continual modules in the containers of the package continual-inference; its `continual.Residual` runs
-their steps."""
+"""Adapters for our continual modules in the containers of the package continual-inference.
+
+Its `continual.Residual` runs their steps.
+"""
 
 from __future__ import annotations
 

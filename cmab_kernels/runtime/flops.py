@@ -1,7 +1,8 @@
 """FLOP formulas for `torch.utils.flop_counter`, registered at the moment that module is imported.
 
-The formulas are not registered earlier, because that module imports Triton, which `import cmab_kernels` must not import.
-They are not registered at an operator's first call either, because a counter copies the registry when it is constructed.
+The formulas are not registered earlier, because that module imports Triton, which `import cmab_kernels` must not
+import. They are not registered at an operator's first call either, because a counter copies the registry when it is
+constructed.
 """
 
 from __future__ import annotations

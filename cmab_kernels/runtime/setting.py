@@ -47,7 +47,7 @@ def _without(level: Level, holder: object) -> Level:
 
 
 class _Module(ModuleType):
-    """A module that computes `impl` at each access. A compiler's guards then see a change, and the code is compiled again.
+    """A module that computes `impl` at each access. A compiler's guards then see a change and compile again.
 
     The compiler also traces an assignment, and makes it when the compiled code ends.
     """

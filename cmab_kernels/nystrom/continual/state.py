@@ -98,7 +98,7 @@ ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
 
-if TYPE_CHECKING:  # Python 3.10 has no generic NamedTuple, and torch takes one for no NamedTuple
+if TYPE_CHECKING:  # Python 3.10 has no generic NamedTuple, and torch does not recognise one
 
     class StepResult(NamedTuple, Generic[State]):
         out: Tensor

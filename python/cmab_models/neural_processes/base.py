@@ -209,6 +209,6 @@ def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
     if not isinstance(predicted, MultivariateNormal):
         return predicted.log_prob(y).flatten(1).sum(1)
     values = y.flatten(1)
-    if not y.numel():  # torch's log_prob raises for no values: sums over nothing keep the graph
+    if not y.numel():  # torch's log_prob raises without values; sums over nothing keep the graph
         return (values - predicted.loc).sum(1) + predicted.scale_tril.sum((1, 2))
     return predicted.log_prob(values)

@@ -112,7 +112,7 @@ class FewShotTask(ImageTask):
     """The largest angle in degrees by which an image is turned, to either side. Every image of a question has an angle
     of its own."""
     estimator: str = "lssvm"
-    """One of "lssvm", "scatter", "kernel" and "attention". Only the system few-shot reads this: see `cmab_models.FewShot`."""
+    """One of "lssvm", "scatter", "kernel" and "attention", for the system few-shot: see `cmab_models.FewShot`."""
     ways: int = 4
     shots: int = 5
     dim: int = 32
